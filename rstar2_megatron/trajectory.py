@@ -1,0 +1,150 @@
+"""The nouns that flow through everything: a problem, a trajectory, a group of trajectories.
+
+Tokens in, tokens out: the ids stored here are the ids the engine consumed and produced, and the ids the
+actor trains on. Text is only decoded for parsing and for people. Nothing here imports torch, Ray or SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    """Why a trajectory ended. Every ending is typed and counted."""
+
+    ANSWERED = "answered"  # the model ended its turn without a tool call
+    TURN_LIMIT = "turn_limit"  # max_assistant_turns reached with a tool call pending
+    LENGTH_LIMIT = "length_limit"  # response token budget exhausted
+    TOOL_RESPONSE_TOO_LONG = "tool_response_too_long"  # the tool response does not fit the budget
+    INFRASTRUCTURE = "infrastructure"  # engine or judge lost, or deadline passed: dropped, never trained on
+
+
+class ToolOutcome(StrEnum):
+    """What became of one tool call."""
+
+    OK = "ok"
+    ERROR = "error"  # the code raised or exited non-zero
+    TIMEOUT = "timeout"  # the code ran past its time limit
+    MALFORMED = "malformed"  # the call itself could not be parsed or named no known tool
+    INFRASTRUCTURE = "infrastructure"  # the judge failed, not the model: never a tool error
+
+    @property
+    def is_model_error(self) -> bool:
+        """True when the model is to blame (paper section 2.2.3: parse failure, exception, timeout)."""
+        return self in (ToolOutcome.ERROR, ToolOutcome.TIMEOUT, ToolOutcome.MALFORMED)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One tool call with its result, kept for statistics and for people."""
+
+    name: str
+    arguments: dict[str, Any]
+    outcome: ToolOutcome
+    response_text: str  # as shown to the model, after truncation
+    seconds: float = 0.0  # wall time from submit to result, queueing included
+
+
+@dataclass(slots=True)
+class VersionSpan:
+    """Tokens response_ids[start:end] were generated under weight version `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(slots=True)
+class Problem:
+    """One problem of the data set.
+
+    `prompt` is a list of chat messages (role, content); `solutions` are acceptable answers, any of which
+    counts. `query_id` is unique in the data set.
+    """
+
+    query_id: str
+    prompt: list[dict[str, str]]
+    solutions: list[str]
+    task: str = "math"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One multi-turn attempt at a problem.
+
+    `response_ids`, `loss_mask` and `rollout_logprobs` have one entry per response token. Generated tokens
+    have mask 1 and the engine's log-prob; tool text and turn headers have mask 0 and log-prob 0.0.
+    """
+
+    query_id: str
+    rollout_index: int  # 0 .. 2G-1 inside its group
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    version_spans: list[VersionSpan] = field(default_factory=list)
+    assistant_texts: list[str] = field(default_factory=list)  # one per assistant turn, decoded, for parsing
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    reward: float | None = None  # None until graded
+    grade_detail: str = ""  # why the grader said so (answer extracted, timeout, no box, ...)
+    seconds: float = 0.0  # wall time of the whole trajectory
+    error: str = ""  # message of an infrastructure failure
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.assistant_texts)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    @property
+    def length(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_tool_errors(self) -> int:
+        return sum(call.outcome.is_model_error for call in self.tool_calls)
+
+    @property
+    def usable(self) -> bool:
+        """False for a trajectory that infrastructure spoiled: it is counted and dropped."""
+        return self.finish_reason is not None and self.finish_reason is not FinishReason.INFRASTRUCTURE
+
+    def check(self) -> None:
+        """Raise ValueError when the per-token lists disagree in length or tokens before the prompt exist."""
+        lengths = {len(self.response_ids), len(self.loss_mask), len(self.rollout_logprobs)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"trajectory {self.query_id}#{self.rollout_index}: response_ids {len(self.response_ids)}, "
+                f"loss_mask {len(self.loss_mask)}, rollout_logprobs {len(self.rollout_logprobs)} differ in length"
+            )
+        if not self.prompt_ids:
+            raise ValueError(f"trajectory {self.query_id}#{self.rollout_index}: empty prompt")
+
+
+@dataclass(slots=True)
+class Group:
+    """All rollouts of one problem in one step (2G of them with resample-on-correct)."""
+
+    problem: Problem
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def usable(self) -> list[Trajectory]:
+        return [t for t in self.trajectories if t.usable]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the usable trajectories, in rollout order. Raises ValueError before grading."""
+        rewards = []
+        for t in self.usable:
+            if t.reward is None:
+                raise ValueError(f"trajectory {t.query_id}#{t.rollout_index} has not been graded")
+            rewards.append(t.reward)
+        return rewards
