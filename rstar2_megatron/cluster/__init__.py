@@ -1,0 +1,1 @@
+"""The only room that imports rlinf: cluster, placement, CPU slots, worker groups, channels."""

@@ -1,0 +1,88 @@
+"""One Megatron rank as an RLinf worker: everything is in `actor.MegatronActor`, this only carries it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlinf.scheduler import Worker
+
+from rstar2_megatron.actor.megatron_actor import MegatronActor
+from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.cluster.weights import WeightRoute, send_weights
+from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
+
+
+class ActorWorker(Worker):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._actor: MegatronActor | None = None
+
+    def rendezvous_port(self) -> int:
+        """A port on rank 0's node for the process group of the actor."""
+        return self.acquire_free_port()
+
+    def initialize(self, model_path: str, init_method: str, device: str) -> dict[str, Any]:
+        """Build the Megatron model from the Hugging Face directory `model_path`; collective."""
+        self._actor = MegatronActor(
+            self._settings.actor,
+            self._settings.runner,
+            self._settings.algorithm,
+            model_path=model_path,
+            rank=self._rank,
+            world_size=self._world_size,
+            init_method=init_method,
+            device=device,
+        )
+        return self._actor.initialize()
+
+    @property
+    def actor(self) -> MegatronActor:
+        if self._actor is None:
+            raise RuntimeError("ActorWorker.initialize has not been called")
+        return self._actor
+
+    def train_step(self, sequences: list[TrainSequence]) -> dict[str, float]:
+        """One training step on the global batch; collective, the same metrics on every rank."""
+        return self.actor.train_step(sequences)
+
+    def compute_logprobs(self, sequences: list[TrainSequence]) -> list[list[float]]:
+        """Log-prob of each token (0.0 at position 0) under the current weights; collective."""
+        return self.actor.compute_logprobs(sequences)
+
+    def sft_steps(self, batches: list[list[TrainSequence]], lrs: list[float]) -> list[dict[str, float]]:
+        """Several supervised steps in one call, so that short steps do not pay a call each; collective."""
+        return [self.actor.sft_step(batch, lr=lr) for batch, lr in zip(batches, lrs, strict=True)]
+
+    def start_sft_phase(self, phase: SFTPhaseSettings) -> None:
+        """A fresh optimizer with the phase's settings."""
+        optim = self._settings.actor.optim.model_copy(
+            update={
+                "lr": phase.lr,
+                "adam_beta1": phase.adam_beta1,
+                "adam_beta2": phase.adam_beta2,
+                "weight_decay": phase.weight_decay,
+            }
+        )
+        sched = LrSchedSettings(lr_warmup_iters=0, lr_decay_style="constant")
+        self.actor.reset_optimizer(optim, sched, phase.steps)
+
+    def start_rl(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_steps: int) -> None:
+        """A fresh optimizer for reinforcement learning, after supervised fine-tuning."""
+        self.actor.reset_optimizer(optim, lr_sched, max_steps)
+
+    def send_weights(self, route: WeightRoute) -> dict[str, float]:
+        """Stream all weights in Hugging Face names to the engines; collective over actor ranks."""
+        return send_weights(self, self.actor.iter_hf_weights(), route)
+
+    def weights_checksum(self) -> dict[str, int]:
+        return self.actor.weights_checksum()
+
+    def save_checkpoint(self, directory: str) -> None:
+        self.actor.save_checkpoint(directory)
+
+    def load_checkpoint(self, directory: str) -> None:
+        self.actor.load_checkpoint(directory)
+
+    def export_hf(self, directory: str) -> None:
+        self.actor.export_hf(directory)

@@ -1,0 +1,140 @@
+"""Calls to worker groups with a deadline and typed failures.
+
+RLinf's own `group.method().wait()` waits for ever and ends the driver when a worker raises; these calls go to the
+same workers through their handles, so that the driver gets an exception it can report and clean up after.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+from rlinf.scheduler import Channel
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised; the message holds its traceback."""
+
+
+class WorkerLost(RuntimeError):
+    """A worker process died."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """A worker did not answer in time."""
+
+
+class PendingCall:
+    """A call in flight on some workers of a group."""
+
+    def __init__(self, name: str, refs: list[Any]) -> None:
+        self.name = name
+        self.refs = refs
+
+    def result(self, timeout_s: float) -> list[Any]:
+        """Results in rank order. Raises WorkerFailed, WorkerLost or DeadlineExceeded.
+
+        The first failure is raised at once, also while other ranks are stuck in a collective with the dead one.
+        """
+        deadline = time.monotonic() + timeout_s
+        waiting = list(self.refs)
+        while waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"{self.name} did not finish within {timeout_s:.0f} s on {len(waiting)} of "
+                    f"{len(self.refs)} workers"
+                )
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, 1.0))
+            self._raise_failures(done)
+        return ray.get(self.refs)
+
+    def check(self) -> None:
+        """Raise if any worker of this call has failed so far; returns at once otherwise."""
+        done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
+        self._raise_failures(done)
+
+    def _raise_failures(self, done: Iterable[Any]) -> None:
+        for ref in done:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayTaskError as e:
+                raise WorkerFailed(f"{self.name} failed:\n{e}") from e
+            except ray.exceptions.RayActorError as e:
+                raise WorkerLost(f"{self.name}: the worker process died: {e}") from e
+
+
+class Group:
+    """The workers of one RLinf worker group."""
+
+    def __init__(self, name: str, rlinf_group: Any) -> None:
+        self.name = name
+        self._workers = [info.worker for info in rlinf_group.worker_info_list]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def start(self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any) -> PendingCall:
+        """Start `method(*args)` on all ranks (or the given ones) and return at once."""
+        chosen = range(len(self._workers)) if ranks is None else ranks
+        refs = [getattr(self._workers[rank], method).remote(*args, **kwargs) for rank in chosen]
+        return PendingCall(f"{self.name}.{method}", refs)
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        ranks: Iterable[int] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`start(...).result(timeout_s)`."""
+        return self.start(method, *args, ranks=ranks, **kwargs).result(timeout_s)
+
+    def kill(self) -> None:
+        """End the worker processes without asking them."""
+        for worker in self._workers:
+            ray.kill(worker)
+
+
+class ChannelReader:
+    """Reads one key of an RLinf channel from the driver with a deadline.
+
+    A get on a channel cannot be cancelled without losing the item it would have returned, so a thread does the
+    blocking gets and a queue hands them over.
+    """
+
+    _END = object()
+
+    def __init__(self, channel: Channel, key: str) -> None:
+        self._items: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._read, args=(channel, key), daemon=True)
+        self._thread.start()
+
+    def _read(self, channel: Channel, key: str) -> None:
+        try:
+            while True:
+                self._items.put(channel.get(key=key))
+        except Exception as e:  # the channel's process is gone: hand the reason to the reader
+            self._items.put((self._END, e))
+
+    def get(self, timeout_s: float, while_waiting: Callable[[], None] | None = None) -> Any:
+        """The next item. `while_waiting` is called about once a second and may raise to give up early."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"nothing arrived on the channel within {timeout_s:.0f} s")
+            try:
+                item = self._items.get(timeout=min(1.0, left))
+            except queue.Empty:
+                if while_waiting is not None:
+                    while_waiting()
+                continue
+            if isinstance(item, tuple) and len(item) == 2 and item[0] is self._END:
+                raise WorkerLost(f"the channel is gone: {item[1]}")
+            return item

@@ -1,0 +1,52 @@
+"""CPU slots as RLinf hardware, so that RLinf's placements work on a machine without accelerators.
+
+RLinf places components on accelerators it finds. A node group of the YAML with `hardware.type: CPUSlots` makes
+each slot count as one accelerator; RLinf's placement classes then resolve `all`, `0-1` and the rest unchanged.
+
+RLinf ships the cluster configuration to a probe process on each node; unpickling `CPUSlotsConfig` there imports
+this module, so the hardware type is registered in every process that needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.scheduler.hardware import (
+    Accelerator,
+    Hardware,
+    HardwareConfig,
+    HardwareInfo,
+    HardwareResource,
+    NodeHardwareConfig,
+)
+
+HARDWARE_TYPE = "CPUSlots"
+
+
+@NodeHardwareConfig.register_hardware_config(HARDWARE_TYPE)
+@dataclass
+class CPUSlotsConfig(HardwareConfig):
+    """`num_slots` worker slots on node `node_rank`."""
+
+    num_slots: int = 1
+
+
+@Hardware.register()
+class CPUSlots(Hardware):
+    """Reports slots under RLinf's own accelerator type, with the model that RLinf reads as 'no device'."""
+
+    HW_TYPE = HARDWARE_TYPE
+
+    @classmethod
+    def enumerate(
+        cls, node_rank: int, configs: list[HardwareConfig] | None = None
+    ) -> HardwareResource | None:
+        slots = sum(
+            config.num_slots
+            for config in configs or []
+            if isinstance(config, CPUSlotsConfig) and config.node_rank == node_rank
+        )
+        if not slots:
+            return None
+        info = HardwareInfo(Accelerator.HW_TYPE, "NO_ACCEL:cpu-slot")
+        return HardwareResource(Accelerator.HW_TYPE, [info] * slots)

@@ -1,0 +1,52 @@
+"""Keeps the rendezvous of collectives on loopback for runs that live on one machine.
+
+torch's TCPStore listens on every interface whatever host it is given. RLinf builds its groups (channels,
+send/recv) from it, so a run on 127.0.0.1 would still be reachable from outside. RLinf imports the module named
+by RLINF_EXT_MODULE in each of its workers and calls `register()`; the store of a loopback rendezvous is then
+given a socket that is already bound to 127.0.0.1. Other hosts are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import socket
+from typing import Any
+
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def register() -> None:
+    """Called by RLinf once per worker process; idempotent."""
+    # `torch.distributed.rendezvous` the attribute is a function that hides the module of that name.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    if getattr(rendezvous.TCPStore, "_rstar2_loopback", False):
+        return
+    make_store = rendezvous.TCPStore
+
+    @functools.wraps(make_store, updated=())
+    def tcp_store(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        is_master = args[1] if len(args) > 1 else kwargs.get("is_master", False)
+        if is_master and host_name in _LOOPBACK and kwargs.get("master_listen_fd") is None:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(("127.0.0.1", port))
+                listener.listen(512)
+                kwargs["master_listen_fd"] = listener.detach()
+                port = port or 0
+        return make_store(host_name, port, *args, **kwargs)
+
+    tcp_store._rstar2_loopback = True  # type: ignore[attr-defined]
+    rendezvous.TCPStore = tcp_store  # type: ignore[attr-defined]
+
+
+def environment() -> dict[str, str]:
+    """Variables that make every process of a one-machine run stay on loopback; set before RLinf starts."""
+    return {
+        "RLINF_EXT_MODULE": __name__,
+        # Ray's own switch for 'this machine only': without it Ray turns 127.0.0.1 into the outside address.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+    }

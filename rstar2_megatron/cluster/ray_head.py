@@ -1,0 +1,90 @@
+"""A private Ray head on loopback, for the runs that name no Ray cluster.
+
+`ray.init()` alone would listen on every interface and start a dashboard of nine processes. RLinf attaches to
+whatever `RAY_ADDRESS` names, so we start the head ourselves, bound to 127.0.0.1, and take it down again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rstar2_megatron.services.process import die_with_parent, free_port, terminate_tree
+
+
+class RayHeadError(RuntimeError):
+    """The private Ray head did not come up."""
+
+
+class RayHead:
+    """`ray start --head --block` as a child process. Dies with this process, whatever kills it."""
+
+    def __init__(self, *, num_cpus: int, object_store_mb: int = 512, start_timeout_s: float = 120.0) -> None:
+        self.num_cpus = num_cpus
+        self.object_store_mb = object_store_mb
+        self.start_timeout_s = start_timeout_s
+        self.address = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._temp_dir: Path | None = None
+
+    def start(self) -> str:
+        """Start the head and return its address, also left in RAY_ADDRESS. Raises RayHeadError."""
+        # Ray's socket paths must stay under 107 characters: keep the directory short.
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="rstar2-ray-", dir="/tmp"))
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        log_path = self._temp_dir / "ray-start.log"
+        env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(Path(sys.executable).with_name("ray")),
+                    "start",
+                    "--head",
+                    "--block",
+                    "--node-ip-address=127.0.0.1",
+                    f"--port={port}",
+                    "--include-dashboard=false",
+                    "--disable-usage-stats",
+                    f"--num-cpus={self.num_cpus}",
+                    f"--object-store-memory={self.object_store_mb << 20}",
+                    f"--temp-dir={self._temp_dir}",
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        deadline = time.monotonic() + self.start_timeout_s
+        while b"Ray runtime started" not in log_path.read_bytes():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                text = log_path.read_text(errors="replace")[-2000:]
+                self.stop()
+                raise RayHeadError(
+                    f"Ray did not start at {self.address} within {self.start_timeout_s:.0f} s; its output:\n{text}"
+                )
+            time.sleep(0.1)
+        os.environ["RAY_ADDRESS"] = self.address
+        return self.address
+
+    def stop(self) -> None:
+        """End every process of the head and remove its directory. Safe to call twice."""
+        if self._process is not None:
+            terminate_tree(self._process.pid, grace_s=8.0, first_signal=signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
+            self._process = None
+        if os.environ.get("RAY_ADDRESS") == self.address:
+            os.environ.pop("RAY_ADDRESS", None)
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._temp_dir = None

@@ -1,0 +1,1 @@
+"""Services that a run starts for itself and stops again: Redis."""
