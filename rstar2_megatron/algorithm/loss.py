@@ -1,0 +1,178 @@
+"""The GRPO-RoC policy loss on flat tokens, and how it is aggregated over a step.
+
+Paper (arXiv 2508.20722) Eq. 6-7: `1 / sum_i |o_i| * sum_i sum_t min(r A, clip(r, 1 - 0.2, 1 + 0.28) A)` over the
+kept trajectories, no KL term, no entropy term. Two things are added as both public codes have them: the dual
+clip, and advantages that are constant over a trajectory.
+
+Nothing here knows about ranks or micro-batches: a caller computes the denominator once over the whole
+mini-batch (all ranks, all micro-batches) with `aggregate`, passes it to `policy_loss` for every micro-batch,
+and sums loss and metrics. The result is then the same however the trajectories were split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside every clip, and finite in fp32
+
+LOSS_AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "released-verl",
+    "released-rlinf",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """The loss of a mini-batch is `sum over sequences s, tokens t of sequence_weights[s] * l[s, t] / denominator`.
+
+    `sequence_weights` has one entry per sequence, in the order of the counts given to `aggregate`.
+    """
+
+    sequence_weights: list[float]
+    denominator: float
+
+
+def aggregate(
+    kind: str,
+    token_counts: Sequence[int],
+    *,
+    microbatch_of: Sequence[int] | None = None,
+    num_microbatches: int | None = None,
+    mini_batch_rows: int | None = None,
+) -> Aggregation:
+    """Weights and denominator of a mini-batch.
+
+    token_counts: trained tokens of every sequence of the mini-batch, over all ranks. Sequences without a
+        trained token weigh 0 and do not count.
+    microbatch_of: for the released kinds, the (globally unique) micro-batch of every sequence.
+    num_microbatches: for `released-rlinf`, micro-batches x data-parallel ranks, empty ones included; null takes
+        the distinct values of `microbatch_of`.
+    mini_batch_rows: for `released-verl`, rows of a full mini-batch, `problems * group_size / updates` before
+        down-sampling and rejection; their code divides by it, so the gradient shrinks as groups are rejected.
+
+    - token-mean: every trained token of the mini-batch weighs the same (the paper).
+    - seq-mean-token-mean: every sequence weighs the same, its tokens share its weight (the first GRPO).
+    - seq-mean-token-sum: token sums averaged over sequences.
+    - released-verl: token mean inside a micro-batch, weighted by rows / mini_batch_rows.
+    - released-rlinf: token mean inside a micro-batch, every micro-batch of every rank weighs the same.
+    Raises ValueError for an unknown kind or missing operands.
+    """
+    counts = [int(c) for c in token_counts]
+    if any(c < 0 for c in counts):
+        raise ValueError(f"negative token count in {counts}")
+    num_sequences = sum(c > 0 for c in counts)
+    if kind == "token-mean":
+        return Aggregation([1.0] * len(counts), float(max(sum(counts), 1)))
+    if kind == "seq-mean-token-mean":
+        return Aggregation([1.0 / c if c else 0.0 for c in counts], float(max(num_sequences, 1)))
+    if kind == "seq-mean-token-sum":
+        return Aggregation([1.0] * len(counts), float(max(num_sequences, 1)))
+    if kind not in LOSS_AGGREGATIONS:
+        raise ValueError(f"unknown loss aggregation {kind!r}; known: {', '.join(LOSS_AGGREGATIONS)}")
+
+    if microbatch_of is None or len(microbatch_of) != len(counts):
+        raise ValueError(f"loss aggregation {kind!r} needs microbatch_of with {len(counts)} entries")
+    tokens: dict[int, int] = {}
+    rows: dict[int, int] = {}
+    for index, count in zip(microbatch_of, counts):
+        tokens[index] = tokens.get(index, 0) + count
+        rows[index] = rows.get(index, 0) + 1
+    if kind == "released-verl":
+        if mini_batch_rows is None or mini_batch_rows < 1:
+            raise ValueError(f"loss aggregation {kind!r} needs mini_batch_rows >= 1, got {mini_batch_rows}")
+        weights = [rows[m] / tokens[m] if tokens[m] else 0.0 for m in microbatch_of]
+        return Aggregation(weights, float(mini_batch_rows))
+    weights = [1.0 / tokens[m] if tokens[m] else 0.0 for m in microbatch_of]
+    return Aggregation(weights, float(max(num_microbatches or len(tokens), 1)))
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    denominator: float,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    clip_c: float | None = 3.0,
+    token_weights: Tensor | None = None,
+    tis_weights: Tensor | None = None,
+    entropy: Tensor | None = None,
+    entropy_bonus: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped policy loss of one micro-batch, already normalised: summed over micro-batches it is the loss.
+
+    All tensors are flat `[tokens]`; `advantages` repeats the trajectory's advantage on its tokens.
+
+    logprobs: of the policy being trained, with gradient. old_logprobs: of the policy that acted, or its
+        recomputation by the actor, without.
+    mask: 1 or True on trained tokens; what stands in the other tensors elsewhere, NaN included, is ignored.
+    denominator, token_weights: from `aggregate`; `token_weights` repeats the sequence weight on its tokens.
+    clip_c: bound of the loss of a negative-advantage token as a multiple of |A| (dual clip); None turns it off.
+    tis_weights: truncated importance weights between engine and actor, from `correction.tis_weights`.
+    entropy: per-token entropy of the policy, with gradient if `entropy_bonus` > 0.
+
+    Returns the loss (0-dim; zero with a gradient of zeros when nothing is trained) and detached sums over the
+    trained tokens, 0-dim, to be added over micro-batches and ranks and divided by `tokens`:
+    `tokens`, `ratio`, `clipped` (tokens whose gradient clip-low or clip-high removed), `dual_clipped`,
+    `approx_kl` (old - new, the k1 estimate), `entropy` (when given), `pg_loss` (before any weight).
+    Raises ValueError when shapes differ or the denominator is not positive.
+    """
+    tensors = {"old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
+    optional = {"token_weights": token_weights, "tis_weights": tis_weights, "entropy": entropy}
+    tensors.update({name: t for name, t in optional.items() if t is not None})
+    for name, tensor in tensors.items():
+        if tensor.shape != logprobs.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs {tuple(logprobs.shape)}")
+    if not denominator > 0:
+        raise ValueError(f"denominator must be positive, got {denominator}")
+    if entropy_bonus and entropy is None:
+        raise ValueError(f"entropy_bonus={entropy_bonus} needs the entropy of every token")
+
+    trained = mask.bool()
+    zero = logprobs.new_zeros(())
+    # where, not multiplication: 0 * inf and 0 * nan would poison the sum.
+    log_ratio = torch.where(trained, logprobs - old_logprobs.detach(), zero)
+    advantage = torch.where(trained, advantages.to(logprobs.dtype), zero)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    unclipped_loss = -advantage * ratio
+    clipped_loss = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    token_loss = torch.maximum(unclipped_loss, clipped_loss)
+    is_clipped = trained & (clipped_loss > unclipped_loss)
+    if clip_c is not None:
+        bound = -advantage * clip_c
+        is_dual_clipped = trained & (advantage < 0) & (token_loss > bound)
+        token_loss = torch.where(is_dual_clipped, bound, token_loss)
+    else:
+        is_dual_clipped = torch.zeros_like(trained)
+
+    objective = token_loss
+    if tis_weights is not None:
+        objective = objective * torch.where(trained, tis_weights.detach(), zero)
+    if entropy is not None and entropy_bonus:
+        objective = objective - entropy_bonus * torch.where(trained, entropy, zero)
+    if token_weights is not None:
+        objective = objective * torch.where(trained, token_weights.detach(), zero)
+    loss = torch.where(trained, objective, zero).sum() / denominator
+
+    with torch.no_grad():
+        sums = {
+            "tokens": trained.sum().to(torch.float32),
+            "ratio": torch.where(trained, ratio, zero).sum().float(),
+            "clipped": is_clipped.sum().float(),
+            "dual_clipped": is_dual_clipped.sum().float(),
+            "approx_kl": -log_ratio.sum().float(),
+            "pg_loss": torch.where(trained, token_loss, zero).sum().float(),
+        }
+        if entropy is not None:
+            sums["entropy"] = torch.where(trained, entropy, zero).sum().float()
+    return loss, sums
