@@ -13,8 +13,8 @@ class TrainSequence:
     """Prompt and response of one trajectory; all per-token lists have `len(input_ids)` entries.
 
     `loss_mask[i]` and `rollout_logprobs[i]` speak about token `i` itself (not about the prediction made at
-    `i`), so the log-prob of token `i` comes from the model's output at position `i - 1`. Prompt, tool text and
-    turn headers have mask 0 and log-prob 0.0.
+    `i`), so the log-prob of token `i` comes from the model's output at position `i - 1`. Prompt, tool text
+    and turn headers have mask 0 and log-prob 0.0.
     """
 
     input_ids: list[int]

@@ -1,8 +1,8 @@
 """The GRPO-RoC policy loss on flat tokens, and how it is aggregated over a step.
 
-Paper (arXiv 2508.20722) Eq. 6-7: `1 / sum_i |o_i| * sum_i sum_t min(r A, clip(r, 1 - 0.2, 1 + 0.28) A)` over the
-kept trajectories, no KL term, no entropy term. Two things are added as both public codes have them: the dual
-clip, and advantages that are constant over a trajectory.
+Paper (arXiv 2508.20722) Eq. 6-7, over the kept trajectories, without KL and entropy terms:
+`1 / sum_i |o_i| * sum_i sum_t min(r A, clip(r, 1 - 0.2, 1 + 0.28) A)`. The dual clip is not in the paper;
+both public codes have it.
 
 Nothing here knows about ranks or micro-batches: a caller computes the denominator once over the whole
 mini-batch (all ranks, all micro-batches) with `aggregate`, passes it to `policy_loss` for every micro-batch,
@@ -30,7 +30,7 @@ LOSS_AGGREGATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """The loss of a mini-batch is `sum over sequences s, tokens t of sequence_weights[s] * l[s, t] / denominator`.
+    """The loss of a mini-batch is `sum_s sum_t sequence_weights[s] * loss[s, t] / denominator`.
 
     `sequence_weights` has one entry per sequence, in the order of the counts given to `aggregate`.
     """
@@ -52,8 +52,8 @@ def aggregate(
     token_counts: trained tokens of every sequence of the mini-batch, over all ranks. Sequences without a
         trained token weigh 0 and do not count.
     microbatch_of: for the released kinds, the (globally unique) micro-batch of every sequence.
-    num_microbatches: for `released-rlinf`, micro-batches x data-parallel ranks, empty ones included; null takes
-        the distinct values of `microbatch_of`.
+    num_microbatches: for `released-rlinf`, micro-batches x data-parallel ranks, empty ones included; None
+        takes the distinct values of `microbatch_of`.
     mini_batch_rows: for `released-verl`, rows of a full mini-batch, `problems * group_size / updates` before
         down-sampling and rejection; their code divides by it, so the gradient shrinks as groups are rejected.
 
@@ -116,7 +116,7 @@ def policy_loss(
         recomputation by the actor, without.
     mask: 1 or True on trained tokens; what stands in the other tensors elsewhere, NaN included, is ignored.
     denominator, token_weights: from `aggregate`; `token_weights` repeats the sequence weight on its tokens.
-    clip_c: bound of the loss of a negative-advantage token as a multiple of |A| (dual clip); None turns it off.
+    clip_c: dual clip, the bound of a negative-advantage token's loss as a multiple of |A|; None turns it off.
     tis_weights: truncated importance weights between engine and actor, from `correction.tis_weights`.
     entropy: per-token entropy of the policy, with gradient if `entropy_bonus` > 0.
 
