@@ -78,7 +78,9 @@ class Group:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def start(self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any) -> PendingCall:
+    def start(
+        self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
+    ) -> PendingCall:
         """Start `method(*args)` on all ranks (or the given ones) and return at once."""
         chosen = range(len(self._workers)) if ranks is None else ranks
         refs = [getattr(self._workers[rank], method).remote(*args, **kwargs) for rank in chosen]

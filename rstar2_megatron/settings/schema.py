@@ -243,6 +243,10 @@ class RewardSettings(Section):
 
 
 class AgentLoopSettings(Section):
+    tools: list[str] = ["python_code_with_standard_io"]
+    """Tools offered to the model, of those in rollout/tools.py."""
+    use_data_system_prompt: bool = False
+    """A system message in the data replaces the system prompt (it must then describe the tools itself)."""
     max_assistant_turns: int = Field(5, ge=1)
     max_parallel_calls: int = Field(1, ge=1)
     max_tool_response_length: int = Field(256, ge=16)
@@ -295,7 +299,8 @@ class SFTPhaseSettings(Section):
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     weight_decay: float = 0.01
-    max_tokens_per_mbs: int = Field(8192, ge=8)
+    shuffle: bool = True
+    """False keeps the order of the file (a curriculum)."""
 
 
 class ColdStartSettings(Section):

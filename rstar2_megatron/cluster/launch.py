@@ -1,0 +1,131 @@
+"""Builds what RLinf runs for one experiment: cluster, placement, worker groups, the rollout channel."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rstar2_megatron.cluster import loopback
+from rstar2_megatron.cluster.ray_head import RayHead
+from rstar2_megatron.settings.schema import Settings
+
+logger = logging.getLogger(__name__)
+
+# A Ray actor of RLinf reserves CPUs that its own threads do not map to; placement is RLinf's, not Ray's.
+_RAY_CPUS_PER_SLOT = 16
+
+
+class PlacementError(ValueError):
+    """The YAML's placement does not fit the cluster."""
+
+
+class TrainingCluster:
+    """Ray, RLinf's cluster and placement, and the worker groups of one run.
+
+    Starts a private Ray head on loopback unless RAY_ADDRESS names a cluster. `close()` ends all it started and may
+    be called at any time, also from a signal handler's unwinding.
+    """
+
+    def __init__(self, settings: Settings, config: DictConfig) -> None:
+        self.settings = settings
+        self.config = config
+        self.device = "cpu"
+        self._head: RayHead | None = None
+        self._groups: list[Any] = []
+
+    def start(self) -> None:
+        """Bring up Ray and RLinf and resolve the placement. Raises PlacementError or RayHeadError."""
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RLINF_LOG_LEVEL", "WARNING")
+        os.environ.setdefault("RAY_LOG_TO_DRIVER_EVENT_LEVEL", "ERROR")
+        if not os.environ.get("RAY_ADDRESS"):
+            for name, value in loopback.environment().items():
+                os.environ.setdefault(name, value)
+            self._head = RayHead(num_cpus=_RAY_CPUS_PER_SLOT * max(2, os.cpu_count() or 2))
+            self._head.start()
+
+        # Imported here: Ray reads the variables above when it is first imported.
+        from rlinf.scheduler import Channel, Cluster, PackedPlacementStrategy
+        from rlinf.utils.placement import ModelParallelComponentPlacement
+
+        from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
+
+        logging.getLogger(PackedPlacementStrategy.__name__).setLevel(logging.WARNING)
+        self._cluster = Cluster(cluster_cfg=self.config.cluster)
+        self.device = self._device()
+        try:
+            self._placement = ModelParallelComponentPlacement(self.config, self._cluster)
+        except (AssertionError, ValueError, IndexError) as e:
+            placement = OmegaConf.to_container(self.config.cluster.component_placement)
+            raise PlacementError(
+                f"cluster.component_placement={placement} does not fit the cluster's "
+                f"{self._cluster.num_accelerators} slots: {e}. Use ranks 0-{self._cluster.num_accelerators - 1}, or "
+                "give actor, rollout and reward either the same slots (collocated) or disjoint ones"
+            ) from e
+        self.channel = Channel.create("rollout")
+
+    def _device(self) -> str:
+        models = {
+            str(getattr(self._cluster.get_node_info(rank), "accelerator_model", "") or "")
+            for rank in range(self._cluster.num_nodes)
+        }
+        types = {
+            str(self._cluster.get_node_info(rank).accelerator_type) for rank in range(self._cluster.num_nodes)
+        }
+        logger.debug("accelerators: types %s, models %s", types, models)
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and not any("NO_ACCEL" in t for t in types) else "cpu"
+
+    def launch_actor(self) -> Any:
+        from rstar2_megatron.cluster.actor_worker import ActorWorker
+
+        return self._launch(ActorWorker, self.settings.actor.group_name, "actor", self.settings)
+
+    def launch_rollout(self) -> Any:
+        from rstar2_megatron.cluster.rollout_worker import RolloutWorker
+
+        return self._launch(
+            RolloutWorker,
+            self.settings.rollout.group_name,
+            "rollout",
+            self.settings,
+            self.device,
+            max_concurrency=256,
+        )
+
+    def launch_reward(self) -> Any:
+        from rstar2_megatron.cluster.reward_worker import RewardWorker
+
+        return self._launch(
+            RewardWorker, self.settings.reward.group_name, "reward", self.settings.reward, max_concurrency=16
+        )
+
+    def _launch(self, worker_class: Any, name: str, component: str, *args: Any, **kwargs: Any) -> Any:
+        from rstar2_megatron.cluster.calls import Group
+
+        group = worker_class.create_group(*args).launch(
+            self._cluster, name=name, placement_strategy=self._placement.get_strategy(component), **kwargs
+        )
+        handle = Group(name, group)
+        self._groups.append(handle)
+        return handle
+
+    def close(self) -> None:
+        """End the workers, the Ray connection and, if we started it, the Ray head."""
+        import ray
+
+        for group in reversed(self._groups):
+            with contextlib.suppress(Exception):
+                group.kill()
+        self._groups.clear()
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if self._head is not None:
+            self._head.stop()
+            self._head = None

@@ -1,0 +1,43 @@
+"""What one rollout phase asks of the engines; training and evaluation differ only in this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rstar2_megatron.settings.schema import Settings
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """Sampling of one phase."""
+
+    samples: int  # trajectories per problem
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int  # response budget in tokens, tool responses included
+    max_assistant_turns: int
+
+    @classmethod
+    def training(cls, settings: Settings) -> RolloutSpec:
+        sampling = settings.algorithm.sampling_params
+        return cls(
+            samples=settings.algorithm.group_size,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            max_assistant_turns=settings.agentloop.max_assistant_turns,
+        )
+
+    @classmethod
+    def evaluation(cls, settings: Settings) -> RolloutSpec:
+        sampling, evaluation = settings.algorithm.sampling_params, settings.evaluation
+        return cls(
+            samples=evaluation.num_samples,
+            temperature=evaluation.temperature,
+            top_p=1.0,
+            top_k=-1,
+            max_new_tokens=evaluation.max_new_tokens or sampling.max_new_tokens,
+            max_assistant_turns=evaluation.max_assistant_turns or settings.agentloop.max_assistant_turns,
+        )

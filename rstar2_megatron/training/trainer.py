@@ -1,0 +1,137 @@
+"""The training step as prose: roll out, score, resample, update, sync, report."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rstar2_megatron.algorithm.advantage import group_advantages
+from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
+from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.weights import WeightRoute
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training import gates
+from rstar2_megatron.training.rollouts import RolloutCoordinator
+from rstar2_megatron.trajectory import Group, Problem, Trajectory
+
+
+@dataclass
+class StepResult:
+    """Everything one step produced, for metrics and for people."""
+
+    step: int
+    groups: list[Group]
+    resampled: list[ResampleResult]
+    actor_metrics: dict[str, float]
+    rollout_stats: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[Trajectory]:
+        return [trajectory for result in self.resampled for trajectory in result.kept]
+
+
+class Trainer:
+    """Drives the worker groups through training steps. Step numbers count finished updates, from 1."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        actor: WorkerGroup,
+        rollout: WorkerGroup,
+        coordinator: RolloutCoordinator,
+    ) -> None:
+        self.settings = settings
+        self.actor = actor
+        self.rollout = rollout
+        self.coordinator = coordinator
+        self.timeout_s = settings.runner.step_timeout_s
+        self._route = WeightRoute(
+            settings.actor.group_name, settings.rollout.group_name, tuple(range(len(rollout)))
+        )
+        self._gates_open = True  # the step-0 gates have not been passed yet
+
+    def step(self, step: int, problems: Sequence[Problem]) -> StepResult:
+        """Training step `step` (1, 2, ...) on `problems`."""
+        clock = _Clock()
+        phase = self.coordinator.run(problems, RolloutSpec.training(self.settings), f"step {step} rollout")
+        clock.lap("rollout")
+        resampled = self.resample(step, phase.groups)
+        sequences = self.build_batch(resampled)
+        clock.lap("resample")
+        actor_metrics = self.train(sequences)
+        clock.lap("training")
+        actor_metrics.update(self.sync_weights(version=step))
+        clock.lap("sync_weights")
+        return StepResult(step, phase.groups, resampled, actor_metrics, phase.stats, clock.laps())
+
+    def resample(self, step: int, groups: Sequence[Group]) -> list[ResampleResult]:
+        """Resample-on-correct of every group, under a seed that depends on the step only (exact on resume)."""
+        rng = random.Random(f"{self.settings.data.seed}-{step}")
+        config = self.settings.algorithm.down_sampling
+        if not config.do_down_sampling:
+            return [ResampleResult.keep_all(group.usable) for group in groups]
+        return [resample_on_correct(group.usable, config.down_sampling_config, rng) for group in groups]
+
+    def build_batch(self, resampled: Sequence[ResampleResult]) -> list[TrainSequence]:
+        """Advantages over each kept group, and its trajectories in training form."""
+        sequences: list[TrainSequence] = []
+        for result in resampled:
+            rewards = [t.reward for t in result.kept if t.reward is not None]
+            for trajectory, advantage in zip(result.kept, group_advantages(rewards), strict=True):
+                sequences.append(train_sequence(trajectory, float(advantage)))
+        return sequences
+
+    def train(self, sequences: list[TrainSequence]) -> dict[str, float]:
+        """One update of the actor, or none when every group was rejected (counted, never hidden)."""
+        if not sequences:
+            return {"actor/skipped_update": 1.0}
+        metrics: dict[str, float] = {"actor/skipped_update": 0.0}
+        if self._gates_open:
+            self._check_first_batch(sequences)
+            self._gates_open = False
+        metrics.update(self.actor.call("train_step", sequences, timeout_s=self.timeout_s)[0])
+        return metrics
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Bring every engine to the actor's weights and stamp them `version`."""
+        receiving = self.rollout.start("receive_weights", self._route, version)
+        sent = self.actor.start("send_weights", self._route)
+        seconds = time.perf_counter()
+        sent_figures = sent.result(self.timeout_s)[0]
+        receiving.result(self.timeout_s)
+        seconds = time.perf_counter() - seconds
+        return {"actor/sync_bytes_per_second": sent_figures["bytes"] / max(seconds, 1e-9)}
+
+    def check_weights(self) -> None:
+        """Step-0 gate: the engines hold exactly the actor's weights."""
+        ours = self.actor.start("weights_checksum")
+        theirs = self.rollout.call("weights_checksum", timeout_s=self.timeout_s)
+        actor_sums = ours.result(self.timeout_s)[0]
+        for rank, engine_sums in enumerate(theirs):
+            gates.check_weights(actor_sums, engine_sums, rank)
+
+    def _check_first_batch(self, sequences: list[TrainSequence]) -> None:
+        logprobs = self.actor.call("compute_logprobs", sequences, timeout_s=self.timeout_s)[0]
+        gates.check_logprobs(sequences, logprobs, self.settings.actor.model.precision)
+
+
+class _Clock:
+    """Seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[name] = now - self._last
+        self._last = now
+
+    def laps(self) -> dict[str, Any]:
+        return {**self._laps, "step": time.perf_counter() - self._start}
