@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then lint, type check and tests. Arguments go to pytest.
+set -uo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
+bash scripts/setup_env.sh --dev || exit 1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+py=.venv/bin/python
+status=0
+echo "== ruff";   $py -m ruff check . || status=1
+                  $py -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format ."; status=1; }
+echo "== mypy";   $py -m mypy rstar2_megatron || status=1
+echo "== pytest"; $py -m pytest "$@" || status=1
+[ $status -eq 0 ] || echo "run_tests.sh: something above failed" >&2
+exit $status
