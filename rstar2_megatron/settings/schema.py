@@ -81,6 +81,8 @@ class DownSamplingConfig(Section):
     """G: trajectories kept of each group of `algorithm.group_size`."""
     mode: Literal["paper", "released"] = "paper"
     """paper: positives sampled with probability inverse to penalty; released: lowest penalty first."""
+    penalty_epsilon: float = Field(0.01, gt=0)
+    """Added to the penalty in `paper` mode, so that a clean trajectory has a finite weight."""
 
 
 class DownSamplingSettings(Section):
