@@ -1,0 +1,200 @@
+"""rStar2's conversation format: text and token ids of prompts and tool responses.
+
+A conversation on the wire is
+
+    <|im_start|>system ... <tools> schema </tools> ...<|im_end|>
+    <|im_start|>user {user_prefix}{problem}<|im_end|>
+    <|im_start|>assistant
+    <reason>            the generation prefix ends the prompt; the model goes on from here
+    ...<|im_end|>       generated, trained
+    <|im_start|>user
+    <tool_response>
+    ...
+    </tool_response><|im_end|>
+    <|im_start|>assistant
+    <reason>            ...
+
+The model's turn ends with the generated `<|im_end|>`, and the newline behind it belongs to the format: it
+opens every tool response here (public code drops it, so that training and serving render different ids).
+The wording is data: every piece can be replaced by `agentloop.*` keys of the YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rstar2_megatron.rollout.tools import (
+    ToolSchema,
+    render_schemas,
+    required_parameters,
+    tool_name,
+    tool_schemas,
+)
+from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.trajectory import Problem
+
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+SYSTEM_PROMPT = """\
+You are an assistant that solves problems for a user, and you can run Python code on the way.
+Think first, between <reason> and </reason>; call a tool whenever a computation or a check is worth it. When \
+you are sure, close your reasoning and give the result between <answer> and </answer>.
+
+# Tools
+
+These functions can be called. Each line between the <tools> tags is the JSON schema of one function:
+<tools>
+{tools}
+</tools>
+
+To call one, write a JSON object with its name and arguments between <tool_call> tags and end your turn:
+<tool_call>
+{"name": <function name>, "arguments": <JSON object of arguments>}
+</tool_call>
+The outcome comes back between <tool_response> tags, and you go on from there."""
+
+USER_PREFIX = """\
+Solve the problem below. Write the result inside <answer> </answer> tags, with the final value in \\boxed{}: \
+only what stands in \\boxed{} is graded.
+Problem:
+"""
+
+GENERATION_PREFIX = f"{TURN_START}assistant\n<reason>"
+
+
+class Tokenizer(Protocol):
+    """What the rollout room needs of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> int: ...
+
+
+class ChatTemplate:
+    """Renders problems and tool responses for one tokenizer and one wording.
+
+    Raises ValueError when the tokenizer does not hold `<|im_start|>` and `<|im_end|>` as single tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, settings: AgentLoopSettings) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.schemas: list[ToolSchema] = tool_schemas(settings.tools)
+        system = SYSTEM_PROMPT if settings.system_prompt is None else settings.system_prompt
+        # replace, not format: the wording holds JSON braces of its own
+        self.system_prompt = system.replace("{tools}", render_schemas(self.schemas))
+        self.user_prefix = USER_PREFIX if settings.user_prefix is None else settings.user_prefix
+        self.generation_prefix = (
+            GENERATION_PREFIX if settings.generation_prefix is None else settings.generation_prefix
+        )
+        self.start_id = self._single_token(TURN_START)
+        self.end_id = self._single_token(TURN_END)
+
+    def _single_token(self, token: str) -> int:
+        ids = self._encode(token)
+        if len(ids) != 1:
+            raise ValueError(
+                f"the tokenizer splits {token} into {len(ids)} tokens; rollout.model.model_path needs a "
+                f"tokenizer with Qwen's special tokens {TURN_START} and {TURN_END}"
+            )
+        return ids[0]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end an assistant turn."""
+        return [self.end_id]
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [tool_name(schema) for schema in self.schemas]
+
+    def prompt_text(self, problem: Problem) -> str:
+        """The whole prompt, generation prefix included.
+
+        The last user message is the problem and takes the user prefix. A system message of the data is left
+        out, because it cannot know the tools, unless `agentloop.use_data_system_prompt` says otherwise.
+        Raises ValueError for a prompt without a user message.
+        """
+        messages = [m for m in problem.prompt if m["role"] != "system"]
+        users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+        if not users:
+            raise ValueError(f"problem {problem.query_id}: its prompt has no user message")
+        system = self.system_prompt
+        if self.settings.use_data_system_prompt:
+            system = next((m["content"] for m in problem.prompt if m["role"] == "system"), system)
+        parts = [self._message("system", system)] if system else []
+        for i, message in enumerate(messages):
+            prefix = self.user_prefix if i == users[-1] else ""
+            parts.append(self._message(message["role"], prefix + message["content"]))
+        return "".join(parts) + self.generation_prefix
+
+    @staticmethod
+    def _message(role: str, content: str) -> str:
+        return f"{TURN_START}{role}\n{content}{TURN_END}\n"
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        return self._encode(self.prompt_text(problem))
+
+    def tool_response_text(self, responses: Sequence[str]) -> str:
+        """What follows a generated `<|im_end|>`: the tools' answers and the next turn's opening.
+
+        A program's output may hold the format's own tags; they are broken up, so that it can never open or
+        close a turn.
+        """
+        body = "\n".join(f"<tool_response>\n{defuse(text)}\n</tool_response>" for text in responses)
+        return f"\n{self._message('user', body)}{self.generation_prefix}"
+
+    def tool_response_ids(self, responses: Sequence[str]) -> list[int]:
+        """Token ids of `tool_response_text`; none of them is trained."""
+        return self._encode(self.tool_response_text(responses))
+
+    def conversation(
+        self, problem: Problem, assistant_texts: Sequence[str], tool_responses: Sequence[Sequence[str]]
+    ) -> list[tuple[str, bool]]:
+        """A finished conversation as (text, trained) segments, for SFT data and for checks.
+
+        `assistant_texts[i]` is the i-th turn without generation prefix and turn end; `tool_responses[i]` are
+        the answers to its calls, so there is one entry less than turns.
+        """
+        if len(tool_responses) != len(assistant_texts) - 1:
+            raise ValueError(
+                f"{len(assistant_texts)} assistant turns need {len(assistant_texts) - 1} tool responses, "
+                f"got {len(tool_responses)}"
+            )
+        segments = [(self.prompt_text(problem), False)]
+        for i, text in enumerate(assistant_texts):
+            segments.append((text + TURN_END, True))
+            if i < len(tool_responses):
+                segments.append((self.tool_response_text(tool_responses[i]), False))
+        return segments
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of generated tokens, special tokens shown, without the closing turn end."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False).removesuffix(TURN_END)
+
+
+def defuse(text: str) -> str:
+    """Break `<|` of special tokens and the tool response's closing tag inside untrusted text."""
+    return text.replace("<|", "< |").replace("</tool_response>", "< /tool_response>")
+
+
+def check_tools_in_prompt(prompt: str, schemas: Sequence[ToolSchema]) -> None:
+    """Step-0 gate: the model can only call what its prompt describes.
+
+    Raises ValueError when a tool's name or one of its required parameters is missing from the prompt.
+    """
+    for schema in schemas:
+        name = tool_name(schema)
+        missing = [word for word in [name, *required_parameters(schema)] if word not in prompt]
+        if missing:
+            raise ValueError(
+                f"the rendered prompt does not describe tool {name!r}: {missing} missing. Put {{tools}} (or "
+                f"the names themselves) into agentloop.system_prompt. The prompt begins: {prompt[:200]!r}"
+            )

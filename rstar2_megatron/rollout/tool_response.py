@@ -1,0 +1,54 @@
+"""What the model reads after a tool call, in the form that existing clients of the Code Judge give it."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+TruncateSide = Literal["left", "middle", "right"]
+CUT_MARK = "...(truncated)..."
+
+
+class ToolRun(Protocol):
+    """One finished run of a tool, as the judge's client reports it."""
+
+    @property
+    def success(self) -> bool: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def stdout(self) -> str: ...
+
+    @property
+    def stderr(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+def format_tool_response(run: ToolRun) -> str:
+    """A run as the lines the model sees; streams only when they hold something."""
+    lines = ["Tool call success"] if run.success else ["Tool call failure", f"reason: {run.reason}"]
+    if run.stdout:
+        lines.append(f"stdout: {run.stdout}")
+    if run.stderr:
+        lines.append(f"stderr: {run.stderr}")
+    lines.append(f"execution time: {run.seconds:.2f}s")
+    return "\n".join(lines)
+
+
+def truncate(text: str, max_chars: int, side: TruncateSide) -> str:
+    """Cut `text` to `max_chars` characters of its own, plus a mark where something is missing.
+
+    `side` names what stays, as in verl and RLinf: the left end, the right end, or (`middle`) half of the
+    characters from each end.
+    """
+    if len(text) <= max_chars:
+        return text
+    if side == "left":
+        return text[:max_chars] + CUT_MARK
+    if side == "right":
+        return CUT_MARK + text[len(text) - max_chars :]
+    head = max_chars // 2
+    return text[:head] + CUT_MARK + text[len(text) - (max_chars - head) :]

@@ -1,0 +1,64 @@
+"""The tools a model may call, as data: OpenAI-style function schemas.
+
+Names follow the released rStar2-Agent code; the paper writes the first one
+`execute_python_code_with_standard_io` (arXiv 2508.20722, figure 3), so it is known under both names.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+ToolSchema = dict[str, Any]
+
+
+def _standard_io_schema(name: str) -> ToolSchema:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Run Python code in a fresh process with the given standard input and return "
+            "what it writes to standard output and standard error.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "code": {"type": "string", "description": "The Python program to run."},
+                    "input": {"type": "string", "description": "Text for standard input; may be empty."},
+                },
+                "required": ["code", "input"],
+            },
+        },
+    }
+
+
+STANDARD_IO = "python_code_with_standard_io"
+STANDARD_IO_PAPER = "execute_python_code_with_standard_io"
+
+TOOL_SCHEMAS: dict[str, ToolSchema] = {
+    STANDARD_IO: _standard_io_schema(STANDARD_IO),
+    STANDARD_IO_PAPER: _standard_io_schema(STANDARD_IO_PAPER),
+}
+
+
+def tool_schemas(names: list[str]) -> list[ToolSchema]:
+    """Schemas of the named tools, in order.
+
+    Raises ValueError for a name that no tool has.
+    """
+    unknown = [name for name in names if name not in TOOL_SCHEMAS]
+    if unknown:
+        raise ValueError(f"agentloop.tools names {unknown}; known tools are {sorted(TOOL_SCHEMAS)}")
+    return [TOOL_SCHEMAS[name] for name in names]
+
+
+def tool_name(schema: ToolSchema) -> str:
+    return str(schema["function"]["name"])
+
+
+def required_parameters(schema: ToolSchema) -> list[str]:
+    return list(schema["function"]["parameters"].get("required", []))
+
+
+def render_schemas(schemas: list[ToolSchema]) -> str:
+    """One JSON object a line, as Qwen's chat template lists tools."""
+    return "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
