@@ -59,9 +59,7 @@ def learning_rate(phase: SFTPhaseSettings, step: int) -> float:
     return phase.lr * warmup * max(phase.min_lr_ratio, cosine)
 
 
-def batches(
-    rows: list[TrainSequence], phase: SFTPhaseSettings, seed: int
-) -> Iterator[list[TrainSequence]]:
+def batches(rows: list[TrainSequence], phase: SFTPhaseSettings, seed: int) -> Iterator[list[TrainSequence]]:
     """`phase.steps` batches; rows in file order, or shuffled anew each time through."""
     rng = random.Random(seed)
     order: list[int] = []

@@ -1,0 +1,196 @@
+"""SFT data of the tiny recipe: a copy curriculum, then conversations of mixed quality.
+
+Both are rows {"segments": [[text, 0 or 1], ...]}: loss on the segments marked 1. The order of the rows is the
+order of training, because the copy curriculum grows.
+
+A model from scratch cannot move a number from the problem into its code, so it first learns to copy. The
+conversations then teach format and tool syntax the way an imperfect base model would show them: right, with
+wrong code, with careless code and a second try, guessed without the tool, or without the answer tags. RL has to
+find out which of these pay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from rstar2_megatron.recipe.tiny_problems import TinyProblem
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.tool_response import format_tool_response, truncate
+from rstar2_megatron.rollout.tools import STANDARD_IO
+from rstar2_megatron.trajectory import Problem
+
+Segments = list[tuple[str, int]]
+
+REASON_CALL = "Use code."
+REASON_RETRY = "Fix it."
+REASON_ANSWER = "Done."
+REASON_GUESS = "I know."
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Weights of the five kinds of conversation, and how a careless one goes on."""
+
+    right: float = 0.40
+    wrong: float = 0.18
+    error: float = 0.22
+    guess: float = 0.10
+    untagged: float = 0.10
+    retry_right: float = 0.85
+    """Of the careless ones: the second program is the right one (otherwise the wrong one)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of trusted code, in the shape of a judge's result."""
+
+    success: bool
+    reason: str
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class TraceWriter:
+    """Writes conversations with the template that rollouts use."""
+
+    template: ChatTemplate
+    rng: random.Random
+    mix: Mix = field(default_factory=Mix)
+
+    def conversation(self, problem: TinyProblem) -> Segments:
+        """One conversation about `problem`, of a kind drawn from the mix."""
+        kinds: dict[str, Callable[[TinyProblem], Segments]] = {
+            "right": lambda p: self._calls(p, [p.right_code]),
+            "wrong": lambda p: self._calls(p, [p.wrong_code]),
+            "error": self._error,
+            "guess": lambda p: self._segments(p, [answer_turn(REASON_GUESS, self._guess(p.answer))], []),
+            "untagged": lambda p: self._calls(p, [p.right_code], tagged=False),
+        }
+        weights = [getattr(self.mix, kind) for kind in kinds]
+        kind = self.rng.choices(list(kinds), weights)[0]
+        return kinds[kind](problem)
+
+    def _error(self, problem: TinyProblem) -> Segments:
+        second = problem.right_code if self.rng.random() < self.mix.retry_right else problem.wrong_code
+        return self._calls(problem, [self.rng.choice(problem.error_codes), second])
+
+    def _calls(self, problem: TinyProblem, codes: list[str], *, tagged: bool = True) -> Segments:
+        turns, responses, value = [], [], ""
+        for i, code in enumerate(codes):
+            turns.append(call_turn(REASON_RETRY if i else REASON_CALL, code))
+            run = run_trusted(code, seconds=self.rng.choice(RUN_SECONDS))
+            responses.append(self._response(run))
+            value = run.stdout
+        if tagged:
+            turns.append(answer_turn(REASON_ANSWER, value))
+        else:
+            turns.append(f"{REASON_ANSWER}</reason>\n\\boxed{{{value}}}")
+        return self._segments(problem, turns, responses)
+
+    def _response(self, run: Run) -> str:
+        settings = self.template.settings
+        return truncate(
+            format_tool_response(run),
+            settings.max_tool_response_length,
+            settings.tool_response_truncate_side,
+        )
+
+    def _guess(self, answer: str) -> str:
+        """A wrong number of about the right length."""
+        digits = len(answer.lstrip("-"))
+        while True:
+            guess = str(self.rng.randrange(10 ** (digits - 1), 10**digits))
+            if guess != answer:
+                return guess
+
+    def _segments(self, problem: TinyProblem, turns: list[str], responses: list[str]) -> Segments:
+        prompt = Problem(query_id="", prompt=[{"role": "user", "content": problem.question}], solutions=[])
+        parts = self.template.conversation(prompt, turns, [[r] for r in responses])
+        return [(text, int(trained)) for text, trained in parts]
+
+
+# Seconds that a judge reports for such small programs, quiet and loaded.
+RUN_SECONDS = [0.01, 0.01, 0.02, 0.02, 0.03, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10, 0.14]
+
+
+def call_turn(reason: str, code: str) -> str:
+    """An assistant turn (without generation prefix and turn end) that runs `code`."""
+    call = json.dumps({"name": STANDARD_IO, "arguments": {"code": code, "input": ""}}, separators=(",", ":"))
+    return f"{reason}</reason>\n<tool_call>\n{call}\n</tool_call>"
+
+
+def answer_turn(reason: str, value: str) -> str:
+    """An assistant turn that answers `value`."""
+    return f"{reason}</reason>\n<answer>\n\\boxed{{{value}}}\n</answer>"
+
+
+def run_trusted(code: str, seconds: float) -> Run:
+    """Run code of `tiny_problems` in this process and report as the judge would.
+
+    Only for code of our own generator: nothing limits or isolates it.
+    """
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        # the frames below ours, as an interpreter that runs the code as a file prints them
+        if isinstance(error, SyntaxError):
+            text = "".join(traceback.format_exception_only(error))
+        else:
+            trace = error.__traceback__.tb_next if error.__traceback__ else None
+            text = "".join(traceback.format_exception(type(error), error, trace))
+        return Run(False, "runtime_error", out.getvalue().strip(), text.strip(), seconds)
+    return Run(True, "", out.getvalue().strip(), "", seconds)
+
+
+# ------------------------------------------------------------------------------------- copy curriculum
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCurriculum:
+    """Rows of a source, filler that grows with the row's place in the file, and the copy that is trained."""
+
+    rows: int = 12800
+    adjacent: float = 0.3
+    """Share of the rows, from the start, with no filler at all."""
+    full: float = 0.85
+    """Place from which the filler has its full range."""
+    longest: int = 40
+    """Longest filler in pieces, about as many tokens."""
+    answers: float = 0.25
+    """Share of rows that copy a tool's output into a box; the others copy a question's numbers into code."""
+
+    def reach(self, place: float) -> int:
+        """Longest filler at `place` in [0, 1) of the file."""
+        grown = (place - self.adjacent) / (self.full - self.adjacent)
+        return int(self.longest * min(1.0, max(0.0, grown)))
+
+
+def copy_rows(
+    curriculum: CopyCurriculum, problems: Iterator[TinyProblem], filler: list[str], rng: random.Random
+) -> Iterator[Segments]:
+    """The copy curriculum; `filler` is the text, in pieces, that filler is cut from."""
+    for i in range(curriculum.rows):
+        length = rng.randint(0, curriculum.reach(i / curriculum.rows))
+        start = rng.randrange(max(1, len(filler) - length))
+        between = "".join(filler[start : start + length])
+        problem = next(problems)
+        if rng.random() < curriculum.answers:
+            yield [(f"stdout: {problem.answer}\n{between}", 0), (f"\\boxed{{{problem.answer}}}\n", 1)]
+        else:
+            yield [(f"{problem.question}{between}", 0), (problem.right_code, 1)]
+
+
+def pieces(text: str) -> list[str]:
+    """`text` cut into special tokens, words, digits and signs; joined they are the text again."""
+    return re.findall(r"<[/|]?\w+\|?>| ?\w+|\s+|[^\w\s]+?", text)
