@@ -1,0 +1,269 @@
+"""Hugging Face safetensors to megatron-core parameters and back, tensor by tensor.
+
+Works for the parameter names of the local and of TransformerEngine's layer spec, for any tensor and pipeline
+parallel size. A rank reads only its own rows or columns and never holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rstar2_megatron.actor.model_config import ModelConfig
+
+Kind = Literal["rows", "columns", "whole"]
+MAX_SHARD_BYTES = 2 * 1024**3
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and generation config
+_NOT_COPIED = ("config.json", "model.safetensors.index.json")
+
+# megatron-core name inside a layer -> (names in a Hugging Face layer, which part a tensor-parallel rank holds)
+_LAYER: dict[str, tuple[tuple[str, ...], Kind]] = {
+    "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
+    "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "whole"),
+    "self_attention.linear_qkv.weight": (tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), "rows"),
+    "self_attention.linear_qkv.bias": (tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), "rows"),
+    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), "whole"),
+    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), "whole"),
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "columns"),
+    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), "whole"),
+    "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), "whole"),
+    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
+    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "columns"),
+}
+_OUTER: dict[str, tuple[str, Kind]] = {
+    "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "rows"),
+    "decoder.final_layernorm.weight": ("model.norm.weight", "whole"),
+    "output_layer.weight": ("lm_head.weight", "rows"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One megatron-core parameter and the Hugging Face tensors it is made of."""
+
+    hf_names: tuple[str, ...]
+    kind: Kind
+    is_qkv: bool
+
+    @classmethod
+    def of(cls, name: str, layer: int | None) -> Mapping:
+        """Mapping of parameter `name`; `layer` is its layer's number in the whole model, from 0."""
+        if layer is None:
+            hf_name, kind = _OUTER[name]
+            return cls((hf_name,), kind, False)
+        inner = re.sub(r"^decoder\.layers\.\d+\.", "", name)
+        names, kind = _LAYER[inner]
+        return cls(
+            tuple(f"model.layers.{layer}.{x}" for x in names), kind, "linear_qkv" in inner and len(names) == 3
+        )
+
+    def fuse(self, parts: list[Tensor], head_dim: int, local_groups: int) -> Tensor:
+        """This rank's part of each Hugging Face tensor -> the parameter.
+
+        Queries, keys and values are interleaved by KV group, as megatron-core expects: [q..q k v] per group.
+        """
+        if self.is_qkv:
+            grouped = [x.reshape(local_groups, -1, head_dim, *x.shape[1:]) for x in parts]
+            return torch.cat(grouped, 1).reshape(-1, *parts[0].shape[1:])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def split(self, parameter: Tensor, head_dim: int, local_groups: int) -> list[Tensor]:
+        """Inverse of `fuse`."""
+        if self.is_qkv:
+            rest = parameter.shape[1:]
+            grouped = parameter.reshape(local_groups, -1, head_dim, *rest)
+            queries = grouped.size(1) - 2
+            return [x.reshape(-1, *rest) for x in grouped.split([queries, 1, 1], 1)]
+        return list(parameter.chunk(len(self.hf_names))) if len(self.hf_names) > 1 else [parameter]
+
+
+class HFReader:
+    """Tensors of a Hugging Face directory by name, sharded or not; reads only the rows or columns asked for."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        index = self.directory / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            files = sorted(self.directory.glob("*.safetensors"))
+            if not files:
+                raise ValueError(
+                    f"{self.directory} holds no *.safetensors file: export the model with safetensors"
+                )
+            self._file_of = {}
+            for file in files:
+                with safe_open(file, framework="pt") as handle:
+                    self._file_of.update(dict.fromkeys(handle.keys(), file.name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str, kind: Kind, part: int, parts: int) -> Tensor:
+        """Part `part` of `parts` of tensor `name`, cut along rows or columns, or the whole."""
+        if name not in self._file_of:
+            raise ValueError(
+                f"{self.directory} has no tensor {name}: the checkpoint does not fit its config.json"
+            )
+        with safe_open(self.directory / self._file_of[name], framework="pt") as handle:
+            if kind == "whole" or parts == 1:
+                return handle.get_tensor(name)
+            lazy = handle.get_slice(name)
+            shape = lazy.get_shape()
+            size = shape[0 if kind == "rows" else 1] // parts
+            cut = slice(part * size, (part + 1) * size)
+            return lazy[cut] if kind == "rows" else lazy[:, cut]
+
+
+def _parameters(model: Any) -> Iterator[tuple[Mapping, torch.nn.Parameter]]:
+    """Parameters of one model chunk with their mappings; layers are numbered over the whole model."""
+    for name, parameter in model.named_parameters():
+        match = re.match(r"decoder\.layers\.(\d+)\.", name)
+        layer = model.decoder.layers[int(match.group(1))].layer_number - 1 if match else None
+        yield Mapping.of(name, layer), parameter
+
+
+@torch.no_grad()
+def load_hf_weights(chunks: list[Any], config: ModelConfig, directory: str | Path) -> None:
+    """Copy this rank's share of the weights in `directory` into the model chunks, in place."""
+    reader = HFReader(directory)
+    parts = parallel_state.get_tensor_model_parallel_world_size()
+    part = parallel_state.get_tensor_model_parallel_rank()
+    for chunk in chunks:
+        for mapping, parameter in _parameters(chunk):
+            names = mapping.hf_names
+            if names == ("lm_head.weight",) and (config.tie_word_embeddings or names[0] not in reader):
+                names = ("model.embed_tokens.weight",)
+            pieces = [reader.read(name, mapping.kind, part, parts) for name in names]
+            fused = mapping.fuse(pieces, config.head_dim, config.num_kv_heads // parts)
+            if fused.shape != parameter.shape:
+                raise ValueError(
+                    f"{', '.join(names)} in {directory}: shape {tuple(fused.shape)} on this rank, the model of its "
+                    f"config.json has {tuple(parameter.shape)}"
+                )
+            parameter.copy_(fused)
+
+
+@torch.no_grad()
+def iter_hf_weights(chunks: list[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Stream (Hugging Face name, full tensor) of every weight. Collective: every rank must exhaust it.
+
+    All ranks of a pipeline see all tensors; one parameter is gathered at a time. The tensors may share memory
+    with the model: copy what must outlive the next weight update. A tied head is not repeated.
+    """
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    pp_ranks = dist.get_process_group_ranks(pp_group)
+    groups = config.num_kv_heads // tp_group.size()
+    own = [
+        (mapping, parameter)
+        for chunk in chunks
+        for mapping, parameter in _parameters(chunk)
+        if not (config.tie_word_embeddings and mapping.hf_names == ("lm_head.weight",))
+    ]
+    plans = [[(mapping, tuple(p.shape), p.dtype) for mapping, p in own]]
+    if len(pp_ranks) > 1:
+        plans = [[] for _ in pp_ranks]
+        dist.all_gather_object(
+            plans, [(mapping, tuple(p.shape), p.dtype) for mapping, p in own], group=pp_group
+        )
+    for stage, plan in enumerate(plans):
+        mine = pp_ranks[stage] == dist.get_rank()
+        for place, (mapping, shape, dtype) in enumerate(plan):
+            if mine:
+                local = own[place][1].data
+            else:
+                local = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+            if len(pp_ranks) > 1:
+                local = local.contiguous()
+                dist.broadcast(local, pp_ranks[stage], group=pp_group)
+            for name, piece in zip(mapping.hf_names, mapping.split(local, config.head_dim, groups)):
+                yield name, _gathered(piece, mapping.kind, tp_group)
+
+
+def _gathered(piece: Tensor, kind: Kind, group: Any) -> Tensor:
+    if kind == "whole" or group.size() == 1:
+        return piece
+    pieces = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(pieces, piece.contiguous(), group=group)
+    return torch.cat(pieces, 0 if kind == "rows" else 1)
+
+
+def write_hf_directory(
+    weights: Iterator[tuple[str, Tensor]], directory: str | Path, source: str | Path, dtype: str, write: bool
+) -> None:
+    """Write a Hugging Face directory: safetensors shards of at most 2 GB, config and tokenizer of `source`.
+
+    Collective through `weights`; only the rank with `write` touches the disk. The directory appears whole or
+    not at all. `dtype` ("float32", "bfloat16") is noted in config.json.
+    """
+    final, source = Path(directory), Path(source)
+    partial = final.with_name(final.name + ".tmp")
+    if not write:
+        for _ in weights:
+            pass
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards: list[Path] = []
+    weight_map: dict[str, str] = {}
+    held: dict[str, Tensor] = {}
+    held_bytes = total_bytes = 0
+
+    def flush() -> None:
+        nonlocal held, held_bytes
+        if held:
+            shards.append(partial / f"shard-{len(shards)}")
+            save_file(held, shards[-1], metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(held, shards[-1].name))
+        held, held_bytes = {}, 0
+
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if held_bytes + size > MAX_SHARD_BYTES:
+            flush()
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held_bytes += size
+        total_bytes += size
+    flush()
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        final_name = {shard.name: name for shard, name in zip(shards, names)}
+        index = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": {name: final_name[shard] for name, shard in weight_map.items()},
+        }
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for shard, name in zip(shards, names):
+        shard.rename(partial / name)
+    _copy_config(source, partial, dtype)
+    previous = final.with_name(final.name + ".old")
+    shutil.rmtree(previous, ignore_errors=True)
+    if final.exists():
+        final.rename(previous)
+    partial.rename(final)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _copy_config(source: Path, target: Path, dtype: str) -> None:
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name not in _NOT_COPIED:
+                shutil.copy(file, target / file.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,95 @@
+"""Is this parallel layout possible? Decided before anything starts. Pure: no torch, no megatron.
+
+Every refusal names the operands and what to set instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.settings.schema import ActorSettings, RunnerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parallel dimensions; their product is the number of ranks."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    virtual: int = 1
+
+
+def check_layout(
+    settings: ActorSettings, model: ModelConfig, world_size: int, runner: RunnerSettings | None = None
+) -> Layout:
+    """The layout of `world_size` ranks. Raises ValueError, one line per problem, when it cannot train exactly."""
+    parallel = settings.model
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp, vp = parallel.context_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    problems: list[str] = []
+
+    def key(name: str) -> str:
+        return f"actor.model.{name}"
+
+    for what, size in (
+        ("attention heads", model.num_heads),
+        ("key/value heads", model.num_kv_heads),
+        ("vocabulary", model.vocab_size),
+        ("MLP width", model.intermediate_size),
+    ):
+        if size % tp:
+            fitting = [n for n in range(1, tp) if size % n == 0]
+            problems.append(
+                f"{key('tensor_model_parallel_size')}={tp} does not divide the model's {what} ({size}); "
+                f"set it to {fitting[-1]}"
+            )
+    if parallel.sequence_parallel and tp == 1:
+        problems.append(
+            f"{key('sequence_parallel')}=True needs tensor parallelism, but "
+            f"{key('tensor_model_parallel_size')}=1; set sequence_parallel to False"
+        )
+    stages = pp * vp
+    if model.num_layers % stages:
+        fitting = [n for n in range(1, stages) if model.num_layers % n == 0]
+        problems.append(
+            f"{model.num_layers} layers do not divide into {stages} pipeline stages ("
+            f"{key('pipeline_model_parallel_size')}={pp} x virtual {vp}); use a number of stages such as {fitting[-1]}"
+        )
+    if vp > 1 and pp == 1:
+        problems.append(
+            f"{key('virtual_pipeline_model_parallel_size')}={vp} needs {key('pipeline_model_parallel_size')} of at "
+            "least 2; set it to null"
+        )
+    model_ranks = tp * pp * cp
+    if world_size % model_ranks:
+        problems.append(
+            f"{world_size} actor ranks do not divide by tensor {tp} x pipeline {pp} x context {cp} = {model_ranks}; "
+            f"place the actor on a multiple of {model_ranks} slots or lower a parallel size"
+        )
+    if parallel.recompute_granularity == "full" and not (
+        parallel.recompute_method and parallel.recompute_num_layers
+    ):
+        problems.append(
+            f"{key('recompute_granularity')}=full needs {key('recompute_method')} (uniform or block) and "
+            f"{key('recompute_num_layers')}; set uniform and 1"
+        )
+    if settings.optim.overlap_param_gather and not settings.optim.use_distributed_optimizer:
+        problems.append(
+            "actor.optim.overlap_param_gather=True needs actor.optim.use_distributed_optimizer=True; set it"
+        )
+    if (
+        runner is not None
+        and runner.enable_dynamic_batch_size
+        and runner.seq_length > runner.max_tokens_per_mbs * cp
+    ):
+        problems.append(
+            f"runner.seq_length={runner.seq_length} does not fit a micro-batch of runner.max_tokens_per_mbs="
+            f"{runner.max_tokens_per_mbs} x context parallel {cp}; set max_tokens_per_mbs to at least "
+            f"{-(-runner.seq_length // cp)}"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return Layout(tensor=tp, pipeline=pp, context=cp, data=world_size // model_ranks, virtual=vp)

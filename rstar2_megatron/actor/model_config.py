@@ -1,0 +1,122 @@
+"""What the actor needs to know of a Hugging Face config.json, and the arithmetic that follows from it.
+
+Pure: no torch, no transformers, so that `--dry-run` can check a layout in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a dense decoder with rotary embeddings, grouped-query attention and a gated MLP."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_directory(cls, model_path: str | Path) -> ModelConfig:
+        """Read `{model_path}/config.json`. Raises ValueError when it is missing or not supported."""
+        path = Path(model_path) / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
+            ) from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+        return cls.from_dict(raw, where=str(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+        """Read the keys of a config.json. Raises ValueError for what the actor cannot train exactly."""
+        architecture = (raw.get("architectures") or ["(none)"])[0]
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise ValueError(
+                f"{where}: architecture {architecture} is not supported; "
+                f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        if raw.get("use_sliding_window"):
+            raise ValueError(f"{where}: use_sliding_window is true; only full causal attention is supported")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"{where}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
+        heads = int(raw["num_attention_heads"])
+        qwen3 = architecture == "Qwen3ForCausalLM"
+        return cls(
+            architecture=architecture,
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or (128 if qwen3 else int(raw["hidden_size"]) // heads)),
+            rope_theta=_rope_theta(raw, where),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=bool(raw.get("attention_bias", False)) if qwen3 else True,
+            qk_norm=qwen3,
+        )
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that every token is multiplied with: all projections and the vocabulary head."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * q + 2 * kv)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; a tied embedding counts once."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        per_layer = 2 * self.hidden_size
+        per_layer += (q + 2 * kv) if self.qkv_bias else 0
+        per_layer += 2 * self.head_dim if self.qk_norm else 0
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.matmul_parameters + embedding + self.num_layers * per_layer + self.hidden_size
+
+    def train_flops(self, lengths: list[int], trained_tokens: int | None = None) -> float:
+        """FLOPs of one forward and backward over causal segments of `lengths` tokens (no recompute).
+
+        6 per matmul weight and token; attention 6 * h_q * d * S per token and layer at segment length S, which
+        counts the causal half only. `trained_tokens` restricts the vocabulary head to the tokens it runs on.
+        """
+        tokens = sum(lengths)
+        head = self.vocab_size * self.hidden_size
+        body = self.matmul_parameters - head
+        attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * sum(n * n for n in lengths)
+        return (
+            6.0 * body * tokens
+            + attention
+            + 6.0 * head * (tokens if trained_tokens is None else trained_tokens)
+        )
+
+
+def _rope_theta(raw: dict[str, Any], where: str) -> float:
+    """rope_theta of a config.json, in the flat form (transformers 4) or inside rope_parameters (5)."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{where}: rope type {kind} is not supported; supported: default")
+    return float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))

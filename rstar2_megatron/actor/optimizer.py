@@ -1,0 +1,100 @@
+"""DDP, the distributed optimizer and the learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
+
+
+def learning_rate(step: int, optim: OptimSettings, schedule: LrSchedSettings, max_steps: int) -> float:
+    """Rate of optimizer step `step`, counted from 0.
+
+    Warm-up is linear and ends at the full rate on step `lr_warmup_iters - 1`; no step is spent at rate 0 (in
+    Megatron-LM and verl the first is). Then constant, or a cosine that reaches min_lr at `lr_decay_iters`.
+    """
+    if step < schedule.lr_warmup_iters:
+        return optim.lr * (step + 1) / schedule.lr_warmup_iters
+    if schedule.lr_decay_style == "constant":
+        return optim.lr
+    decay_steps = max(1, (schedule.lr_decay_iters or max_steps) - schedule.lr_warmup_iters)
+    progress = min(1.0, (step - schedule.lr_warmup_iters) / decay_steps)
+    return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def wrap_ddp(config: TransformerConfig, chunks: list[Any], optim: OptimSettings) -> list[Any]:
+    """Wrap the model chunks for data parallelism and tell the pipeline schedules how to synchronise them."""
+    distributed = optim.use_distributed_optimizer
+    gather = optim.overlap_param_gather and distributed
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=optim.overlap_grad_reduce or gather,
+        overlap_param_gather=gather,
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])  # type: ignore[assignment]
+        if len(wrapped) > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]  # type: ignore[assignment]
+    # The loss of every micro-batch is already divided by the global token count: nothing is left to scale.
+    config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(  # type: ignore[assignment]
+        model, None, **kwargs
+    )
+    return wrapped
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
+
+
+def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> Any:
+    """AdamW over the wrapped chunks, state sharded over data-parallel ranks, fp32 master weights under bf16."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        bf16=precision == "bf16",
+        params_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        use_distributed_optimizer=optim.use_distributed_optimizer,
+        overlap_param_gather=optim.overlap_param_gather and optim.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, chunks)
+
+
+def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[bool, float]:
+    """Clip and step. Returns (stepped, gradient norm before clipping); a norm that is not finite skips the step.
+
+    Weight decay spares biases and norm weights, as Megatron does.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = optim.weight_decay * group.get("wd_mult", 1.0)
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return False, norm
+    if norm > optim.clip_grad:
+        scale = optim.clip_grad / (norm + 1e-6)
+        for parameter in optimizer.get_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+    optimizer.step_with_ready_grads()
+    return True, norm

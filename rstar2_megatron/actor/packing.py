@@ -1,0 +1,126 @@
+"""Which trajectory goes to which data-parallel rank and into which micro-batch. Pure, no torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def split_minibatches(num_sequences: int, n_minibatches: int) -> list[range]:
+    """Cut the step's sequences, in order, into at most `n_minibatches` non-empty runs of nearly equal count."""
+    parts = max(1, min(n_minibatches, num_sequences))
+    edges = [num_sequences * i // parts for i in range(parts + 1)]
+    return [range(a, b) for a, b in zip(edges, edges[1:])]
+
+
+def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Distribute sequences over `parts` ranks so that the ranks' token sums are close; indices per rank.
+
+    Longest first, each to the rank with the fewest tokens: at most 4/3 of the best possible maximum, and within
+    one shortest sequence of the mean when there are many. Every index appears exactly once; ranks may stay
+    empty. The same on every rank, because ties break by index.
+    """
+    heap = [(0, rank) for rank in range(parts)]
+    assigned: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, rank = heapq.heappop(heap)
+        assigned[rank].append(index)
+        heapq.heappush(heap, (tokens + lengths[index], rank))
+    return [sorted(indices) for indices in assigned]
+
+
+def pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut `indices` into micro-batches of at most `max_tokens` tokens, as few as first-to-last filling needs.
+
+    Neighbours in length stay together (attention pads a micro-batch to its longest member), and the
+    micro-batches are made as even as that allows (pipeline stages wait for the largest). Longest first, so
+    that memory peaks at once. Raises ValueError for a sequence longer than `max_tokens`.
+    """
+    order = sorted(indices, key=lambda i: (-lengths[i], i))
+    if not order:
+        return []
+    longest = lengths[order[0]]
+    if longest > max_tokens:
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit a micro-batch of {max_tokens}: raise "
+            "runner.max_tokens_per_mbs (times actor.model.context_parallel_size) to at least runner.seq_length"
+        )
+    fewest = len(_fill(order, lengths, max_tokens))
+    low, high = longest, max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(order, lengths, middle)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(order, lengths, low)
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    room = -1
+    for index in order:
+        if lengths[index] > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(index)
+        room -= lengths[index]
+    return batches
+
+
+def pack_by_count(indices: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Micro-batches of `count` sequences (`algorithm.training_batch_size_per_gpu`), longest first."""
+    order = sorted(indices, key=lambda i: (-lengths[i], i))
+    return [list(order[i : i + count]) for i in range(0, len(order), count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who trains what in one mini-batch: `microbatches[rank]` are lists of sequence indices."""
+
+    microbatches: list[list[list[int]]]
+    tokens_per_rank: list[int]
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the fullest rank over the mean; 1.0 is perfect."""
+        total = sum(self.tokens_per_rank)
+        return max(self.tokens_per_rank) * len(self.tokens_per_rank) / total if total else 1.0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Over all ranks, the empty ones that idle ranks run included."""
+        return sum(len(own) for own in self.microbatches)
+
+    def microbatch_of(self, num_sequences: int) -> list[int]:
+        """Globally unique micro-batch number of every sequence."""
+        result = [0] * num_sequences
+        number = 0
+        for own in self.microbatches:
+            for members in own:
+                for index in members:
+                    result[index] = number
+                number += 1
+        return result
+
+
+def make_plan(
+    lengths: Sequence[int], ranks: int, *, max_tokens: int | None, count: int, multiple: int = 1
+) -> Plan:
+    """Plan of a mini-batch over `ranks` data-parallel ranks; the same on every rank that computes it.
+
+    max_tokens: budget of a micro-batch; None packs `count` sequences each instead. Every rank gets at least
+    one micro-batch, and a multiple of `multiple` (interleaved pipelines), empty ones added where needed.
+    """
+    microbatches = []
+    assigned = balance(lengths, ranks)
+    for indices in assigned:
+        if max_tokens is None:
+            own = pack_by_count(indices, lengths, count)
+        else:
+            own = pack(indices, lengths, max_tokens)
+        while not own or len(own) % multiple:
+            own.append([])
+        microbatches.append(own)
+    return Plan(microbatches, [sum(lengths[i] for i in indices) for indices in assigned])

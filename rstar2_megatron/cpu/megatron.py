@@ -1,0 +1,139 @@
+"""Stand-ins that let megatron-core 0.16.1 train on CPU over gloo, and repairs to its use of torch's Adam.
+
+`install()` does nothing beside a GPU, so the same program runs on accelerators untouched. Nothing in it changes
+arithmetic: it only redirects where tensors are placed and which random generator is remembered. Line numbers
+in comments are of megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty_like")
+_installed = False
+_adam_repaired = False
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with device="cuda" read as CPU and pinned memory (a CUDA notion) as ordinary memory."""
+
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def install() -> bool:
+    """Install the stand-ins, once per process and before a model is built. False where a GPU makes them needless."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if _installed:
+        return True
+    _installed = True
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its compiled CPU kernels need a C++ compiler
+    cpu = torch.device("cpu")
+    cuda: Any = torch.cuda
+    # `device=torch.cuda.current_device()` everywhere (mappings.py:91, layers.py:261, p2p_communication.py:313).
+    cuda.current_device = lambda: cpu
+    # Stream barriers around p2p (p2p_communication.py:242, 398) and around checkpoint saving.
+    cuda.synchronize = lambda *args, **kwargs: None
+    # Literal device="cuda" and pin_memory=True (schedules.py:596, clip_grads.py:103, optimizer.py:473-485,
+    # transformer/utils.py:35, rope_utils.py:63, state_dict_saver.py:204).
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Tensor.cuda() (language_module.py:244 for tied embeddings, tensor_parallel/data.py:84).
+    tensor_class: Any = torch.Tensor
+    tensor_class.cuda = lambda self, *args, **kwargs: self
+    _answer_cuda_type_names()
+    _track_cpu_generator()
+    return True
+
+
+def _answer_cuda_type_names() -> None:
+    """megatron-core sorts parameters by type *name* ("torch.cuda.FloatTensor"): answer so to it alone.
+
+    distrib_optimizer.py:361, 420, 582; optimizer.py:671, 690; clip_grads.py:167.
+    """
+    plain_type = torch.Tensor.type
+    tensor_class: Any = torch.Tensor
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = plain_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not args and not kwargs and caller.startswith("megatron."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    tensor_class.type = type_name
+
+
+def _track_cpu_generator() -> None:
+    """Megatron's RNG tracker forks CUDA generators (tensor_parallel/random.py:40-110, 235, 422): fork the CPU's."""
+    import megatron.core.tensor_parallel.random as tracker
+
+    cuda: Any = torch.cuda
+    tracker_module: Any = tracker
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    tracker_module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    tracker_module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    log = logging.getLogger(tracker.__name__)
+    log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def repair_torch_adam_checkpoints() -> None:
+    """Make the distributed optimizer save and load torch's AdamW rightly; a no-op with TransformerEngine or Apex.
+
+    Three faults of megatron-core 0.16.1 with torch's Adam, whose state has a "step" tensor per parameter:
+    saving before the first step fails because there is no state yet (distrib_optimizer.py:642); loading
+    looks for "step" among the saved tensors (:905); and after a load all parameters share one step tensor
+    (:820-825), which then advances once per parameter, so that training silently diverges.
+    """
+    global _adam_repaired
+    from megatron.core.optimizer import distrib_optimizer
+
+    if _adam_repaired or distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    _adam_repaired = True
+    optimizer_class: Any = distrib_optimizer.DistributedOptimizer
+    set_states = optimizer_class._set_main_param_and_optimizer_states
+    load_state_dict = optimizer_class.load_state_dict
+    sharded_state_dict = optimizer_class.sharded_state_dict
+
+    def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        set_states(self, model_param, {**tensors, "step": state["step"]})
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def sharded_with_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not self.optimizer.state[param]:
+                    self.optimizer.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
+        return sharded_state_dict(self, *args, **kwargs)
+
+    optimizer_class._set_main_param_and_optimizer_states = set_states_with_step
+    optimizer_class.load_state_dict = load_with_own_steps
+    optimizer_class.sharded_state_dict = sharded_with_state

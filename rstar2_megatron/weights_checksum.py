@@ -1,0 +1,40 @@
+"""A checksum of a tensor's bytes that actor and engine can both compute, on CPU or GPU, without copying it out.
+
+Step-0 gate: after a weight sync the engine must hold exactly the actor's weights, and a sum over floats would
+not tell (order of summation, NaN). This one is a wrapping 63-bit sum over the raw words, each multiplied by a
+number that depends on its place, so that swapped, shifted or truncated data is noticed as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_WORDS_AT_A_TIME = 1 << 22  # 4 Mi words: 64 MB of temporaries, also for the largest embedding
+_MULTIPLIER = 2654435761  # odd, so multiplication by it is a bijection of the 64-bit integers
+_MASK = (1 << 63) - 1
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def tensor_checksum(tensor: Tensor) -> int:
+    """Checksum of `tensor`'s elements in row-major order, bit by bit, in [0, 2**63).
+
+    Equal for two tensors of one dtype and number of elements exactly when (up to collisions) all bits are
+    equal; independent of device, strides and shape. Cast to the dtype that is sent before comparing.
+    """
+    words = tensor.detach().contiguous().reshape(-1).view(_WORD[tensor.element_size()])
+    total = words.numel()
+    for start in range(0, words.numel(), _WORDS_AT_A_TIME):
+        part = words[start : start + _WORDS_AT_A_TIME].to(torch.int64)
+        place = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=part.device)
+        place.mul_(_MULTIPLIER).bitwise_or_(1)
+        total = (total + int(part.mul_(place).sum().item())) & _MASK
+    return total & _MASK
+
+
+def weights_checksum(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Checksum of every tensor by name."""
+    return {name: tensor_checksum(tensor) for name, tensor in named_tensors}

@@ -1,0 +1,74 @@
+"""Rank processes that stay alive for a whole test module, so that torch and megatron are imported once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, requests: Any, results: Any) -> None:
+    while True:
+        request = requests.get()
+        if request is None:
+            return
+        function, world_size, init_method, args = request
+        try:
+            results.put((rank, True, function(rank, world_size, init_method, *args)))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
+
+
+class RankPool:
+    """`run(f, n, *args)` calls f(rank, n, init_method, *args) in n processes and returns the results by rank."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[Any] = []
+        self._requests: list[Any] = []
+        self._results: Any = self._context.Queue()
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        while len(self._processes) < world_size:
+            requests = self._context.Queue()
+            rank = len(self._processes)
+            process = self._context.Process(target=_serve, args=(rank, requests, self._results), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._requests.append(requests)
+        init_method = f"tcp://127.0.0.1:{free_port()}"
+        for rank in range(world_size):
+            self._requests[rank].put((function, world_size, init_method, args))
+        deadline = time.monotonic() + timeout_s
+        done: dict[int, Any] = {}
+        while len(done) < world_size:
+            try:
+                rank, ok, value = self._results.get(timeout=1.0)
+            except queue.Empty:
+                dead = [i for i in range(world_size) if not self._processes[i].is_alive()]
+                if dead or time.monotonic() > deadline:
+                    self.close()
+                    raise TimeoutError(f"ranks done {sorted(done)} of {world_size}, dead {dead}") from None
+                continue
+            if not ok:
+                self.close()  # the others may wait for the failed one forever
+                raise RuntimeError(f"rank {rank}:\n{value}")
+            done[rank] = value
+        return [done[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(5)
+        self._processes, self._requests = [], []
+        self._results = self._context.Queue()
