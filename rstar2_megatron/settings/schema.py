@@ -111,8 +111,8 @@ class AlgorithmSettings(Section):
     """Old log-probs from the actor instead of the engine; works with down-sampling on."""
     clip_ratio_low: float = Field(0.2, gt=0, lt=1)
     clip_ratio_high: float = Field(0.28, gt=0)
-    clip_ratio_c: float = Field(3.0, gt=1)
-    """Dual clip: the loss of a negative-advantage token is bounded by clip_ratio_c * |A|."""
+    clip_ratio_c: float | None = Field(3.0, gt=1)
+    """Dual clip: the loss of a negative-advantage token is bounded by clip_ratio_c * |A|; null turns it off."""
     kl_beta: float = Field(0.0, ge=0, le=0)
     """GRPO-RoC trains without a KL term; other values are not implemented."""
     entropy_bonus: float = Field(0.0, ge=0)

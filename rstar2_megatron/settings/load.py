@@ -1,0 +1,269 @@
+"""From a YAML's name and the command line's overrides to checked settings.
+
+Hydra composes the YAML (defaults list, interpolation, overrides), RLinf's keys are translated, and the schema
+judges the rest. Every mistake is a ConfigError that names the key, the value and the nearest valid choice.
+Neither torch nor Ray is imported here: bad input is answered in about a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from rstar2_megatron.settings import rlinf_keys
+from rstar2_megatron.settings.schema import Settings
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
+
+
+class ConfigError(ValueError):
+    """The user's configuration is wrong; the message says where and what to do."""
+
+
+@dataclass
+class Loaded:
+    """Settings, the same as a DictConfig with every default filled in, and what to tell the user at start."""
+
+    settings: Settings
+    config: DictConfig
+    notes: list[str] = field(default_factory=list)
+
+
+def load_settings(config: str, overrides: Sequence[str] = ()) -> tuple[Settings, DictConfig]:
+    """As `load`, with the notes written to standard error."""
+    loaded = load(config, overrides)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded.settings, loaded.config
+
+
+def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Compose `config`, a name in config/ or a path to a YAML, with `key=value` overrides.
+
+    A YAML elsewhere can have `defaults: [base, _self_]` too. An override may set any key of the schema,
+    written in the YAML or not; `+key=value` means the same, `~key` removes a written key so that its default
+    counts. Raises ConfigError.
+    """
+    directory, name = find_config(config)
+    data = _compose(directory, name, overrides)
+    try:
+        notes = rlinf_keys.translate(data)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    without_meaning: list[str] = []
+    for path in list(unknown_keys(data)):
+        reason = rlinf_keys.why_without_meaning(path)
+        if reason is None:
+            raise ConfigError(_unknown_key_message(path))
+        without_meaning.append(f"{path} ({reason})")
+        rlinf_keys.drop(data, path)
+    if without_meaning:
+        notes.append("RLinf keys without meaning here: " + "; ".join(without_meaning))
+    try:
+        settings = Settings.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_validation_message(error)) from None
+    return Loaded(settings, to_dict_config(settings), notes)
+
+
+def print_config(settings: Settings) -> str:
+    """The whole configuration as YAML that `load` reads back to equal settings."""
+    return yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True, width=100)
+
+
+def to_plain(settings: Settings) -> dict[str, Any]:
+    """Settings as nested dicts; an absent `cluster.node_groups` is left out, as RLinf wants it."""
+    data = settings.model_dump(mode="json")
+    if data["cluster"].get("node_groups") is None:
+        data["cluster"].pop("node_groups", None)
+    return data
+
+
+def to_dict_config(settings: Settings) -> DictConfig:
+    """Settings as the DictConfig that RLinf's placement and logger classes read."""
+    return OmegaConf.create(to_plain(settings))
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+def config_names() -> list[str]:
+    """Names of config/ that can be run; `base` is only a part of the others."""
+    return sorted(p.stem for p in CONFIG_DIR.glob("*.yaml") if p.stem != "base")
+
+
+def find_config(config: str) -> tuple[Path, str]:
+    """(directory, stem) of the YAML. Raises ConfigError listing the nearest names."""
+    path = Path(config).expanduser()
+    is_path = path.parent != Path(".") or path.is_file()
+    if is_path:
+        if path.suffix not in (".yaml", ".yml"):
+            path = path.with_name(path.name + ".yaml")
+        if not path.is_file():
+            raise ConfigError(f"no configuration file {path}; {_names_hint(path.stem)}")
+        return path.resolve().parent, path.stem
+    stem = config.removesuffix(".yaml")
+    if not (CONFIG_DIR / f"{stem}.yaml").is_file():
+        raise ConfigError(f"no configuration {stem!r} in {CONFIG_DIR}; {_names_hint(stem)}")
+    return CONFIG_DIR, stem
+
+
+def _names_hint(stem: str) -> str:
+    names = config_names()
+    near = difflib.get_close_matches(stem, names, n=3, cutoff=0.4)
+    return (
+        f"nearest: {', '.join(near)}; all: {', '.join(names)}" if near else f"there are: {', '.join(names)}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- composing
+
+
+def _register_resolvers() -> None:
+    """Arithmetic for YAML interpolation, under RLinf's names."""
+    resolvers: dict[str, Callable[..., Any]] = {
+        "add": lambda x, y: x + y,
+        "subtract": lambda x, y: x - y,
+        "multiply": lambda x, y: x * y,
+        "int_div": lambda x, y: x // y,
+        "not": lambda x: not bool(x),
+    }
+    for name, resolver in resolvers.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, resolver)
+
+
+def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    _register_resolvers()
+    words = [forced for word in overrides for forced in _forced(word)]
+    if directory != CONFIG_DIR:
+        words.append(f"hydra.searchpath=['file://{CONFIG_DIR}']")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
+            composed = compose(config_name=name, overrides=words)
+        data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_compose_message(name, error)) from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{directory / name}.yaml does not hold a mapping")
+    data.pop("hydra", None)
+    return {str(key): value for key, value in data.items()}
+
+
+def _forced(word: str) -> list[str]:
+    """`key=value` that also sets keys which the schema has and the YAML does not write.
+
+    A new placement replaces the old one: merged, a component would be placed twice.
+    """
+    if word.startswith("~"):
+        return [word]
+    word = word.lstrip("+")
+    if word.startswith("cluster.component_placement="):
+        return ["++cluster.component_placement=null", "++" + word]
+    return ["++" + word]
+
+
+def _compose_message(name: str, error: Exception) -> str:
+    text = " ".join(str(error).split()).replace("'++", "'").split(" See https://hydra.cc")[0]
+    key = getattr(error, "full_key", None)
+    if "Missing mandatory value" in text:
+        return f"{key or text} has no value; set it in {name}.yaml or on the command line: {key}=..."
+    if "MissingConfigException" in type(error).__name__:
+        return f"{name}.yaml: {text}"
+    if "OverrideParseException" in type(error).__name__:
+        return f"{text}; an override is written key=value, a list key=[a,b], null is null"
+    if text.startswith("Ambiguous value"):
+        return f"{text.split(' 1. ')[0]}: a list is written key=[a,b]"
+    return f"{name}.yaml: {text}"
+
+
+# ------------------------------------------------------------------------------------------ unknown keys
+
+
+def _model_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """(section class, is a list of it) of a field's annotation; None for values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    arguments = get_args(annotation)
+    is_list = getattr(annotation, "__origin__", None) is list
+    for argument in arguments:
+        model, _ = _model_of(argument)
+        if model is not None:
+            return model, is_list
+    return None, False
+
+
+def valid_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
+    """Every dotted path of the schema, sections included."""
+    for name, info in model.model_fields.items():
+        path = f"{prefix}{name}"
+        yield path
+        section, _ = _model_of(info.annotation)
+        if section is not None:
+            yield from valid_keys(section, path + ".")
+
+
+def unknown_keys(data: Any, model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of `data` that the schema does not have; of an unknown section only its own path."""
+    if not isinstance(data, dict):
+        return
+    for name, value in data.items():
+        path = f"{prefix}{name}"
+        info = model.model_fields.get(str(name))
+        if info is None:
+            yield path
+            continue
+        section, is_list = _model_of(info.annotation)
+        if section is None:
+            continue
+        if is_list and isinstance(value, list):
+            for i, item in enumerate(value):
+                yield from unknown_keys(item, section, f"{path}.{i}.")
+        else:
+            yield from unknown_keys(value, section, path + ".")
+
+
+def nearest_keys(path: str, count: int = 3) -> list[str]:
+    """Valid keys most like `path`, by the whole path or by its last name, best first."""
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, path, candidate).ratio()
+        last = difflib.SequenceMatcher(None, path.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+        return max(whole, 0.6 * last + 0.4 * whole)
+
+    ranked = sorted(valid_keys(), key=lambda key: (-likeness(key), key))
+    return [key for key in ranked[:count] if likeness(key) > 0.6]
+
+
+def _unknown_key_message(path: str) -> str:
+    near = nearest_keys(path)
+    if near:
+        rest = f" (or {', '.join(near[1:])})" if near[1:] else ""
+        return f"unknown key {path}; the nearest valid key is {near[0]}{rest}"
+    return f"unknown key {path}; the sections are {', '.join(Settings.model_fields)}"
+
+
+def _validation_message(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "missing":
+            lines.append(f"{path} has no value; set it in the YAML or on the command line: {path}=...")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}={problem['input']!r}: {message[:1].lower()}{message[1:]}")
+    return "; ".join(lines)

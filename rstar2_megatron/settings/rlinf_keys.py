@@ -1,0 +1,273 @@
+"""RLinf's keys that this project's schema does not have: which are honoured, which are only listed.
+
+An RLinf rstar2 or reasoning YAML loads as it stands. A key of it that means something here under another
+name is translated; a key without meaning is accepted and named at start; a value that would change the
+algorithm in a way that is not implemented is an error. Any other unknown key is an error in
+`settings/load.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+MISSING: Any = object()
+
+# Patterns of dotted paths (`*` also matches dots), with why they have no meaning here. First match counts.
+WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
+    ("inference", "old log-probs are recomputed by the actor itself"),
+    ("critic", "GRPO has no critic"),
+    ("profile_data", "no placement search"),
+    ("actor.megatron", "Megatron-core is set up from actor.model, actor.optim and the placement"),
+    ("actor.tokenizer", "the tokenizer is the model directory's"),
+    ("reward.tokenizer", "grading reads text"),
+    ("rollout.vllm", "the engine is SGLang"),
+    ("rollout.sglang.decode_log_interval", "set rollout.sglang.server_args for engine fields"),
+    ("rollout.sglang.use_torch_compile", "set rollout.sglang.server_args for engine fields"),
+    ("rollout.sglang.torch_compile_max_bs", "set rollout.sglang.server_args for engine fields"),
+    ("rollout.custom_chat_template", "the format is agentloop.system_prompt, user_prefix, generation_prefix"),
+    *(
+        (f"rollout.{name}", "set rollout.sglang.server_args for engine fields")
+        for name in ("enforce_eager", "cuda_graph_max_bs", "disable_log_stats", "use_fast")
+    ),
+    *(
+        (f"rollout.{name}", "the rollout keeps token ids and log-probs as the engine produced them")
+        for name in ("detokenize", "padding", "eos", "return_logprobs", "skip_special_tokens")
+    ),
+    *(
+        (f"rollout.{name}", "weights are checked by checksum after the first sync")
+        for name in ("validate_weight", "validate_weight_first_sync", "validate_save_dir")
+    ),
+    ("rollout.distributed_executor_backend", "the engine runs in its own process"),
+    ("rollout.print_outputs", "samples are written to trajectories.jsonl"),
+    ("rollout.rollout_engine_config", "set rollout.sglang.server_args for engine fields"),
+    ("runner.task", "one task"),
+    ("runner.only_eval", "use runner.max_steps=0"),
+    ("runner.ckpt_path", "use runner.resume_dir"),
+    ("runner.weight_sync_interval", "weights are synced every step"),
+    ("runner.per_worker_log", "logs are shared"),
+    ("runner.enable_per_worker_log", "logs are shared"),
+    ("runner.profiler", "no profiler section"),
+    *(
+        (f"algorithm.{name}", "micro-batches follow runner.max_tokens_per_mbs")
+        for name in (
+            "rollout_batch_size_per_gpu",
+            "logprob_forward_micro_batch_size",
+            "val_rollout_batch_size_per_gpu",
+        )
+    ),
+    ("algorithm.shuffle_rollout", "the batch is balanced by tokens"),
+    ("algorithm.calculate_entropy", "entropy is always logged"),
+    ("algorithm.kl_penalty_type", "there is no KL term"),
+    ("algorithm.early_stop_imp_ratio", "no early stop inside a step"),
+    ("algorithm.use_valid_token_scale", "the loss is normalised by the global count of trained tokens"),
+    ("algorithm.clip_log_ratio_min", "the log-ratio is always cut at 20"),
+    ("algorithm.clip_log_ratio_max", "the log-ratio is always cut at 20"),
+    ("algorithm.loss_scales", "one loss"),
+    ("algorithm.advantage_mode", "one advantage per trajectory"),
+    ("algorithm.sampling_params.min_new_tokens", "the model ends its turn when it will"),
+    ("data.val_rollout_batch_size", "evaluation runs all its problems at once"),
+    ("data.num_workers", "problems are read at start"),
+    ("data.apply_chat_template", "the format is agentloop's"),
+    ("data.apply_chat_template_kwargs", "the format is agentloop's"),
+    ("data.validation_shuffle", "evaluation takes the problems in order"),
+    ("data.dataset_name", "the data set is its files"),
+    ("data.process_fn", "the data set is its files"),
+    ("data.lazy_loading", "problems are read at start"),
+    ("agentloop.group_name", "agent loops live in the rollout workers"),
+    ("agentloop.max_user_turns", "turns are counted by agentloop.max_assistant_turns"),
+    ("agentloop.print_outputs", "samples are written to trajectories.jsonl"),
+    ("agentloop.continue_at_tool_failure", "a failed call is always shown to the model"),
+    ("agentloop.toolcall_parser", "one tool-call format"),
+    ("agentloop.is_dynamic_rollout_batch", "always"),
+    ("agentloop.extra_args", "not used"),
+    ("tools.mcp_file_system", "the tool is the Code Judge"),
+    ("reward.reward_scale", "advantages are normalised, a scale has no effect"),
+    ("actor.enable_dp_load_balance", "the batch is always balanced over data-parallel ranks"),
+    ("actor.calculate_flops", "always"),
+    ("actor.pack_traj", "always"),
+    ("actor.mcore_gpt", "always"),
+    ("actor.spec_name", "see actor.model.transformer_impl"),
+    ("actor.checkpoint_load_path", "weights come from rollout.model.model_path or runner.resume_dir"),
+    ("actor.enable_offload", "see actor.offload_weight, offload_grad, offload_optimizer"),
+    *(
+        (f"actor.model.{name}", "taken from the model's config.json or fixed by the layer spec")
+        for name in (
+            "seq_length",
+            "encoder_seq_length",
+            "megatron_checkpoint",
+            "model_type",
+            "model_arch",
+            "activation",
+            "normalization",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "position_embedding_type",
+            "apply_rope_fusion",
+            "bias_dropout_fusion",
+            "persist_layer_norm",
+            "bias_activation_fusion",
+            "attention_softmax_in_fp32",
+            "batch_p2p_comm",
+            "variable_seq_lengths",
+            "gradient_accumulation_fusion",
+            "moe_token_dispatcher_type",
+            "use_cpu_initialization",
+            "trust_remote_code",
+            "is_lora",
+            "qk_layernorm",
+        )
+    ),
+    *(
+        (f"actor.optim.{name}", "follows actor.model.precision; bf16 and fp32 need no loss scale")
+        for name in (
+            "bf16",
+            "fp16",
+            "loss_scale",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "loss_scale_window",
+            "hysteresis",
+        )
+    ),
+    ("actor.optim.optimizer_enable_pin", "offloaded state is pinned beside a GPU"),
+    ("actor.optim.overlap_param_gather_with_optimizer_step", "not offered by this optimizer"),
+    ("actor.lr_sched.lr_warmup_init", "warm-up begins at 0"),
+)
+
+# Values that RLinf offers and that are not implemented here: path -> values that are.
+ONLY_VALUES: dict[str, tuple[Any, ...]] = {
+    "algorithm.loss_type": ("actor",),
+    "algorithm.normalize_advantages": (False,),
+    "algorithm.sampling_params.repetition_penalty": (1, 1.0),
+    "critic.use_critic_model": (False,),
+    "reward.use_reward_model": (False,),
+    "runner.use_pipeline": (False,),
+}
+
+
+def why_without_meaning(path: str) -> str | None:
+    """The reason when `path` (or a section above it) is a known RLinf key without meaning here."""
+    for pattern, reason in WITHOUT_MEANING:
+        if fnmatchcase(path, pattern) or path.startswith(pattern + "."):
+            return reason
+    return None
+
+
+def translate(data: dict[str, Any]) -> list[str]:
+    """Move RLinf's keys to their names here, in place. Returns one note per key that was translated.
+
+    Raises ValueError for a value that is not implemented here.
+    """
+    notes: list[str] = []
+    for path, allowed in ONLY_VALUES.items():
+        value = take(data, path)
+        if value is not MISSING and value is not None and value not in allowed:
+            raise ValueError(f"{path}={value!r} is not implemented here; the only value is {allowed[0]!r}")
+
+    def move(old: str, new: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
+        """The old key gives the new one its value, unless the new one is written too."""
+        value = take(data, old)
+        if value is MISSING or value is None:
+            return
+        if get(data, new) in (MISSING, None):
+            put(data, new, convert(value))
+            notes.append(f"{old}={value!r} read as {new}={convert(value)!r}")
+        else:
+            notes.append(f"{old}={value!r} not used: {new}={get(data, new)!r} is written too")
+
+    eps = take(data, "algorithm.ratio_clip_eps")
+    for side in ("low", "high"):
+        path = f"algorithm.clip_ratio_{side}"
+        if get(data, path) is None or (eps is not MISSING and get(data, path) is MISSING):
+            drop(data, path)
+            if eps is not MISSING:
+                put(data, path, eps)
+                notes.append(f"algorithm.ratio_clip_eps={eps!r} read as {path}={eps!r}")
+
+    sampling = "algorithm.sampling_params"
+    greedy = take(data, f"{sampling}.use_greedy")
+    do_sample = take(data, f"{sampling}.do_sample")
+    if greedy is True or do_sample is False:
+        put(data, f"{sampling}.temperature", 0.0)
+        notes.append(f"greedy sampling read as {sampling}.temperature=0.0")
+    if get(data, "runner.max_steps") == -1:
+        put(data, "runner.max_steps", 1_000_000)
+        notes.append("runner.max_steps=-1 read as: until runner.max_epochs are over")
+    if get(data, "data.type") == "rstar2":
+        put(data, "data.type", "math")
+        notes.append("data.type='rstar2' read as data.type='math'")
+
+    move("tools.codejudge.concurrency_limit", "tools.codejudge.max_concurrency")
+    move("actor.megatron.distributed_timeout_minutes", "actor.distributed_timeout_minutes", float)
+    for old in ("model_dir", "model_path"):
+        move(f"rollout.{old}", "rollout.model.model_path")
+    move("rollout.model_arch", "rollout.model.model_type")
+    move("rollout.precision", "rollout.model.precision")
+    _translate_schedule(data, notes)
+    return notes
+
+
+def _translate_schedule(data: dict[str, Any], notes: list[str]) -> None:
+    """RLinf's scheduler has its own rates and a warm-up fraction; the scheduler's win there, so here too."""
+    sched = "actor.lr_sched"
+    fraction = take(data, f"{sched}.lr_warmup_fraction")
+    if fraction not in (MISSING, None) and get(data, f"{sched}.lr_warmup_iters") in (MISSING, None, 0):
+        steps = get(data, f"{sched}.lr_decay_iters")
+        if steps in (MISSING, None):
+            steps = get(data, "runner.max_steps")
+        if isinstance(steps, int) and isinstance(fraction, int | float):
+            warmup = round(fraction * steps)
+            put(data, f"{sched}.lr_warmup_iters", warmup)
+            notes.append(
+                f"{sched}.lr_warmup_fraction={fraction!r} of {steps} steps read as lr_warmup_iters={warmup}"
+            )
+    for theirs, ours in (("max_lr", "lr"), ("min_lr", "min_lr")):
+        value = take(data, f"{sched}.{theirs}")
+        if value in (MISSING, None):
+            continue
+        written = get(data, f"actor.optim.{ours}")
+        if written is MISSING or float(written) != float(value):
+            put(data, f"actor.optim.{ours}", value)
+            notes.append(f"{sched}.{theirs}={value!r} read as actor.optim.{ours}={value!r}")
+
+
+# ---------------------------------------------------------------------------- dotted paths in nested dicts
+
+
+def get(data: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, or MISSING."""
+    node: Any = data
+    for name in path.split("."):
+        if not isinstance(node, dict) or name not in node:
+            return MISSING
+        node = node[name]
+    return node
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, making sections that are absent."""
+    *sections, last = path.split(".")
+    node = data
+    for name in sections:
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+        node = node[name]
+    node[last] = value
+
+
+def drop(data: dict[str, Any], path: str) -> None:
+    """Remove the value at a dotted path if it is there."""
+    parent, _, last = path.rpartition(".")
+    node = get(data, parent) if parent else data
+    if isinstance(node, dict):
+        node.pop(last, None)
+
+
+def take(data: dict[str, Any], path: str) -> Any:
+    """Remove and return the value at a dotted path, or MISSING."""
+    value = get(data, path)
+    if value is not MISSING:
+        drop(data, path)
+    return value
