@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bytes that actor and engine can both compute, on CPU or GPU, without copying it out.
+"""A checksum of a tensor's bytes that actor and engine can both compute, on CPU or GPU, where it lies.
 
 Step-0 gate: after a weight sync the engine must hold exactly the actor's weights, and a sum over floats would
 not tell (order of summation, NaN). This one is a wrapping 63-bit sum over the raw words, each multiplied by a

@@ -106,8 +106,8 @@ class PackedAttention(MegatronModule):
     """Rotary embedding and causal grouped-query attention over packed segments, by torch's fused kernels.
 
     Segments are laid out as one [n, L] batch and attended to in a single call: causality alone keeps padding
-    out, because padded keys come after every real query. With context parallelism keys and values are gathered
-    over the CP ranks and masked by position.
+    out, because padded keys come after every real query. With context parallelism keys and values are
+    gathered over the CP ranks and masked by position.
     """
 
     def __init__(
@@ -181,6 +181,7 @@ class PackedAttention(MegatronModule):
             window_size=(-1, 0),
             enable_gqa=query.size(2) != key.size(2),
         )
+        assert isinstance(out, Tensor)
         return out.reshape(query.size(0), 1, -1)
 
     def _across_context(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

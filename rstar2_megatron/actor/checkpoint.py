@@ -1,13 +1,16 @@
-"""Sharded checkpoints that appear whole or not at all and load at another parallel layout.
+"""Sharded checkpoints that appear whole or not at all, load at another layout, and write in the background.
 
-Layout of a directory: megatron-core's torch_dist files (model, optimizer, step counters), and `random/` with
-one file of generator states per rank, which is used when the number of ranks is the same.
+A directory holds megatron-core's torch_dist files (model, optimizer, step counters) and `random/`, one file
+of generator states per rank, which is used when the number of ranks is the same.
 """
 
 from __future__ import annotations
 
+import functools
+import queue
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +18,154 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rstar2_megatron.actor.model import bare
 
+# Handed out as copies: megatron-core writes the process group of the moment into it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 _COUNTERS = "counters"
 _RANDOM = "random"
 
 
+class _ThreadedSave(TorchDistSaveShardedStrategy):
+    """megatron-core's torch_dist format, written by threads.
+
+    megatron-core forks a process per file and keeps a manager process for their results: forking a process
+    that has gloo or CUDA threads may hang, a killed rank leaves the manager behind, and a process marked
+    daemonic may not start either.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=2)
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
+        filesystem_async._results_queue = (
+            queue.Queue()
+        )  # asked for while planning; otherwise made in a process
+        request = super().async_save(sharded_state_dict, checkpoint_dir)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        transforms = request.async_fn.args[0]  # type: ignore[attr-defined]
+        return request._replace(async_fn=functools.partial(_write_in_threads, transforms))
+
+
+def _write_in_threads(
+    transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue[Any]
+) -> None:
+    """Write each bucket (one file) in a thread; put {bucket: write results} or the exception on `results`."""
+    done: queue.Queue[Any] = queue.Queue()
+    tokens: queue.Queue[int] = queue.Queue()
+    threads = []
+    for number, bucket in enumerate(buckets):
+        tokens.put(number)
+        keywords = {
+            "local_proc_idx": number,
+            "write_bucket": bucket,
+            "results_queue": done,
+            "count_queue": tokens,
+            "use_fsync": True,
+        }
+        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+        threads.append(threading.Thread(target=write, args=(transforms,), kwargs=keywords))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    written: dict[int, Any] = {}
+    for _ in buckets:
+        number, outcome = done.get_nowait()
+        if isinstance(outcome, Exception):
+            results.put(outcome)
+            return
+        written[number] = outcome
+    results.put(written)
+
+
+class PendingSave:
+    """A checkpoint whose tensors are copied and whose files are being written by a thread of this rank."""
+
+    def __init__(self, request: AsyncRequest, partial: Path, final: Path) -> None:
+        self._request, self._partial, self._final = request, partial, final
+        self._failure: BaseException | None = None
+        arguments = list(request.async_fn_args)
+        if request.async_fn is not None:
+            # Clone: training goes on and would change the tensors under the writer.
+            arguments[1] = [
+                (file, key, (data, [(item, t.clone() if t.is_cpu else t.cpu()) for item, t in tensors]))
+                for file, key, (data, tensors) in arguments[1]
+            ]
+        self._thread = threading.Thread(target=self._write, args=(arguments,), name="checkpoint-writer")
+        self._thread.start()
+
+    def _write(self, arguments: list[Any]) -> None:
+        try:
+            if self._request.async_fn is not None:
+                self._request.async_fn(*arguments)
+        except BaseException as error:
+            self._failure = error
+
+    def written_everywhere(self) -> bool:
+        """True when `finish` will not wait on any rank; collective."""
+        waiting = torch.tensor([int(self._thread.is_alive())])
+        dist.all_reduce(waiting, group=_host_group())
+        return not int(waiting)
+
+    def finish(self) -> None:
+        """Wait for the files and put the directory in its place; collective. Raises what a writer raised."""
+        self._thread.join()
+        failed = torch.tensor([int(self._failure is not None)])
+        dist.all_reduce(failed, group=_host_group())
+        if self._failure is not None:
+            raise self._failure
+        if int(failed):
+            raise OSError(f"another rank could not write its part of {self._final}; is the disk full?")
+        for finalize in self._request.finalize_fns:
+            finalize()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            replace_directory(self._partial, self._final)
+        dist.barrier()
+
+
+def _host_group() -> Any:
+    """A group that reduces CPU tensors: the world one, which has a gloo part on either device."""
+    return dist.group.WORLD
+
+
+def replace_directory(partial: Path, final: Path) -> None:
+    """Rename `partial` to `final`, whose old content is kept until the new one is in place."""
+    previous = final.with_name(final.name + ".old")
+    shutil.rmtree(previous, ignore_errors=True)
+    if final.exists():
+        final.rename(previous)
+    partial.rename(final)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
 def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
-        key = "model" if len(chunks) == 1 else f"model{number}"
-        state[key] = bare(chunk).sharded_state_dict(metadata=_METADATA)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_METADATA)
+        state[_model_key(chunks, number)] = bare(chunk).sharded_state_dict(metadata=dict(_METADATA))
+    state["optimizer"] = optimizer.sharded_state_dict(
+        dict(state), is_loading=loading, metadata=dict(_METADATA)
+    )
     return state
 
 
-def save(directory: str | Path, chunks: list[Any], optimizer: Any, counters: dict[str, Any]) -> None:
-    """Write a checkpoint; collective. A kill at any moment leaves either the old directory or the new one."""
+def _model_key(chunks: list[Any], number: int) -> str:
+    return "model" if len(chunks) == 1 else f"model{number}"
+
+
+def start_save(
+    directory: str | Path, chunks: list[Any], optimizer: Any, counters: dict[str, Any]
+) -> PendingSave:
+    """Copy everything and start writing; collective. The directory appears when `finish` returns.
+
+    A kill at any moment leaves the old directory, the new one, or the old one under the name "{name}.old".
+    """
     final = Path(directory)
     partial = final.with_name(final.name + ".tmp")
     if dist.get_rank() == 0:
@@ -43,17 +174,12 @@ def save(directory: str | Path, chunks: list[Any], optimizer: Any, counters: dic
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
     state[_COUNTERS] = counters
-    dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
-    torch.save(_random_states(), partial / _RANDOM / f"{dist.get_rank()}of{dist.get_world_size()}.pt")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        previous = final.with_name(final.name + ".old")
-        shutil.rmtree(previous, ignore_errors=True)
-        if final.exists():
-            final.rename(previous)
-        partial.rename(final)
-        shutil.rmtree(previous, ignore_errors=True)
-    dist.barrier()
+    request = dist_checkpointing.save(
+        state, str(partial), _ThreadedSave(), async_sharded_save=True, content_metadata=dict(_METADATA)
+    )
+    assert request is not None
+    torch.save(_random_states(), partial / _RANDOM / _random_file())
+    return PendingSave(request, partial, final)
 
 
 def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
@@ -67,14 +193,18 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> dict[str, 
         raise ValueError(f"{path} is not a complete checkpoint: choose another global_step_N or start anew")
     state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(path))
     for number, chunk in enumerate(chunks):
-        bare(chunk).load_state_dict(state["model" if len(chunks) == 1 else f"model{number}"])
+        bare(chunk).load_state_dict(state[_model_key(chunks, number)])
     optimizer.load_state_dict(state["optimizer"])
-    file = path / _RANDOM / f"{dist.get_rank()}of{dist.get_world_size()}.pt"
+    file = path / _RANDOM / _random_file()
     if file.exists():
         _restore_random_states(torch.load(file, weights_only=False))
-    counters = state[_COUNTERS]
+    counters = dist_checkpointing.load_common_state_dict(str(path))[_COUNTERS]
     assert isinstance(counters, dict)
     return counters
+
+
+def _random_file() -> str:
+    return f"{dist.get_rank()}of{dist.get_world_size()}.pt"
 
 
 def _random_states() -> dict[str, Any]:

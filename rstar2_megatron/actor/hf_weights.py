@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rstar2_megatron.actor.checkpoint import replace_directory
 from rstar2_megatron.actor.model_config import ModelConfig
 
 Kind = Literal["rows", "columns", "whole"]
@@ -28,7 +29,7 @@ MAX_SHARD_BYTES = 2 * 1024**3
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and generation config
 _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
-# megatron-core name inside a layer -> (names in a Hugging Face layer, which part a tensor-parallel rank holds)
+# megatron-core name inside a layer -> (names in a Hugging Face layer, what a tensor-parallel rank holds)
 _LAYER: dict[str, tuple[tuple[str, ...], Kind]] = {
     "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
     "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "whole"),
@@ -90,7 +91,7 @@ class Mapping:
 
 
 class HFReader:
-    """Tensors of a Hugging Face directory by name, sharded or not; reads only the rows or columns asked for."""
+    """Tensors of a Hugging Face directory by name, sharded or not; reads only the part asked for."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -150,8 +151,8 @@ def load_hf_weights(chunks: list[Any], config: ModelConfig, directory: str | Pat
             fused = mapping.fuse(pieces, config.head_dim, config.num_kv_heads // parts)
             if fused.shape != parameter.shape:
                 raise ValueError(
-                    f"{', '.join(names)} in {directory}: shape {tuple(fused.shape)} on this rank, the model of its "
-                    f"config.json has {tuple(parameter.shape)}"
+                    f"{', '.join(names)} in {directory}: shape {tuple(fused.shape)} on this rank, "
+                    f"its config.json says {tuple(parameter.shape)}"
                 )
             parameter.copy_(fused)
 
@@ -250,12 +251,7 @@ def write_hf_directory(
     for shard, name in zip(shards, names):
         shard.rename(partial / name)
     _copy_config(source, partial, dtype)
-    previous = final.with_name(final.name + ".old")
-    shutil.rmtree(previous, ignore_errors=True)
-    if final.exists():
-        final.rename(previous)
-    partial.rename(final)
-    shutil.rmtree(previous, ignore_errors=True)
+    replace_directory(partial, final)
 
 
 def _copy_config(source: Path, target: Path, dtype: str) -> None:

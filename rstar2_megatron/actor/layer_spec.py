@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: ours everywhere, TransformerEngine's on CUDA where installed."""
+"""What a transformer layer is made of: our modules, or TransformerEngine's on CUDA where installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Implementation = Literal["local", "transformer_engine"]
 
 
 def choose_implementation(wanted: str, device: str) -> Implementation:
-    """Resolve `actor.model.transformer_impl`. Raises ValueError when TransformerEngine is asked for and absent."""
+    """Resolve `actor.model.transformer_impl`. Raises ValueError when a wanted engine is absent."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and device == "cuda" and torch.cuda.is_available()
     if wanted == "auto":

@@ -25,7 +25,7 @@ class Layout:
 def check_layout(
     settings: ActorSettings, model: ModelConfig, world_size: int, runner: RunnerSettings | None = None
 ) -> Layout:
-    """The layout of `world_size` ranks. Raises ValueError, one line per problem, when it cannot train exactly."""
+    """The layout of `world_size` ranks. Raises ValueError, one line per problem, when it cannot train."""
     parallel = settings.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp, vp = parallel.context_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
@@ -56,18 +56,19 @@ def check_layout(
         fitting = [n for n in range(1, stages) if model.num_layers % n == 0]
         problems.append(
             f"{model.num_layers} layers do not divide into {stages} pipeline stages ("
-            f"{key('pipeline_model_parallel_size')}={pp} x virtual {vp}); use a number of stages such as {fitting[-1]}"
+            f"{key('pipeline_model_parallel_size')}={pp} x virtual {vp}); "
+            f"use a number of stages such as {fitting[-1]}"
         )
     if vp > 1 and pp == 1:
         problems.append(
-            f"{key('virtual_pipeline_model_parallel_size')}={vp} needs {key('pipeline_model_parallel_size')} of at "
-            "least 2; set it to null"
+            f"{key('virtual_pipeline_model_parallel_size')}={vp} needs "
+            f"{key('pipeline_model_parallel_size')} of at least 2; set it to null"
         )
     model_ranks = tp * pp * cp
     if world_size % model_ranks:
         problems.append(
-            f"{world_size} actor ranks do not divide by tensor {tp} x pipeline {pp} x context {cp} = {model_ranks}; "
-            f"place the actor on a multiple of {model_ranks} slots or lower a parallel size"
+            f"{world_size} actor ranks do not divide by tensor {tp} x pipeline {pp} x context {cp} = "
+            f"{model_ranks}; place the actor on a multiple of {model_ranks} slots or lower a parallel size"
         )
     if parallel.recompute_granularity == "full" and not (
         parallel.recompute_method and parallel.recompute_num_layers

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of chosen tokens over a vocabulary split across tensor-parallel ranks, in chunks.
+"""Log-prob and entropy of chosen tokens over a vocabulary split across tensor-parallel ranks, in chunks.
 
 The head's logits are the largest tensor of a training step (16,384 tokens x 151,936 words x 4 bytes = 10 GB).
 Here they exist for one chunk of tokens at a time, in the forward pass and again in the backward pass, which
@@ -134,7 +134,7 @@ class LogProbHead(ColumnParallelLinear):
         temperature: float,
         chunk_tokens: int,
     ) -> Tensor:
-        """hidden [t, 1, H] (or [t/tp, 1, H] under sequence parallelism) -> [2, n] for the tokens `rows` [n]."""
+        """hidden [t, 1, H] ([t/tp, 1, H] under sequence parallelism) -> [2, n] for the tokens `rows` [n]."""
         if weight is None:
             weight = self.weight
         if self.sequence_parallel:

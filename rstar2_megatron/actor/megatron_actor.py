@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ _SUMS = (
     "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl",
 )  # fmt: skip
 _MAXIMA = ("tis_ratio_max", "logprob_diff_max")
+
+if TYPE_CHECKING:
+    from rstar2_megatron.actor.checkpoint import PendingSave
 
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -72,6 +75,7 @@ class MegatronActor:
         self.optim, self.lr_sched, self.max_steps = actor.optim, actor.lr_sched, runner.max_steps
         self.optimizer_steps = 0
         self.skipped_steps = 0
+        self._pending: PendingSave | None = None
 
     # ------------------------------------------------------------------------------------------ start, stop
 
@@ -159,8 +163,9 @@ class MegatronActor:
         self.optimizer = build_optimizer(self.chunks, self.optim, self.actor.model.precision)
 
     def close(self) -> None:
-        """Leave the process group. Safe to call twice."""
+        """Finish a pending checkpoint and leave the process group; collective. Safe to call twice."""
         if dist.is_initialized():
+            self.finish_checkpoint()
             self.state.destroy_model_parallel()
             dist.destroy_process_group()
 
@@ -171,8 +176,8 @@ class MegatronActor:
     ) -> dict[str, float]:
         """One step of GRPO-RoC on the whole global batch: `n_minibatches` optimizer steps; collective.
 
-        Every rank gets all sequences and picks its share. The loss is normalised over the mini-batch's trained
-        tokens on all ranks, so neither the micro-batching nor the number of ranks changes the gradient.
+        Every rank gets all sequences and picks its share. The loss is normalised over the mini-batch's
+        trained tokens on all ranks: neither the micro-batching nor the number of ranks changes the gradient.
         mini_batch_rows: only for loss_agg_func "released-verl" (see `algorithm.loss.aggregate`).
         Returns metrics, identical on all ranks; log-prob differences to the engine are those before the first
         update of the step. Raises ValueError for an empty batch.
@@ -203,6 +208,8 @@ class MegatronActor:
             plans.append(plan)
             steps.append(self._update(part, plan, loss))
         metrics = self._rl_metrics(steps)
+        if self._pending is not None and self._pending.written_everywhere():
+            self.finish_checkpoint()
         return {**metrics, **self._speed(sequences, plans, time.monotonic() - started)}
 
     def sft_step(
@@ -292,7 +299,7 @@ class MegatronActor:
         *,
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
-        """Run this rank's micro-batches through the pipeline; what `loss` returned beside the loss, per batch."""
+        """Run this rank's micro-batches through the pipeline; the sums that `loss` returned for each."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from rstar2_megatron.actor.microbatch import build_microbatch
@@ -439,7 +446,7 @@ class MegatronActor:
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream every weight as (Hugging Face name, full tensor); collective, every rank must exhaust it.
 
-        Valid on all ranks. A tensor may share memory with the model: copy it to keep it beyond the next update.
+        Valid on all ranks. A tensor may share memory with the model: copy it to keep it beyond an update.
         """
         from rstar2_megatron.actor.hf_weights import iter_hf_weights
         from rstar2_megatron.actor.model import bare
@@ -448,29 +455,46 @@ class MegatronActor:
         return iter_hf_weights([bare(chunk) for chunk in self.chunks], self.model_config)
 
     def weights_checksum(self) -> dict[str, int]:
-        """Checksum of every weight by Hugging Face name (see `rstar2_megatron.weights_checksum`); collective."""
+        """Checksum of every weight by Hugging Face name (`rstar2_megatron.weights_checksum`); collective."""
         return weights_checksum(self.iter_hf_weights())
 
     def export_hf(self, directory: str | Path) -> None:
-        """Write a Hugging Face directory (safetensors, config, tokenizer) that transformers loads; collective."""
+        """Write a Hugging Face directory (safetensors, config, tokenizer) for transformers; collective."""
         from rstar2_megatron.actor.hf_weights import write_hf_directory
 
         dtype = "bfloat16" if self.actor.model.precision == "bf16" else "float32"
         write_hf_directory(self.iter_hf_weights(), directory, self.model_path, dtype, write=self.rank == 0)
         dist.barrier()
 
-    def save_checkpoint(self, directory: str | Path) -> None:
-        """Write model, optimizer, schedule and random states; the directory appears whole or not at all; collective."""
+    def save_checkpoint(self, directory: str | Path, *, wait: bool = True) -> None:
+        """Write model, optimizer, schedule and random states; collective.
+
+        The directory appears whole or not at all. With wait=False training goes on while threads write; the
+        directory then appears at the end of a later `train_step`, or in `finish_checkpoint`.
+        """
         from rstar2_megatron.actor import checkpoint
 
+        self.finish_checkpoint()
         self._sync_parameters()
         counters = {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
-        checkpoint.save(directory, self.chunks, self.optimizer, counters)
+        self._pending = checkpoint.start_save(directory, self.chunks, self.optimizer, counters)
+        if wait:
+            self.finish_checkpoint()
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint being written is in place; collective. Raises OSError when it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Restore what `save_checkpoint` wrote, also under another parallel layout; collective."""
+        """Restore what `save_checkpoint` wrote, also under another parallel layout; collective.
+
+        Raises ValueError when the directory is not a complete checkpoint.
+        """
         from rstar2_megatron.actor import checkpoint
 
+        self.finish_checkpoint()
         counters = checkpoint.load(directory, self.chunks, self.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]

@@ -48,7 +48,7 @@ class PackContext:
 
     @property
     def segment_multiple(self) -> int:
-        """Context parallelism cuts a segment into 2 * cp chunks and gives each rank a front and a back one."""
+        """Context parallelism cuts a segment into 2 * cp chunks: each rank gets a front and a back one."""
         return 2 * self.context_parallel if self.context_parallel > 1 else 1
 
     @property
@@ -175,7 +175,7 @@ def _layout(lengths: list[int], positions: Tensor, context: PackContext) -> Pack
 
 
 def _context_mask(lengths: list[int], context: PackContext) -> Tensor:
-    """[t, t * cp] True where this rank's query may see a key; keys in the order of the gather over CP ranks."""
+    """[t, t * cp] True where this rank's query may see a key; keys in the order of the CP gather."""
     cp = context.context_parallel
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor([n // cp for n in lengths]))
     places = [torch.cat([local_places(n, cp, rank) for n in lengths]) for rank in range(cp)]

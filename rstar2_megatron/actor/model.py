@@ -143,7 +143,7 @@ def bare(chunk: Any) -> Any:
 
 
 def forward_log_probs(chunk: Any, batch: MicroBatch, temperature: float, chunk_tokens: int) -> Tensor:
-    """Run a stage: hidden states, or on the last one fp32 [2, n]: log-probs and entropies of `batch.targets`."""
+    """Run a stage: hidden states, or on the last one fp32 [2, n], log-probs and entropies of the targets."""
     head = {
         "rows": batch.rows,
         "targets": batch.targets,

@@ -40,7 +40,8 @@ class ModelConfig:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
             raise ValueError(
-                f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
+                f"{path} does not exist: give a Hugging Face model directory "
+                "(config.json, *.safetensors, tokenizer)"
             ) from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
@@ -99,8 +100,9 @@ class ModelConfig:
     def train_flops(self, lengths: list[int], trained_tokens: int | None = None) -> float:
         """FLOPs of one forward and backward over causal segments of `lengths` tokens (no recompute).
 
-        6 per matmul weight and token; attention 6 * h_q * d * S per token and layer at segment length S, which
-        counts the causal half only. `trained_tokens` restricts the vocabulary head to the tokens it runs on.
+        6 per matmul weight and token; attention 6 * h_q * d * S per token and layer at segment length S,
+        which counts the causal half only. `trained_tokens` restricts the vocabulary head to the tokens it
+        runs on.
         """
         tokens = sum(lengths)
         head = self.vocab_size * self.hidden_size

@@ -50,10 +50,12 @@ def wrap_ddp(config: TransformerConfig, chunks: list[Any], optim: OptimSettings)
         if len(wrapped) > 1:
             config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]  # type: ignore[assignment]
     # The loss of every micro-batch is already divided by the global token count: nothing is left to scale.
-    config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(  # type: ignore[assignment]
-        model, None, **kwargs
-    )
+    config.finalize_model_grads_func = _finalize_without_scaling  # type: ignore[assignment]
     return wrapped
+
+
+def _finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    finalize_model_grads(model, None, **kwargs)
 
 
 def _one_or_all(functions: list[Any]) -> Any:
@@ -61,7 +63,7 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> Any:
-    """AdamW over the wrapped chunks, state sharded over data-parallel ranks, fp32 master weights under bf16."""
+    """AdamW over the wrapped chunks; state sharded over data-parallel ranks, fp32 master weights for bf16."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -80,7 +82,7 @@ def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> 
 
 
 def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[bool, float]:
-    """Clip and step. Returns (stepped, gradient norm before clipping); a norm that is not finite skips the step.
+    """Clip and step; a norm that is not finite skips. Returns (stepped, gradient norm before clipping).
 
     Weight decay spares biases and norm weights, as Megatron does.
     """

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 def split_minibatches(num_sequences: int, n_minibatches: int) -> list[range]:
-    """Cut the step's sequences, in order, into at most `n_minibatches` non-empty runs of nearly equal count."""
+    """Cut the step's sequences, in order, into at most `n_minibatches` non-empty runs of near-equal count."""
     parts = max(1, min(n_minibatches, num_sequences))
     edges = [num_sequences * i // parts for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(edges, edges[1:])]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Distribute sequences over `parts` ranks so that the ranks' token sums are close; indices per rank.
 
-    Longest first, each to the rank with the fewest tokens: at most 4/3 of the best possible maximum, and within
-    one shortest sequence of the mean when there are many. Every index appears exactly once; ranks may stay
-    empty. The same on every rank, because ties break by index.
+    Longest first, each to the rank with the fewest tokens: the maximum is at most 4/3 of the best possible.
+    Every index appears exactly once; ranks may stay empty. The same on every rank: ties break by index.
     """
     heap = [(0, rank) for rank in range(parts)]
     assigned: list[list[int]] = [[] for _ in range(parts)]
@@ -43,8 +43,8 @@ def pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> lis
     longest = lengths[order[0]]
     if longest > max_tokens:
         raise ValueError(
-            f"a sequence of {longest} tokens does not fit a micro-batch of {max_tokens}: raise "
-            "runner.max_tokens_per_mbs (times actor.model.context_parallel_size) to at least runner.seq_length"
+            f"a sequence of {longest} tokens does not fit a micro-batch of {max_tokens}: raise runner."
+            "max_tokens_per_mbs (times actor.model.context_parallel_size) to at least runner.seq_length"
         )
     fewest = len(_fill(order, lengths, max_tokens))
     low, high = longest, max_tokens

@@ -1,8 +1,8 @@
 """Stand-ins that let megatron-core 0.16.1 train on CPU over gloo, and repairs to its use of torch's Adam.
 
-`install()` does nothing beside a GPU, so the same program runs on accelerators untouched. Nothing in it changes
-arithmetic: it only redirects where tensors are placed and which random generator is remembered. Line numbers
-in comments are of megatron-core 0.16.1.
+`install()` does nothing beside a GPU, so the same program runs on accelerators untouched. Nothing in it
+changes arithmetic: it only redirects where tensors are placed and which random generator is remembered.
+Line numbers in comments are of megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def install() -> bool:
-    """Install the stand-ins, once per process and before a model is built. False where a GPU makes them needless."""
+    """Install the stand-ins, once per process, before a model is built. False beside a GPU: none needed."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -46,7 +46,7 @@ def install() -> bool:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its compiled CPU kernels need a C++ compiler
     cpu = torch.device("cpu")
     cuda: Any = torch.cuda
-    # `device=torch.cuda.current_device()` everywhere (mappings.py:91, layers.py:261, p2p_communication.py:313).
+    # `device=torch.cuda.current_device()` (mappings.py:91, layers.py:261, p2p_communication.py:313, ...).
     cuda.current_device = lambda: cpu
     # Stream barriers around p2p (p2p_communication.py:242, 398) and around checkpoint saving.
     cuda.synchronize = lambda *args, **kwargs: None
@@ -81,7 +81,7 @@ def _answer_cuda_type_names() -> None:
 
 
 def _track_cpu_generator() -> None:
-    """Megatron's RNG tracker forks CUDA generators (tensor_parallel/random.py:40-110, 235, 422): fork the CPU's."""
+    """Megatron's tracker forks CUDA generators (tensor_parallel/random.py:40-110, 422): use the CPU's."""
     import megatron.core.tensor_parallel.random as tracker
 
     cuda: Any = torch.cuda
@@ -95,7 +95,7 @@ def _track_cpu_generator() -> None:
 
 
 def repair_torch_adam_checkpoints() -> None:
-    """Make the distributed optimizer save and load torch's AdamW rightly; a no-op with TransformerEngine or Apex.
+    """Make the distributed optimizer save and load torch's AdamW rightly (no-op with TransformerEngine).
 
     Three faults of megatron-core 0.16.1 with torch's Adam, whose state has a "step" tensor per parameter:
     saving before the first step fails because there is no state yet (distrib_optimizer.py:642); loading

@@ -22,7 +22,12 @@ def _actor(rank: int, world_size: int, init_method: str, config: Any, model_path
 
 
 def train(
-    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[list[TrainSequence]]
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    batches: list[list[TrainSequence]],
 ) -> list[dict[str, float]]:
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:

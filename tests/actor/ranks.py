@@ -30,7 +30,7 @@ def _serve(rank: int, requests: Any, results: Any) -> None:
 
 
 class RankPool:
-    """`run(f, n, *args)` calls f(rank, n, init_method, *args) in n processes and returns the results by rank."""
+    """`run(f, n, *args)` calls f(rank, n, init_method, *args) in n processes; results come by rank."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -38,7 +38,9 @@ class RankPool:
         self._requests: list[Any] = []
         self._results: Any = self._context.Queue()
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+    ) -> list[Any]:
         while len(self._processes) < world_size:
             requests = self._context.Queue()
             rank = len(self._processes)

@@ -37,7 +37,7 @@ def rl_loss(model: Any, batch: list[TrainSequence], algorithm: AlgorithmSettings
         ).exp()
         advantage = sequence.advantage
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-        if advantage < 0:
+        if advantage < 0 and c is not None:
             gain = gain.clamp(min=c * advantage)
         total = total - (gain * torch.tensor(sequence.loss_mask[1:])).sum()
     return total / sum(s.num_trained_tokens for s in batch)
@@ -52,11 +52,13 @@ def train(
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps)
+    adam = torch.optim.AdamW(
+        groups, lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps
+    )
     history = []
     for step, batch in enumerate(batches):
         for group in adam.param_groups:
-            group["lr"] = optim.lr * min(1.0, (step + 1) / warmup)
+            group["lr"] = actor.optim.lr * min(1.0, (step + 1) / warmup)
         adam.zero_grad()
         loss = rl_loss(model, batch, algorithm)
         loss.backward()

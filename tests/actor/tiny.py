@@ -23,13 +23,18 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def write_model(directory: Path, *, tie: bool = False, qwen3: bool = False, seed: int = 0, **shape: Any) -> Path:
+def write_model(
+    directory: Path, *, tie: bool = False, qwen3: bool = False, seed: int = 0, **shape: Any
+) -> Path:
     """A Hugging Face directory with random weights; biases and norms too, so that a wrong mapping shows."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     sizes = {**SHAPE, **shape}
-    common = {"tie_word_embeddings": tie, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    common: dict[str, Any] = {
+        "tie_word_embeddings": tie,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
     model: Any
     if qwen3:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, **common, head_dim=24))
@@ -45,8 +50,10 @@ def write_model(directory: Path, *, tie: bool = False, qwen3: bool = False, seed
     return directory
 
 
-def sequences(count: int, seed: int = 0, low: int = 20, high: int = 60, vocab: int = 320) -> list[TrainSequence]:
-    """Ragged trajectories with masked spans, advantages of both signs and old log-probs that make clips act."""
+def sequences(
+    count: int, seed: int = 0, low: int = 20, high: int = 60, vocab: int = 320
+) -> list[TrainSequence]:
+    """Ragged trajectories with masked spans, advantages of both signs, old log-probs that make clips act."""
     rng = random.Random(seed)
     result = []
     for _ in range(count):
