@@ -9,7 +9,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rstar2_megatron.cluster import loopback
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.settings.schema import Settings
 
@@ -44,12 +43,10 @@ class TrainingCluster:
         os.environ.setdefault("RLINF_LOG_LEVEL", "WARNING")
         os.environ.setdefault("RAY_LOG_TO_DRIVER_EVENT_LEVEL", "ERROR")
         if not os.environ.get("RAY_ADDRESS"):
-            for name, value in loopback.environment().items():
-                os.environ.setdefault(name, value)
             self._head = RayHead(num_cpus=_RAY_CPUS_PER_SLOT * max(2, os.cpu_count() or 2))
             self._head.start()
 
-        # Imported here: Ray reads the variables above when it is first imported.
+        # Imported here: RLinf reads the variables above when it is first imported.
         from rlinf.scheduler import Channel, Cluster, PackedPlacementStrategy
         from rlinf.utils.placement import ModelParallelComponentPlacement
 
