@@ -1,8 +1,8 @@
 """The YAML's schema: strict, typed, one class per section, a sentence under each field.
 
-Keys keep RLinf's names wherever RLinf has the key, so that an RLinf rstar2 YAML reads the same here. Keys that
-RLinf has and that mean nothing here are listed in `settings/rlinf_keys.py` and named at start; any other key
-is an error (`settings/load.py` names the nearest valid one).
+Keys keep RLinf's names wherever RLinf has the key, so that an RLinf rstar2 YAML reads the same here. Keys
+that RLinf has and that mean nothing here are listed in `settings/rlinf_keys.py` and named at start; any
+other key is an error (`settings/load.py` names the nearest valid one).
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class AlgorithmSettings(Section):
     clip_ratio_low: float = Field(0.2, gt=0, lt=1)
     clip_ratio_high: float = Field(0.28, gt=0)
     clip_ratio_c: float | None = Field(3.0, gt=1)
-    """Dual clip: the loss of a negative-advantage token is bounded by clip_ratio_c * |A|; null turns it off."""
+    """Dual clip: the loss of a negative-advantage token is bounded by clip_ratio_c * |A|; null turns it
+    off.
+    """
     kl_beta: float = Field(0.0, ge=0, le=0)
     """GRPO-RoC trains without a KL term; other values are not implemented."""
     entropy_bonus: float = Field(0.0, ge=0)

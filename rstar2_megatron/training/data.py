@@ -1,152 +1,210 @@
-"""Problems from jsonl, and the loader whose position is part of a checkpoint.
+"""Problems from jsonl, and the order they are trained in: shuffled per epoch under a seed, exact on resume.
 
-A row is {"prompt": [{"role", "content"}, ...] or "text", "solutions": [...] or "answer", "query_id": optional,
-"task": optional}, the schema of the processed DAPO data.
+A row is `{"prompt": [{"role": ..., "content": ...}, ...], "solutions": [...], "query_id": ..., "task": ...}`.
+`prompt` may also be a string (one user message); `query_id` and `task` may be absent.
 """
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
-
-from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
 
+class DataError(ValueError):
+    """A data file is missing, empty, or has a bad row; the message names file and line."""
+
+
 def read_problems(
-    paths: Sequence[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions"
+    paths: Iterable[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions"
 ) -> list[Problem]:
-    """Read all rows. Raises ValueError with file and line for a row that is not usable, or for no rows at all."""
+    """All problems of the jsonl files, in order. Raises DataError with file and line number.
+
+    A row without `query_id` gets `{file stem}-{line}`; a `query_id` that occurs twice is an error, because
+    groups are told apart by it.
+    """
     problems: list[Problem] = []
     seen: dict[str, str] = {}
+    paths = list(paths)
     for path in map(Path, paths):
+        if not path.is_file():
+            raise DataError(f"data file {path} does not exist")
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 where = f"{path}:{number}"
-                problem = _problem(line, where, f"{path.stem}-{number}", prompt_key, answer_key)
+                problem = parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}")
                 if problem.query_id in seen:
-                    raise ValueError(
-                        f"{where}: query_id {problem.query_id!r} stands already at {seen[problem.query_id]}; it must be "
-                        "unique over all files"
+                    raise DataError(
+                        f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; "
+                        "make them unique"
                     )
                 seen[problem.query_id] = where
                 problems.append(problem)
     if not problems:
-        raise ValueError(f"no problems in {[str(p) for p in paths]}; the data set is empty")
+        raise DataError(
+            f"no problems in {', '.join(map(str, paths)) or '(no files)'}; give jsonl files with one problem a line"
+        )
     return problems
 
 
-def _problem(line: str, where: str, default_id: str, prompt_key: str, answer_key: str) -> Problem:
+def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
+    """One jsonl row. Raises DataError that begins with `where`."""
     try:
         row = json.loads(line)
-    except ValueError as e:
-        raise ValueError(f"{where}: not a JSON object: {e}") from e
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    prompt = row.get(prompt_key)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if (
-        not isinstance(prompt, list)
-        or not prompt
-        or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in prompt
-        )
-    ):
-        raise ValueError(
-            f"{where}: {prompt_key!r} must be a text or a list of {{role, content}} messages "
-            f"(data.prompt_key={prompt_key}; this row has {sorted(row)})"
-        )
-    solutions = row.get(answer_key)
-    if isinstance(solutions, (str, int, float)):
+        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    for key in (prompt_key, answer_key):
+        if key not in row:
+            raise DataError(f"{where}: row without {key!r}; it has {', '.join(sorted(row)) or 'nothing'}")
+    solutions = row[answer_key]
+    if isinstance(solutions, str | int | float):
         solutions = [solutions]
-    if not isinstance(solutions, list) or not solutions:
-        raise ValueError(
-            f"{where}: {answer_key!r} is missing or empty (data.answer_key={answer_key}; this row has {sorted(row)})"
-        )
+    if not isinstance(solutions, list) or not solutions or any(isinstance(s, list | dict) for s in solutions):
+        raise DataError(f"{where}: {answer_key!r} must be a non-empty list of answers, got {solutions!r}")
+    known = {prompt_key, answer_key, "query_id", "task"}
     return Problem(
         query_id=str(row.get("query_id", default_id)),
-        prompt=prompt,
+        prompt=_messages(row[prompt_key], where, prompt_key),
         solutions=[str(s) for s in solutions],
         task=str(row.get("task", "math")),
-        extra=row.get("extra") or {},
+        extra={key: value for key, value in row.items() if key not in known},
     )
 
 
-class EpochShuffle(Sampler[int]):
-    """Every index once an epoch, in an order that depends on seed and epoch only; goes on without end.
+def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{where}: {key!r} must be a string or a non-empty list of messages")
+    messages = []
+    for message in prompt:
+        fits = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not fits:
+            raise DataError(f"{where}: a message needs 'role' and 'content' as text, got {message!r}")
+        messages.append({"role": message["role"], "content": message["content"]})
+    if all(message["role"] != "user" for message in messages):
+        raise DataError(f"{where}: {key!r} has no user message")
+    return messages
 
-    Its state is (epoch, position), so a resumed run sees the rest of the epoch in the same order.
+
+def drop_long_prompts(
+    problems: Sequence[Problem], prompt_length: Callable[[Problem], int], max_prompt_length: int
+) -> tuple[list[Problem], int]:
+    """(problems whose rendered prompt has at most `max_prompt_length` tokens, how many were dropped).
+
+    Raises DataError when none is left.
     """
-
-    def __init__(self, size: int, seed: int, shuffle: bool) -> None:
-        self.size, self.seed, self.shuffle = size, seed, shuffle
-        self.epoch = self.position = 0
-
-    def _order(self) -> list[int]:
-        order = list(range(self.size))
-        if self.shuffle:
-            random.Random(f"{self.seed}-{self.epoch}").shuffle(order)
-        return order
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            order = self._order()
-            while self.position < self.size:
-                self.position += 1
-                yield order[self.position - 1]
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position, "size": self.size, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if state["size"] != self.size or state["seed"] != self.seed:
-            raise ValueError(
-                f"the checkpoint was made with {state['size']} problems and data.seed={state['seed']}, this run has "
-                f"{self.size} and {self.seed}; resume with the same data, or start anew with runner.resume_dir=null"
-            )
-        self.epoch, self.position = state["epoch"], state["position"]
+    lengths = [prompt_length(problem) for problem in problems]
+    kept = [p for p, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
+    if problems and not kept:
+        raise DataError(
+            f"every prompt is longer than data.max_prompt_length={max_prompt_length} tokens (shortest "
+            f"{min(lengths)}); raise it"
+        )
+    return kept, len(problems) - len(kept)
 
 
 class ProblemLoader:
-    """Batches of problems without end; `state_dict` holds the position exactly."""
+    """Batches of problems, epoch after epoch, on torchdata's StatefulDataLoader.
 
-    def __init__(self, problems: Sequence[Problem], settings: DataSettings) -> None:
-        if len(problems) < settings.rollout_batch_size:
-            raise ValueError(
-                f"{len(problems)} problems are fewer than data.rollout_batch_size={settings.rollout_batch_size}; give more "
-                "data or a smaller batch"
+    Each epoch is a permutation that depends on (seed, epoch) only; the rest of an epoch that does not fill a
+    batch is dropped. After `load_state_dict(state)` the same problems follow as followed `state_dict()`.
+    """
+
+    def __init__(
+        self, problems: Sequence[Problem], batch_size: int, *, shuffle: bool, seed: int, max_epochs: int
+    ) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        if len(problems) < batch_size:
+            raise DataError(
+                f"{len(problems)} problems do not fill a step of data.rollout_batch_size={batch_size}; lower it "
+                "or add problems"
             )
+        self._problems = list(problems)
+        self._sampler = _EpochSampler(len(problems), shuffle, seed)
         self._loader = StatefulDataLoader(
-            list(problems),
-            batch_size=settings.rollout_batch_size,
-            sampler=EpochShuffle(len(problems), settings.seed, settings.shuffle),
+            self._problems,  # type: ignore[arg-type]
+            batch_size=batch_size,
+            sampler=self._sampler,
+            drop_last=True,
+            num_workers=0,
             collate_fn=list,
         )
+        self._max_epochs = max_epochs
+        self._epoch = 0
         self._batches: Iterator[list[Problem]] | None = None
 
-    def next_batch(self) -> list[Problem]:
-        """The next `data.rollout_batch_size` problems; a batch never holds a problem twice at an epoch's border."""
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        batch = next(self._batches)
-        while len({p.query_id for p in batch}) < len(batch):  # the border of two epochs fell into this batch
-            batch = next(self._batches)
-        return batch
+    @property
+    def epoch(self) -> int:
+        """Epochs that are over."""
+        return self._epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self._loader)
+
+    def next(self) -> list[Problem]:
+        """The next batch. Raises StopIteration after `max_epochs` epochs."""
+        while self._epoch < self._max_epochs:
+            if self._batches is None:
+                self._sampler.epoch = self._epoch
+                self._batches = iter(self._loader)
+            batch = next(self._batches, None)
+            if batch is not None:
+                return batch
+            self._epoch += 1
+            self._batches = None
+        raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
-        return self._loader.state_dict()
+        """Position for a checkpoint; small, and meaningful only with the same problems, seed and batch
+        size.
+        """
+        return {
+            "epoch": self._epoch,
+            "num_problems": len(self._problems),
+            "loader": None if self._batches is None else self._loader.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state)
+        """Go on from `state`. Raises DataError when it belongs to another data set."""
+        if state["num_problems"] != len(self._problems):
+            raise DataError(
+                f"the checkpoint was made with {state['num_problems']} problems, now there are "
+                f"{len(self._problems)}; use the same data files and data.max_prompt_length, or runner.resume_dir=null"
+            )
+        self._epoch = int(state["epoch"])
+        self._sampler.epoch = self._epoch
         self._batches = None
+        if state["loader"] is not None:
+            self._loader.load_state_dict(state["loader"])
+            self._batches = iter(self._loader)
+
+
+class _EpochSampler:
+    """A permutation per epoch, from a generator of its own so that nothing else can disturb it."""
+
+    def __init__(self, size: int, shuffle: bool, seed: int) -> None:
+        self._size = size
+        self._shuffle = shuffle
+        self._seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        import random
+
+        order = list(range(self._size))
+        if self._shuffle:
+            random.Random(f"{self._seed}-{self.epoch}").shuffle(order)
+        return iter(order)

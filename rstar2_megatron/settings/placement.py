@@ -1,0 +1,128 @@
+"""Which slots a YAML's placement names, without starting a cluster.
+
+Pure, but for asking how many GPUs there are.
+
+RLinf judges the placement in the end; this is the quick answer for `--dry-run` and for bad input.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rstar2_megatron.settings.schema import ClusterSettings
+
+COMPONENTS = ("actor", "rollout", "reward")
+ASSUMED_GPUS_PER_NODE = 8
+ASSUMED_GPU_GB = 80.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Slots of the cluster: CPU slots of the YAML, or accelerators."""
+
+    count: int
+    memory_gb: float | None
+    """Memory of one accelerator; None for CPU slots."""
+    assumed: bool = False
+    """True when nothing could be asked and 8 x 80 GB a node are taken."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.memory_gb is None
+
+
+def slots_of(cluster: ClusterSettings, gpus: tuple[int, float] | None = None) -> Slots:
+    """The slots behind a YAML. `gpus` is (count, GB of one) of this node, from `visible_gpus`.
+
+    Several nodes cannot be asked from here, so each is assumed to be like this one.
+    """
+    cpu_slots = 0
+    for group in cluster.node_groups or []:
+        hardware = group.get("hardware") or {}
+        if hardware.get("type") == "CPUSlots":
+            cpu_slots += sum(int(c.get("num_slots", 1)) for c in hardware.get("configs") or [])
+    if cpu_slots:
+        return Slots(cpu_slots, None)
+    if gpus is None or gpus[0] == 0:
+        return Slots(cluster.num_nodes * ASSUMED_GPUS_PER_NODE, ASSUMED_GPU_GB, assumed=True)
+    return Slots(cluster.num_nodes * gpus[0], gpus[1])
+
+
+@functools.cache
+def visible_gpus() -> tuple[int, float]:
+    """(GPUs of this machine, GB of the smallest), (0, 0.0) without any. Asks nvidia-smi, not CUDA."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0, 0.0
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        mebibytes = [float(line) for line in text.split()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0, 0.0
+    return len(mebibytes), min(mebibytes, default=0.0) * 2**20 / 1e9
+
+
+def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]]:
+    """Slots of actor, rollout and reward.
+
+    Understands `all`, ranks and ranges ("0-3", "0,2-3", 0), several components in one key, and the part
+    before ":" of RLinf's "slots:processes". Placements by node group are RLinf's to resolve: they are left
+    out. Raises ValueError for a component that is missing or placed twice, and for slots that do not exist.
+    """
+    placement = cluster.component_placement
+    if not isinstance(placement, Mapping):
+        raise ValueError(
+            f"cluster.component_placement={placement!r} must name actor, rollout and reward, for example "
+            '{"actor,rollout,reward": all}'
+        )
+    written: dict[str, Any] = {}
+    for key, value in placement.items():
+        for component in (part.strip() for part in str(key).split(",")):
+            if component in written:
+                raise ValueError(f"cluster.component_placement names {component} twice: {dict(placement)}")
+            written[component] = value
+    missing = [component for component in COMPONENTS if component not in written]
+    if missing:
+        raise ValueError(
+            f"cluster.component_placement={dict(placement)} does not place {', '.join(missing)}; add "
+            f'e.g. "{",".join(missing)}": all'
+        )
+    slots: dict[str, list[int]] = {}
+    for component in COMPONENTS:
+        value = written[component]
+        if isinstance(value, Mapping) and value.get("node_group") is None:
+            value = value.get("placement")
+        if isinstance(value, str | int):
+            slots[component] = parse_slots(component, value, total)
+    return slots
+
+
+def parse_slots(component: str, value: str | int, total: int) -> list[int]:
+    """Slot numbers of one placement string. Raises ValueError naming the value and the slots there are."""
+    text = str(value).strip()
+    everything = f"there are {total} slots (0-{total - 1})"
+    hint = f"cluster.component_placement.{component}={text}"
+    if text == "all":
+        return list(range(total))
+    found: set[int] = set()
+    for part in text.split(","):
+        ranks = part.split(":")[0].strip()
+        if ranks == "all":
+            found.update(range(total))
+            continue
+        first, dash, last = ranks.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{hint} is not `all`, a slot, or a range such as 0-3; {everything}")
+        low, high = int(first), int(last) if dash else int(first)
+        if low > high:
+            raise ValueError(f"{hint}: the range {ranks} is empty; {everything}")
+        if high >= total:
+            raise ValueError(f"{hint} names slot {high}, but {everything}; use 0-{total - 1} or add slots")
+        found.update(range(low, high + 1))
+    return sorted(found)
