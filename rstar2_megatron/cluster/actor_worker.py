@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rlinf.scheduler import Worker
@@ -18,9 +19,9 @@ class ActorWorker(Worker):
         self._settings = settings
         self._actor: MegatronActor | None = None
 
-    def rendezvous_port(self) -> int:
-        """A port on rank 0's node for the process group of the actor."""
-        return self.acquire_free_port()
+    def rendezvous_address(self) -> str:
+        """Where rank 0 will host the process group of the actor, as a torch init method."""
+        return f"tcp://{os.environ['MASTER_ADDR']}:{self.acquire_free_port()}"
 
     def initialize(self, model_path: str, init_method: str, device: str) -> dict[str, Any]:
         """Build the Megatron model from the Hugging Face directory `model_path`; collective."""
@@ -86,3 +87,8 @@ class ActorWorker(Worker):
 
     def export_hf(self, directory: str) -> None:
         self.actor.export_hf(directory)
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+        if self._actor is not None:
+            self._actor.close()

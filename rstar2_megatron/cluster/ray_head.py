@@ -42,6 +42,9 @@ class RayHead:
         self.address = f"127.0.0.1:{port}"
         log_path = self._temp_dir / "ray-start.log"
         env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        # Workers inherit this. Megatron and torch warn of missing TransformerEngine and of deprecations on every
+        # rank; what a user can act on is an error or a line of ours.
+        env.setdefault("PYTHONWARNINGS", "ignore")
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [
@@ -51,6 +54,9 @@ class RayHead:
                     "--block",
                     "--node-ip-address=127.0.0.1",
                     f"--port={port}",
+                    f"--ray-client-server-port={free_port()}",
+                    f"--dashboard-agent-listen-port={free_port()}",
+                    f"--metrics-export-port={free_port()}",
                     "--include-dashboard=false",
                     "--disable-usage-stats",
                     f"--num-cpus={self.num_cpus}",

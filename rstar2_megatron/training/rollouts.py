@@ -9,7 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rstar2_megatron.cluster.calls import ChannelReader, Group as WorkerGroup, PendingCall
+from rstar2_megatron.cluster.calls import ChannelReader, PendingCall
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.cluster.keys import GRADED, GROUPS, PROBLEMS
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.trajectory import Group, Problem

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import logging
-import shutil
+import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from rstar2_megatron.recipe.resolve import resolve_tiny
 from rstar2_megatron.settings.checks import check_before_start
-from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
 from rstar2_megatron.settings.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 
@@ -27,37 +27,326 @@ logger = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT arrived; BaseException so that no handler of errors swallows it."""
+    """SIGTERM or SIGINT arrived; a BaseException so that no handler of errors swallows it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
         self.exit_code = 128 + signal_number
 
 
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up."""
+
+    def stop(signal_number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Stopped(signal_number)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
     """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input."""
-    settings = _with_built_recipe(settings, config)
-    check_before_start(settings)
+    try:
+        settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
+        check_before_start(settings)
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
     plan = make_plan(settings)
     print(plan.render(), flush=True)
     if not plan.fits:
-        raise ConfigError("the plan does not fit; see the remedies above")
+        raise ConfigError("the plan does not fit; the lines above say why and what to change")
     if dry_run:
         return 0
     with _signals_raise():
+        run: Run | None = None
         try:
-            run = Run(settings, config)
-            try:
-                run.train()
-            finally:
-                run.close()
+            run = Run(settings)
+            run.train()
         except Stopped as stopped:
-            print(f"stopped by {stopped}; everything this run started has been ended", file=sys.stderr)
+            print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
             return stopped.exit_code
-        except ConfigError:
-            raise
-        except (ValueError, RuntimeError) as e:
-            print(f"error: {e}", file=sys.stderr)
+        except (ValueError, RuntimeError, OSError) as e:
+            print(f"\nerror: {e}", file=sys.stderr, flush=True)
             logger.debug("failed", exc_info=True)
             return 1
+        finally:
+            if run is not None:
+                run.close()
     return 0
+
+
+class Run:
+    """Owns everything that a run starts; `close` ends all of it, at whatever point the run stopped."""
+
+    def __init__(self, settings: Settings) -> None:
+        from rstar2_megatron.cluster.launch import TrainingCluster
+        from rstar2_megatron.services.code_judge import CodeJudgeService
+
+        self.settings = settings
+        self.started = time.perf_counter()
+        self.directory = Path(settings.runner.output_dir) / settings.runner.experiment_name
+        self.checkpoints = self.directory / "checkpoints"
+        self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
+        self.cluster = TrainingCluster(settings, to_dict_config(settings))
+        self._closing: list[Any] = []
+
+    def train(self) -> None:
+        """The whole run."""
+        from rstar2_megatron.training.checkpoint import find_resume
+
+        settings = self.settings
+        resume = find_resume(settings.runner.resume_dir, self.checkpoints)
+        if resume and settings.runner.resume_dir == "auto" and resume[0] >= settings.runner.max_steps:
+            self._archive(f"it reached step {resume[0]} of runner.max_steps={settings.runner.max_steps}")
+            resume = None
+        elif resume is None and (self.directory / "metrics.jsonl").exists():
+            self._archive("it has no checkpoint to go on from")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.yaml").write_text(print_config(settings))
+
+        self._start()
+        step = 0
+        if resume:
+            step = self._resume(*resume)
+        else:
+            self._cold_start()
+        self._train_steps(step)
+        self._finish()
+
+    # ------------------------------------------------------------------------------------------- starting
+
+    def _start(self) -> None:
+        """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
+        from rstar2_megatron.training.cold_start import find_cached
+        from rstar2_megatron.training.data import ProblemLoader, read_problems
+        from rstar2_megatron.training.rollouts import RolloutCoordinator
+        from rstar2_megatron.training.trainer import Trainer
+
+        settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
+        data = settings.data
+        self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
+        model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
+        self._say("starting the Code Judge, Ray and RLinf")
+        self.judge.begin()
+        self.cluster.start()
+        self._say("starting actor, engines and reward workers")
+        self.actor = self.cluster.launch_actor()
+        self.rollout = self.cluster.launch_rollout()
+        self.reward = self.cluster.launch_reward()
+        judge_url = self.judge.wait_ready()
+        engines = self.rollout.start("start_engine", model, judge_url)
+        address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
+        actors = self.actor.start("initialize", model, address, self.cluster.device)
+        problems = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
+        self.loader = ProblemLoader(problems, data)
+        self.held_out = (
+            read_problems(data.val_data_paths, data.prompt_key, data.answer_key)
+            if data.val_data_paths
+            else []
+        )
+        self._check_prompt(problems[0])
+        engine_figures = engines.result(timeout)
+        actor_figures = actors.result(timeout)[0]
+        self.coordinator = RolloutCoordinator(
+            self.cluster.channel, self.rollout, self.reward, settings.runner.step_timeout_s
+        )
+        self._closing.append(self.coordinator.close)
+        self.trainer = Trainer(settings, self.actor, self.rollout, self.coordinator)
+        kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
+        self._say(
+            f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
+            f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, judge at {judge_url}"
+        )
+
+    def _check_prompt(self, problem: Any) -> None:
+        """Step-0 gate: the rendered prompt holds the tool."""
+        from transformers import AutoTokenizer
+
+        from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+
+        tokenizer = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
+        template = ChatTemplate(tokenizer, self.settings.agentloop)
+        check_tools_in_prompt(template.prompt_text(problem), template.schemas)
+
+    def _cold_start(self) -> None:
+        """SFT if the YAML asks for it and the cache has none, then a fresh optimizer and the first sync."""
+        from rstar2_megatron.training.cold_start import run_cold_start
+
+        settings = self.settings
+        self.trainer.sync_weights(version=0)
+        self.trainer.check_weights()
+        self.table: dict[str, float | None] = {"before_sft": None, "after_sft": None, "after_rl": None}
+        if settings.cold_start.enabled:
+            result = self.cached_sft or run_cold_start(
+                settings,
+                self.actor,
+                lambda: self._synced(0),
+                self._evaluate if self._evaluates else None,
+            )
+            if result.reused:
+                self._say(f"SFT: reusing {result.model}")
+            self.table.update(before_sft=result.before, after_sft=result.after)
+        elif self._evaluates:
+            self.table["after_sft"] = self._evaluate("held-out before RL").average
+        self._write_table()
+        self.actor.call(
+            "start_rl",
+            settings.actor.optim,
+            settings.actor.lr_sched,
+            settings.runner.max_steps,
+            timeout_s=settings.runner.step_timeout_s,
+        )
+
+    def _synced(self, version: int) -> None:
+        self.trainer.sync_weights(version)
+
+    def _resume(self, step: int, checkpoint: Path) -> int:
+        """Load a checkpoint into actor, loader and engines; returns its step."""
+        from rstar2_megatron.training.checkpoint import load_data_state
+        from rstar2_megatron.training.metrics import MetricsFile
+
+        self._say(f"resuming from {checkpoint}")
+        state = load_data_state(checkpoint)
+        self.actor.call(
+            "load_checkpoint", str(checkpoint / "actor"), timeout_s=self.settings.runner.step_timeout_s
+        )
+        self.loader.load_state_dict(state["loader"])
+        random.setstate(state["python_random"])
+        self.table = state["table"]
+        MetricsFile(self.directory / "metrics.jsonl").truncate_after(step)
+        self.trainer.sync_weights(version=step)
+        self.trainer.check_weights()
+        return step
+
+    # ------------------------------------------------------------------------------------------- training
+
+    def _train_steps(self, done: int) -> None:
+        from rlinf.utils.metric_logger import MetricLogger
+        from rlinf.utils.runner_utils import check_progress
+
+        from rstar2_megatron.training.metrics import MetricsFile, header_line, step_line, step_metrics
+        from rstar2_megatron.training.samples import TrajectorySamples
+
+        runner = self.settings.runner
+        log = MetricLogger(self.cluster.config)
+        self._closing.append(log.finish)
+        metrics_file = MetricsFile(self.directory / "metrics.jsonl")
+        samples = TrajectorySamples(self.directory / "trajectories.jsonl", runner.save_trajectories_per_step)
+        samples.truncate_after(done)
+        for step in range(done + 1, runner.max_steps + 1):
+            if (step - done - 1) % 20 == 0:
+                print(header_line(), flush=True)
+            result = self.trainer.step(step, self.loader.next_batch())
+            row = {
+                "step": float(step),
+                **step_metrics(
+                    result.groups,
+                    result.resampled,
+                    result.actor_metrics,
+                    result.rollout_stats,
+                    result.seconds,
+                ),
+            }
+            if step == done + 1:
+                row["time/to_first_step"] = time.perf_counter() - self.started
+            validate, save, _ = check_progress(
+                step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0
+            )
+            if validate and self.held_out and step < runner.max_steps:
+                evaluation = self._evaluate(f"held-out at step {step}")
+                row["eval/average"] = evaluation.average
+            print(step_line(row), flush=True)
+            metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
+            log.log({k: v for k, v in row.items() if k != "step"}, step)
+            samples.append(step, result.groups, result.resampled)
+            if save or step == runner.max_steps:
+                self._save(step)
+
+    def _save(self, step: int) -> None:
+        from rstar2_megatron.training import checkpoint
+
+        state = {
+            "step": step,
+            "loader": self.loader.state_dict(),
+            "python_random": random.getstate(),
+            "table": self.table,
+        }
+        timeout = self.settings.runner.step_timeout_s
+        checkpoint.save(
+            self.checkpoints,
+            step,
+            lambda directory: self.actor.call("save_checkpoint", directory, timeout_s=timeout),
+            state,
+            self.settings.runner.keep_checkpoints,
+        )
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.settings.evaluation.before_and_after and bool(self.held_out)
+
+    def _evaluate(self, label: str) -> Any:
+        from rstar2_megatron.evaluation.held_out import evaluate
+
+        result = evaluate(self.coordinator, self.held_out, self.settings, label)
+        self._say(
+            f"{label}: {result.average:.3f} on {result.num_problems} problems x {result.num_samples} "
+            f"({result.seconds:.0f} s)"
+        )
+        return result
+
+    # ------------------------------------------------------------------------------------------ finishing
+
+    def _finish(self) -> None:
+        """Final evaluation, Hugging Face export, curves and table."""
+        from rstar2_megatron.report.curves import draw_run
+        from rstar2_megatron.report.table import render_table
+
+        if self._evaluates:
+            self.table["after_rl"] = self._evaluate("held-out after RL").average
+        model = self.directory / "model"
+        self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        self.table["seconds"] = time.perf_counter() - self.started
+        self._write_table()
+        draw_run(self.directory)
+        print(render_table(self.directory), flush=True)
+        print(f"curves: {self.directory / 'curves.png'}   model: {model}", flush=True)
+
+    def _write_table(self) -> None:
+        (self.directory / "held_out.json").write_text(json.dumps(self.table, indent=2) + "\n")
+
+    def _archive(self, why: str) -> None:
+        """Move an earlier run of the same name aside; nothing of it is lost."""
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        target = self.directory.with_name(f"{self.directory.name}.{stamp}")
+        self.directory.rename(target)
+        self._say(f"an earlier run of this name was moved to {target} ({why}); starting anew")
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.perf_counter() - self.started:6.1f} s] {line}", flush=True)
+
+    def close(self) -> None:
+        """End workers, Ray, judge and Redis. Never raises: the reason we stop must not be hidden."""
+        for close in reversed(self._closing):
+            _quietly(close)
+        for group in ("rollout", "reward"):
+            handle = getattr(self, group, None)
+            if handle is not None:
+                _quietly(lambda handle=handle: handle.call("shutdown", timeout_s=15))
+        _quietly(self.cluster.close)
+        _quietly(self.judge.stop)
+
+
+def _quietly(action: Any) -> None:
+    try:
+        action()
+    except Exception:
+        logger.debug("while closing", exc_info=True)

@@ -1,0 +1,116 @@
+"""The cold start: SFT phases before reinforcement learning, done once and cached.
+
+The cache lies under `cold_start.cache_dir` in a directory named by everything that decides its content: the base
+model's path, the phases, the data behind them, the seed and the precision. It holds the Hugging Face model and
+`result.json` with the held-out scores before and after, so that a later run prints the same table without the SFT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.evaluation.held_out import HeldOutResult
+from rstar2_megatron.recipe.sft import run_phase
+from rstar2_megatron.settings.schema import Settings
+
+Evaluate = Callable[[str], HeldOutResult]
+
+
+@dataclass
+class ColdStartResult:
+    """What SFT did: the model it left and the held-out scores around it."""
+
+    model: Path
+    before: float | None
+    after: float | None
+    seconds: float
+    losses: dict[str, float] = field(default_factory=dict)  # last loss of each phase
+    reused: bool = False
+
+
+def cache_dir(settings: Settings) -> Path:
+    """Where the result for these settings lies, whether it exists or not."""
+    phases = [phase.model_dump() for phase in settings.cold_start.phases]
+    for phase in phases:
+        stat = Path(phase["data_path"]).stat()
+        phase["data"] = [stat.st_size, stat.st_mtime_ns]
+    parts: dict[str, Any] = {
+        "model": settings.rollout.model.model_path,
+        "phases": phases,
+        "seed": settings.cold_start.seed,
+        "precision": settings.actor.model.precision,
+        "max_tokens_per_mbs": settings.runner.max_tokens_per_mbs,
+        "evaluation": settings.evaluation.model_dump(),
+    }
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+    return Path(settings.cold_start.cache_dir).resolve() / f"sft-{key}"
+
+
+def find_cached(settings: Settings) -> ColdStartResult | None:
+    """The cached result, or None when this SFT has not been done yet."""
+    path = cache_dir(settings) / "result.json"
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text())
+    return ColdStartResult(**{**result, "model": path.parent / "model", "reused": True})
+
+
+def run_cold_start(
+    settings: Settings, actor: WorkerGroup, sync: Callable[[], None], evaluate: Evaluate | None
+) -> ColdStartResult:
+    """Train all phases, export the model, and evaluate before and after if `evaluate` is given.
+
+    `sync` brings the engines to the actor's weights. The cache directory appears whole or not at all.
+    """
+    from transformers import AutoTokenizer
+
+    final = cache_dir(settings)
+    before = evaluate("held-out before SFT") if evaluate else None
+    tokenizer = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
+    start = time.perf_counter()
+    losses = {}
+    for phase in settings.cold_start.phases:
+        lap = time.perf_counter()
+        history = run_phase(
+            actor,
+            phase,
+            tokenizer,
+            settings.runner.seq_length,
+            settings.cold_start.seed,
+            settings.runner.step_timeout_s,
+        )
+        if history:
+            losses[phase.name] = history[-1]["sft/loss"]
+            print(
+                f"SFT {phase.name}: {phase.steps} steps in {time.perf_counter() - lap:.0f} s, loss "
+                f"{history[0]['sft/loss']:.3f} -> {losses[phase.name]:.3f}",
+                flush=True,
+            )
+    seconds = time.perf_counter() - start
+    partial = final.with_name(f".{final.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    actor.call("export_hf", str(partial / "model"), timeout_s=settings.runner.step_timeout_s)
+    sync()
+    after = evaluate("held-out after SFT") if evaluate else None
+    result = ColdStartResult(
+        model=final / "model",
+        before=before.average if before else None,
+        after=after.average if after else None,
+        seconds=seconds,
+        losses=losses,
+    )
+    stored = {name: value for name, value in asdict(result).items() if name not in ("model", "reused")}
+    (partial / "result.json").write_text(json.dumps(stored, indent=2) + "\n")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    return result
