@@ -1,0 +1,93 @@
+"""`python -m rstar2_megatron.judge serve|worker|all`: the Code Judge's processes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from dataclasses import replace
+
+from rstar2_megatron.judge.limits import CallLimits
+
+log = logging.getLogger("judge")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rstar2_megatron.judge", description=__doc__)
+    parser.add_argument("command", choices=["all", "serve", "worker"])
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free port (default)")
+    parser.add_argument(
+        "--redis-uri",
+        default=os.environ.get("REDIS_URI"),
+        help="running Redis; without it `all` starts one on loopback (environment: REDIS_URI)",
+    )
+    parser.add_argument(
+        "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: cores)"
+    )
+    parser.add_argument("--time-limit-s", type=float, help="wall time of a call (MAX_EXECUTION_TIME; 10)")
+    parser.add_argument("--memory-mb", type=int, help="memory of a call (MAX_MEMORY; 512)")
+    parser.add_argument("--output-chars", type=int, help="output returned (MAX_STDOUT_ERROR_LENGTH; 1000)")
+    parser.add_argument("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
+    parser.add_argument("--max-queued", type=int, default=100_000, help="jobs that may wait; more get 429")
+    parser.add_argument("--require-isolation", choices=["any", "full"], default="any")
+    parser.add_argument("--port-file", help="JSON {url, redis_uri, pid} written here once ready")
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the starting process ends")
+    parser.add_argument("--drain-s", type=float, help="how long a stopping worker lets calls end")
+    parser.add_argument("--name", help=argparse.SUPPRESS)
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+def limits_of(arguments: argparse.Namespace) -> CallLimits:
+    """Flags over environment variables over defaults. ValueError names a bad value."""
+    limits = CallLimits.from_environment()
+    given = {
+        name: getattr(arguments, name)
+        for name in ("time_limit_s", "memory_mb", "output_chars")
+        if getattr(arguments, name) is not None
+    }
+    limits = limits.with_options(given, ceiling=None)
+    return replace(limits, output_limit_mb=max(limits.output_limit_mb, 1))
+
+
+def slots_of(arguments: argparse.Namespace) -> int:
+    slots = arguments.workers
+    if slots is None:
+        slots = int(os.environ.get("MAX_WORKERS") or os.cpu_count() or 1)
+    if not 1 <= slots <= 4096:
+        raise ValueError(f"--workers {slots}: between 1 and 4096 execution slots")
+    return slots
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command until a signal. Returns 0 after a clean stop, 1 on an error that is told in one line."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=arguments.log_level.upper(),
+        stream=sys.stderr,
+        format="judge %(levelname)s %(name)s: %(message)s",
+    )
+    from rstar2_megatron.judge import commands
+
+    runners = {"all": commands.run_all, "serve": commands.run_serve, "worker": commands.run_worker}
+    try:
+        if arguments.command != "serve":
+            arguments.workers = slots_of(arguments)
+        limits = limits_of(arguments)
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            uvloop.install()
+        asyncio.run(runners[arguments.command](arguments, limits))
+    except (ValueError, RuntimeError) as error:
+        print(f"judge: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""A hard memory limit for each slot, where the machine lets us make control groups (version 1 or 2).
+
+An address-space limit alone is escaped by memfd and by many processes; a control group counts them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+_NAME = "rstar2-judge"
+
+
+def _own_directory() -> tuple[Path, int]:
+    """Directory of this process's memory control group, and the hierarchy's version."""
+    unified: Path | None = None
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            unified = Path("/sys/fs/cgroup") / path.lstrip("/")
+        elif "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory") / path.lstrip("/"), 1
+    if unified is None:
+        raise OSError(2, "no memory control group hierarchy")
+    return unified, 2
+
+
+def sweep_stale(parent: Path) -> None:
+    """Remove the empty groups of services whose process is gone."""
+    for path in parent.glob(f"{_NAME}-*"):
+        owner = path.name.rsplit("-", 1)[1]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            _remove_tree(path)
+
+
+def _remove_tree(path: Path) -> None:
+    for child in [*path.glob("slot-*"), path]:
+        with contextlib.suppress(OSError):
+            child.rmdir()
+
+
+class SlotGroup:
+    """One slot's group, reached through descriptors that stay valid after the file system is hidden."""
+
+    def __init__(self, directory: Path, version: int) -> None:
+        directory.mkdir()
+        limit, events = (
+            ("memory.limit_in_bytes", "memory.oom_control")
+            if version == 1
+            else ("memory.max", "memory.events")
+        )
+        self._limit = os.open(directory / limit, os.O_WRONLY | os.O_CLOEXEC)
+        self._members = os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        self._events = os.open(directory / events, os.O_RDONLY | os.O_CLOEXEC)
+        self._current_limit = 0
+        if version == 2:
+            with contextlib.suppress(OSError):  # absent without swap
+                (directory / "memory.swap.max").write_text("0")
+
+    def join(self) -> None:
+        """Move the calling process here; what it forks is born here."""
+        os.write(self._members, b"0")
+
+    def set_limit(self, size: int) -> None:
+        """Bytes for the slot's whole group."""
+        if size != self._current_limit:
+            os.write(self._limit, str(size).encode())
+            self._current_limit = size
+
+    def kills(self) -> int:
+        """Processes of this group that the kernel has ended for want of memory, ever."""
+        found = re.search(rb"oom_kill (\d+)", os.pread(self._events, 4096, 0))
+        return int(found.group(1)) if found else 0
+
+
+class GroupTree:
+    """The groups of one service: a parent and one group a slot."""
+
+    def __init__(self, slots: int) -> None:
+        """Raises OSError where control groups cannot be made."""
+        base, version = _own_directory()
+        sweep_stale(base)
+        self.root = base / f"{_NAME}-{os.getpid()}"
+        self.root.mkdir()
+        self.slots: list[SlotGroup] = []
+        try:
+            if version == 2:
+                (self.root / "cgroup.subtree_control").write_text("+memory")
+            self.slots = [SlotGroup(self.root / f"slot-{index}", version) for index in range(slots)]
+        except OSError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove the directories; their processes must have ended."""
+        _remove_tree(self.root)

@@ -1,0 +1,241 @@
+"""The three commands: serve (HTTP), worker (executes), all (both, and Redis unless one is named)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from rstar2_megatron.judge import processes
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.queue import JobQueue
+from rstar2_megatron.services.redis_server import RedisServer, check_redis
+
+log = logging.getLogger("judge")
+_READY_TIMEOUT_S = 60.0
+_DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
+
+
+def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
+    stop = asyncio.Event()
+    processes.on_signals(stop.set)
+    if arguments.exit_with_parent:
+        watcher = asyncio.ensure_future(processes.watch_parent(stop.set))
+        stop.watcher = watcher  # type: ignore[attr-defined]  # keeps the task alive
+    return stop
+
+
+async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
+    """Execute jobs until a signal."""
+    from rstar2_megatron.judge.worker import Worker
+
+    stop = _stop_event(arguments)
+    uri = arguments.redis_uri or _DEFAULT_REDIS
+    check_redis(uri)
+    worker = Worker(
+        JobQueue(uri),
+        slots=arguments.workers,
+        require_isolation=arguments.require_isolation,
+        name=arguments.name,
+    )
+    await worker.start()
+    print(f"judge worker {worker.name}: {worker.pool.count} slots, isolation {worker.level}", flush=True)
+    work = asyncio.ensure_future(worker.run())
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+    drain_s = limits.time_limit_s if arguments.drain_s is None else arguments.drain_s
+    await worker.stop(drain_s)
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
+    stopped.cancel()
+
+
+async def run_serve(arguments: argparse.Namespace, limits: CallLimits) -> None:
+    """Serve HTTP until a signal; workers run elsewhere."""
+    stop = _stop_event(arguments)
+    sock = _listen(arguments)
+    uri = arguments.redis_uri or _DEFAULT_REDIS
+    check_redis(uri)
+    async with _http_server(arguments, limits, uri, sock):
+        _announce(arguments, sock, uri)
+        await stop.wait()
+
+
+async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
+    """Redis (unless named), one worker process, HTTP; all of it ends with this process."""
+    stop = _stop_event(arguments)
+    sock = _listen(arguments)
+    redis_server = None if arguments.redis_uri else RedisServer().start()
+    worker: _WorkerProcess | None = None
+    try:
+        uri = arguments.redis_uri or redis_server.uri  # type: ignore[union-attr]
+        if redis_server is None:
+            check_redis(uri)
+        worker = _WorkerProcess(arguments, limits, uri)
+        async with _http_server(arguments, limits, uri, sock):
+            await worker.wait_until_ready(stop)
+            if stop.is_set():
+                return
+            _announce(arguments, sock, uri)
+            keeper = asyncio.ensure_future(_keep_running(worker, redis_server))
+            stopped = asyncio.ensure_future(stop.wait())
+            await asyncio.wait([keeper, stopped], return_when=asyncio.FIRST_COMPLETED)
+            keeper.cancel()
+            stopped.cancel()
+            worker.stop()
+    finally:
+        if worker is not None:
+            worker.stop()
+        if redis_server is not None:
+            redis_server.stop()
+        if arguments.port_file:
+            Path(arguments.port_file).unlink(missing_ok=True)
+
+
+async def _keep_running(worker: _WorkerProcess, redis_server: RedisServer | None) -> None:
+    """Start again what died."""
+    while True:
+        await asyncio.sleep(0.1)
+        if redis_server is not None and not redis_server.alive():
+            log.error("Redis ended: started again on its data")
+            await asyncio.to_thread(redis_server.restart)
+        if not worker.alive():
+            log.error("the worker ended with code %s: started again", worker.process.returncode)
+            await worker.replace()
+
+
+class _WorkerProcess:
+    """The worker as a child process of `all`."""
+
+    def __init__(self, arguments: argparse.Namespace, limits: CallLimits, uri: str) -> None:
+        self.arguments = arguments
+        self.limits = limits
+        self.uri = uri
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        command = [sys.executable, "-m", "rstar2_megatron.judge", "worker", "--name", self.name]
+        command += ["--workers", str(self.arguments.workers), "--drain-s", "0", "--exit-with-parent"]
+        command += ["--require-isolation", self.arguments.require_isolation]
+        command += ["--log-level", self.arguments.log_level]
+        environment = {**os.environ, "REDIS_URI": self.uri}
+        return subprocess.Popen(
+            command,
+            cwd=Path(__file__).resolve().parents[2],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches `all` only, which stops in order
+        )
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    async def wait_until_ready(self, stop: asyncio.Event) -> None:
+        """Until the worker is known in Redis. RuntimeError when it ends or takes too long."""
+        queue = JobQueue(self.uri)
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                while self.name not in (await queue.status())["workers"]:
+                    if not self.alive():
+                        raise RuntimeError(
+                            f"the worker ended with code {self.process.returncode} (see above)"
+                        )
+                    if stop.is_set():
+                        return
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise RuntimeError(f"the worker was not ready in {_READY_TIMEOUT_S:.0f} s") from None
+        finally:
+            await queue.close()
+
+    async def replace(self) -> None:
+        """The worker is dead: its jobs go back at once, a new one starts."""
+        queue = JobQueue(self.uri)
+        try:
+            await queue.retire(self.name)
+            await queue.reap()
+        except Exception as error:  # Redis away: the next live worker reaps
+            log.warning("putting back the dead worker's jobs failed: %s", error)
+        finally:
+            await queue.close()
+        self.process = self._start()
+
+    def stop(self) -> None:
+        if not self.alive():
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(8.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(5.0)
+
+
+def _listen(arguments: argparse.Namespace) -> socket.socket:
+    if not processes.is_loopback(arguments.host) and not os.environ.get("JUDGE_TOKEN"):
+        raise ValueError(
+            f"--host {arguments.host} is beyond loopback and the service runs code for whoever asks: "
+            "set the environment variable JUDGE_TOKEN, or bind 127.0.0.1"
+        )
+    return processes.listen(arguments.host, arguments.port)
+
+
+@contextlib.asynccontextmanager
+async def _http_server(
+    arguments: argparse.Namespace, limits: CallLimits, uri: str, sock: socket.socket
+) -> AsyncIterator[None]:
+    import uvicorn
+
+    from rstar2_megatron.judge.app import create_app
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self):  # type: ignore[no-untyped-def]
+            yield  # signals are this module's business
+
+    app = create_app(
+        uri, limits, queue_time_limit_s=arguments.queue_time_limit_s, max_queued=arguments.max_queued
+    )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
+        backlog=2048,
+    )  # fmt: skip
+    server = Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    try:
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            while not server.started:
+                if serving.done():
+                    serving.result()
+                    raise RuntimeError("the HTTP server ended at its start")
+                await asyncio.sleep(0.005)
+        yield
+    finally:
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+def _announce(arguments: argparse.Namespace, sock: socket.socket, uri: str) -> None:
+    host, port = sock.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{shown}:{port}"
+    print(f"judge ready: {url}", flush=True)
+    if arguments.port_file:
+        path = Path(arguments.port_file)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({"url": url, "redis_uri": uri, "pid": os.getpid()}))
+        partial.replace(path)

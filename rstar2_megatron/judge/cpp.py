@@ -1,0 +1,32 @@
+"""C++ submissions: compiled inside the call's own walls, then run in the same process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+
+from rstar2_megatron.judge.limits import CallLimits
+
+
+def compiler() -> str | None:
+    """Path of g++, or None: then `type: cpp` is invalid input."""
+    return shutil.which("g++")
+
+
+def build_and_run(source: str, limits: CallLimits) -> int:
+    """Compile `source` in the working directory and become the program. Returns 1 when it does not compile."""
+    with open("source.cpp", "w", encoding="utf-8") as file:
+        file.write(source)
+    g_plus_plus = compiler()
+    if g_plus_plus is None:
+        os.write(2, b"g++ is not installed on this worker\n")
+        return 1
+    command = [g_plus_plus, "-O2", "-std=c++17", "-o", "program", "source.cpp"]
+    pid = os.posix_spawn(g_plus_plus, command, dict(os.environ))
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        return 1
+    cpu_seconds = int(limits.time_limit_s) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    os.execv("./program", ["program"])

@@ -1,0 +1,233 @@
+"""Thin, typed wrappers of the Linux calls that Python 3.11 lacks: namespaces, mounts, seccomp, landlock.
+
+Written on ctypes because the packages around them are unmaintained (pyseccomp: 2021), pre-release (landlock)
+or need a shared library that a plain machine lacks. Everything here raises OSError with the call's name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+_CLONE_ANY_NEW = 0x7E020000 | 0x80  # every namespace flag, CLONE_NEWTIME (0x80) included
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+
+# Numbers that are the same on every 64-bit architecture (all calls added since 2019, and mount_setattr).
+_SYS_CLOSE_RANGE = 436
+_SYS_MOUNT_SETATTR = 442
+_SYS_LANDLOCK_CREATE = 444
+_SYS_LANDLOCK_ADD = 445
+_SYS_LANDLOCK_RESTRICT = 446
+_SYS_BY_MACHINE = {
+    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
+    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
+}
+MACHINE = platform.machine()
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _number(name: str) -> int:
+    try:
+        return _SYS_BY_MACHINE[MACHINE][name]
+    except KeyError:
+        raise OSError(38, f"{name}: not known for machine type {MACHINE}") from None
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def setns(fd: int, kind: int) -> None:
+    _check(_libc.setns(fd, kind), "setns")
+
+
+def mount(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> None:
+    _check(
+        _libc.mount(
+            source.encode(),
+            target.encode(),
+            None if fstype is None else fstype.encode(),
+            ctypes.c_ulong(flags),
+            data.encode() or None,
+        ),
+        f"mount {fstype or source} on {target}",
+    )
+
+
+def unmount(target: str) -> None:
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    _check(_libc.syscall(_number("pivot_root"), new.encode(), old.encode()), "pivot_root")
+
+
+def bind_read_only(source: str, target: str, *, devices: bool = False) -> None:
+    """Bind `source` with everything mounted below it on `target`, read-only and without set-uid."""
+    mount(source, target, None, MS_BIND | MS_REC)
+    attributes = 0x1 | 0x2 | (0 if devices else 0x4)  # RDONLY, NOSUID, NODEV
+    request = struct.pack("<QQQQ", attributes, 0, 0, 0)
+    at_fdcwd, at_recursive = -100, 0x8000
+    _check(
+        _libc.syscall(_SYS_MOUNT_SETATTR, at_fdcwd, target.encode(), at_recursive, request, len(request)),
+        f"mount_setattr {target}",
+    )
+
+
+def die_with_parent(sig: int) -> None:
+    """Have the kernel send `sig` to this process when the thread that forked it ends.
+
+    A change of credentials clears it, so it is set after setuid.
+    """
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0), "prctl(PDEATHSIG)")
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent died become children of this process, so that it can end and reap them."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
+
+
+def no_new_privileges() -> None:
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
+
+
+def drop_capabilities() -> None:
+    """Empty all capability sets and the bounding set (needed where the uid did not change)."""
+    for capability in range(41):
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    _check(_libc.syscall(_number("capset"), header, bytes(24)), "capset")
+
+
+def close_from(first: int) -> None:
+    """Close every descriptor from `first` up. A bounded loop leaks what lies above its bound."""
+    if _libc.syscall(_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0) < 0:  # kernels before 5.9
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) >= first:
+                try:
+                    os.close(int(name))
+                except OSError:
+                    continue
+
+
+# ---------------------------------------------------------------------------------------------- seccomp
+
+# Calls that a snippet has no need of and that reach beyond its own processes. x86_64 numbers.
+_DENIED_X86_64 = dict(  # noqa: C408
+    socket=41, connect=42, bind=49, listen=50, accept=43, accept4=288,
+    ptrace=101, process_vm_readv=310, process_vm_writev=311, process_madvise=440, kcmp=312, pidfd_getfd=438,
+    mount=165, umount2=166, pivot_root=155, chroot=161, unshare=272, setns=308, mount_setattr=442,
+    open_tree=428, move_mount=429, fsopen=430, fsconfig=431, fsmount=432, fspick=433, open_by_handle_at=304,
+    name_to_handle_at=303, bpf=321, perf_event_open=298, userfaultfd=323, io_uring_setup=425,
+    io_uring_enter=426, io_uring_register=427, keyctl=250, add_key=248, request_key=249, shmget=29, shmat=30,
+    semget=64, msgget=68, mq_open=240, kexec_load=246, kexec_file_load=320, init_module=175,
+    finit_module=313, delete_module=176, reboot=169, swapon=167, swapoff=168, sethostname=170,
+    setdomainname=171, settimeofday=164, clock_settime=227, clock_adjtime=305, adjtimex=159, acct=163,
+    syslog=103, quotactl=179, quotactl_fd=443, iopl=172, ioperm=173, memfd_secret=447, fanotify_init=300,
+    vhangup=153, personality=135, lookup_dcookie=212, nfsservctl=180, move_pages=279, migrate_pages=256,
+    mbind=237, set_mempolicy=238, modify_ldt=154,
+)  # fmt: skip
+_LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+
+
+def _denylist_program() -> bytes:
+    """Classic BPF over seccomp_data: denied calls give EPERM, namespace flags of clone too, clone3 ENOSYS
+    (its flags lie in memory, where a filter cannot look; glibc then falls back to clone)."""
+    numbers = sorted(_DENIED_X86_64.values())
+    ops: list[tuple[int, int, int, int]] = [
+        (_LOAD, 0, 0, 4),  # architecture
+        (_JUMP_EQUAL, 1, 0, 0xC000003E),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),  # call number
+        (_JUMP_GREATER_EQUAL, 0, 1, 0x40000000),
+        (_RETURN, 0, 0, _KILL),  # the x32 door
+        (_JUMP_EQUAL, 0, 1, 435),
+        (_RETURN, 0, 0, _ENOSYS),
+        (_JUMP_EQUAL, 0, 3, 56),  # clone
+        (_LOAD, 0, 0, 16),  # its flags, low half
+        (_JUMP_ANY_BIT, len(numbers) + 2, 0, _CLONE_ANY_NEW & ~0x80),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    for index, number in enumerate(numbers):
+        ops.append((_JUMP_EQUAL, len(numbers) - index, 0, number))
+    ops += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
+    return b"".join(struct.pack("<HBBI", *op) for op in ops)
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+_program = _denylist_program()
+_filter = _FilterProgram(len(_program) // 8, _program)
+
+
+def install_seccomp_filter() -> None:
+    """Refuse the calls above in this process and all it starts. Needs no_new_privileges() first."""
+    if MACHINE != "x86_64":
+        raise OSError(38, f"seccomp: the call table is written for x86_64, this machine is {MACHINE}")
+    _check(_libc.syscall(_number("seccomp"), 1, 0, ctypes.byref(_filter)), "seccomp")
+
+
+# --------------------------------------------------------------------------------------------- landlock
+
+_LANDLOCK_READ = 1 | 4 | 8  # execute, read a file, read a directory
+_LANDLOCK_FILE = 1 | 2 | 4 | (1 << 14)  # the rights that a rule on a file may name
+
+
+def landlock_version() -> int:
+    """The kernel's landlock version; OSError where there is none."""
+    return _check(_libc.syscall(_SYS_LANDLOCK_CREATE, None, 0, 1), "landlock")
+
+
+def confine_writes(directory: str, version: int) -> None:
+    """Allow reading anywhere and writing only below `directory` (and /dev/null)."""
+    handled = (1 << 13) - 1
+    if version >= 2:
+        handled |= 1 << 13  # rename and link across directories
+    if version >= 3:
+        handled |= 1 << 14  # truncate
+    attributes = struct.pack("<Q", handled)
+    ruleset = _check(_libc.syscall(_SYS_LANDLOCK_CREATE, attributes, 8, 0), "landlock_create_ruleset")
+    rules = (("/", _LANDLOCK_READ), (directory, handled), ("/dev/null", _LANDLOCK_FILE & handled))
+    for path, rights in rules:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("<Qi", rights, fd)
+        _check(_libc.syscall(_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
+        os.close(fd)
+    _check(_libc.syscall(_SYS_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)

@@ -1,0 +1,64 @@
+"""What became of a call, and the result's form on the wire. Imported by the sandbox: standard library only."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """What became of a call. Only the last two are the service's doing, never the snippet's."""
+
+    OK = "ok"
+    ERROR = "error"  # the program ended with a non-zero exit code
+    TIMEOUT = "timeout"
+    MEMORY = "memory"
+    OUTPUT_LIMIT = "output_limit"
+    KILLED = "killed"  # ended by a signal
+    INVALID_INPUT = "invalid_input"  # the submission cannot be run (no such type, bad option)
+    QUEUE_TIMEOUT = "queue_timeout"
+    INTERNAL_ERROR = "internal_error"
+
+
+# The wire's `reason` knows fewer words.
+REASONS = {
+    Outcome.TIMEOUT: "worker_timeout",
+    Outcome.QUEUE_TIMEOUT: "queue_timeout",
+    Outcome.INTERNAL_ERROR: "internal_error",
+    Outcome.INVALID_INPUT: "invalid_input",
+}
+
+
+def make_result(
+    sub_id: str | None,
+    outcome: Outcome,
+    *,
+    cost: float = 0.0,
+    stdout: str = "",
+    stderr: str = "",
+    exit_code: int | None = None,
+    signal: int | None = None,
+    truncated: bool = False,
+    peak_memory_bytes: int | None = None,
+    queue_seconds: float | None = None,
+    worker: str | None = None,
+    success: bool | None = None,
+) -> dict[str, Any]:
+    """A SubmissionResult. `run_success` is exit code 0; `success` adds the comparison with expected_output."""
+    run_success = outcome is Outcome.OK
+    return {
+        "sub_id": sub_id,
+        "success": run_success if success is None else success,
+        "run_success": run_success,
+        "cost": cost,
+        "stdout": stdout,
+        "stderr": stderr,
+        "reason": REASONS.get(outcome, ""),
+        "outcome": str(outcome),
+        "exit_code": exit_code,
+        "signal": signal,
+        "truncated": truncated,
+        "peak_memory_bytes": peak_memory_bytes,
+        "queue_seconds": queue_seconds,
+        "worker": worker,
+    }

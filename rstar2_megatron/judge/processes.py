@@ -1,0 +1,59 @@
+"""Starting and ending processes so that nothing outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from rstar2_megatron.judge import linux
+
+
+class PortTaken(RuntimeError):
+    """The address cannot be bound."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises PortTaken naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise PortTaken(
+            f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, "
+            "or choose another with --port (0 takes a free one)"
+        ) from None
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def end_with_parent(expected_parent: int | None = None) -> None:
+    """SIGTERM this process when its parent dies. Call it first thing in a child."""
+    linux.die_with_parent(signal.SIGTERM)
+    if expected_parent is not None and os.getppid() != expected_parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def watch_parent(stop: Callable[[], None]) -> None:
+    """Call `stop` once the parent has gone."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(0.25)
+    stop()
+
+
+def on_signals(stop: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            loop.add_signal_handler(number, stop)

@@ -1,0 +1,172 @@
+"""The job queue in Redis: leased with ack, fair between clients, idempotent by job key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from redis import asyncio as redis
+from redis import exceptions
+from redis.exceptions import RedisError
+
+from rstar2_megatron.judge import scripts
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PREFIX = "rstar2:judge:"
+HEARTBEAT_S = 1.0
+LEASE_S = 6  # a worker silent for so long has lost its jobs
+MAX_TRIES = 2  # a job whose worker dies is done once more, then fails as poison
+KEEP_ANSWER_S = 600
+_BLOCK_S = 2.0
+_COMMAND_TIMEOUT_S = 10.0
+_POISON = b"!poison"
+
+
+class QueueFull(Exception):
+    """The queue holds as many jobs as it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as a worker takes it."""
+
+    key: str
+    payload: bytes
+    tries: int
+
+
+class JobQueue:
+    """One process's view of the queue."""
+
+    def __init__(self, uri: str, *, max_queued: int = 100_000, prefix: str = PREFIX) -> None:
+        self.uri = uri
+        self.prefix = prefix
+        self.max_queued = max_queued
+        self.redis = redis.Redis.from_url(
+            uri, socket_timeout=_COMMAND_TIMEOUT_S, socket_connect_timeout=3.0, max_connections=64
+        )
+        self._enqueue = self.redis.register_script(scripts.ENQUEUE)
+        self._take = self.redis.register_script(scripts.TAKE)
+        self._finish = self.redis.register_script(scripts.FINISH)
+        self._withdraw = self.redis.register_script(scripts.WITHDRAW)
+        self._cancel = self.redis.register_script(scripts.CANCEL)
+        self._heartbeat = self.redis.register_script(scripts.HEARTBEAT)
+        self._reap = self.redis.register_script(scripts.REAP)
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    async def ping(self) -> bool:
+        try:
+            return bool(await self.redis.ping())
+        except RedisError:
+            return False
+
+    # ------------------------------------------------------------------------------------ for servers
+
+    async def enqueue(self, reply: str, jobs: list[tuple[str, bytes]]) -> int:
+        """Add jobs (key, payload) whose answers go to the list `reply`. Raises QueueFull, RedisError."""
+        arguments: list[Any] = [self.prefix, reply, self.max_queued]
+        for key, payload in jobs:
+            arguments += (key, payload)
+        queued = int(await self._enqueue(args=arguments))
+        if queued < 0:
+            raise QueueFull
+        return queued
+
+    async def withdraw(self, keys: list[str]) -> list[bool]:
+        """Take back jobs; for each, True when it was waiting still."""
+        return [bool(n) for n in await self._withdraw(args=[self.prefix, *keys])]
+
+    async def cancel(self, keys: list[str]) -> None:
+        """Forget jobs that nobody waits for; those that run are ended by their worker."""
+        await self._cancel(args=[self.prefix, *keys])
+
+    async def unknown(self, keys: list[str]) -> list[str]:
+        """Those keys that are no job of the queue (any more)."""
+        if not keys:
+            return []
+        known = await self.redis.hmget(f"{self.prefix}jobs", keys)
+        return [key for key, payload in zip(keys, known, strict=True) if payload is None]
+
+    async def replies(self, reply: str, many: bool) -> list[tuple[str, bytes | None]]:
+        """Wait a little for answers: (job key, result JSON, or None for a poison job)."""
+        name = f"{self.prefix}replies:{reply}"
+        first = await self.redis.blpop([name], timeout=_BLOCK_S)
+        if first is None:
+            return []
+        raw = [first[1]]
+        if many:
+            raw += await self.redis.lpop(name, 256) or []
+        answers: list[tuple[str, bytes | None]] = []
+        for item in raw:
+            key, _, body = item.partition(b"\n")
+            answers.append((key.decode(), None if body == _POISON else body))
+        return answers
+
+    async def status(self) -> dict[str, Any]:
+        """Jobs waiting, and what each live worker tells of itself."""
+        names = sorted(name.decode() for name in await self.redis.smembers(f"{self.prefix}workers"))
+        told = await self.redis.mget([f"{self.prefix}alive:{name}" for name in names]) if names else []
+        queued = int(await self.redis.get(f"{self.prefix}queued") or 0)
+        workers = {name: orjson.loads(info) for name, info in zip(names, told, strict=True) if info}
+        return {"queue": queued, "workers": workers}
+
+    # ------------------------------------------------------------------------------------ for workers
+
+    async def take(self, worker: str, count: int) -> list[Job]:
+        """Lease up to `count` jobs."""
+        flat = await self._take(args=[self.prefix, worker, count])
+        return [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+
+    async def wait_for_bell(self) -> None:
+        """Until jobs may be there, or a little while."""
+        await self.redis.blpop([f"{self.prefix}bell"], timeout=_BLOCK_S)
+
+    async def finish(self, worker: str, answers: list[tuple[str, bytes]]) -> int:
+        """Ack jobs with their answers. Returns how many were still this worker's."""
+        arguments: list[Any] = [self.prefix, worker, KEEP_ANSWER_S]
+        for key, answer in answers:
+            arguments += (key, answer)
+        return int(await self._finish(args=arguments))
+
+    async def heartbeat(self, worker: str, info: dict[str, Any]) -> None:
+        await self._heartbeat(args=[self.prefix, worker, LEASE_S, orjson.dumps(info)])
+
+    async def retire(self, worker: str) -> None:
+        """This worker is gone: whoever reaps next puts its jobs back at once."""
+        await self.redis.delete(f"{self.prefix}alive:{worker}")
+
+    async def reap(self) -> tuple[int, int]:
+        """Put back the jobs of dead workers. Returns (put back, failed as poison)."""
+        back, failed = await self._reap(args=[self.prefix, MAX_TRIES])
+        if back or failed:
+            log.warning("jobs of a dead worker: %d put back, %d failed", back, failed)
+        return int(back), int(failed)
+
+
+async def until_redis_answers(
+    what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
+) -> T:
+    """Repeat `step` while Redis is away (short waits, growing to a second). Other errors pass through."""
+    pause_s, told = 0.05, False
+    while True:
+        try:
+            return await step()
+        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
+            if stop is not None and stop.is_set():
+                raise
+            if not told:
+                log.warning("%s: Redis is away (%s), waiting", what, error)
+                told = True
+        except RedisError as error:
+            if not str(error).startswith(("LOADING", "BUSY", "UNKILLABLE")):
+                raise
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 2, 1.0)

