@@ -1,0 +1,111 @@
+"""Driving run_rstar2.sh from tests, and finding what a run left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "run_rstar2.sh"
+_MARK = "RSTAR2_TEST_RUN"
+
+
+@dataclass
+class RunProcess:
+    """One `bash run_rstar2.sh ...`, with a mark in its environment that all its descendants inherit."""
+
+    arguments: list[str]
+    output: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> RunProcess:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, _MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("RAY_ADDRESS", None)
+        with self.output.open("ab") as out:
+            self.process = subprocess.Popen(
+                ["bash", str(SCRIPT), *self.arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        return self
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code; kills everything and fails the test when it takes longer."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"no end within {timeout_s:.0f} s; output:\n{self.text()[-4000:]}") from None
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Wait until `condition()` while the run goes on."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended before {what}; output:\n{self.text()[-4000:]}")
+            if time.monotonic() > deadline:
+                self.kill_all()
+                raise AssertionError(f"no {what} within {timeout_s:.0f} s; output:\n{self.text()[-4000:]}")
+            time.sleep(0.1)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that descends from this run, also one that was adopted by init."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self.mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def assert_nothing_left(self, within_s: float = 15.0) -> None:
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        names = [" ".join(p.cmdline())[:120] for p in left if p.is_running()]
+        self.kill_all()
+        assert not names, f"left running after {within_s:.0f} s: {names}"
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """All complete rows; none when the file is not there yet."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
