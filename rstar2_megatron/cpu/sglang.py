@@ -1,0 +1,210 @@
+"""Lets SGLang import and run on a machine without a GPU. `install()` does nothing beside CUDA.
+
+SGLang 0.5.21 imports triton, torchvision and sgl_kernel at module level and calls them only on a GPU. Absent ones
+are replaced by empty modules whose attributes exist and whose kernels cannot be launched, so anything that would
+really need them fails loudly. The installed package itself stays as it is. Call `install()` in every process
+before it imports sglang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+EXTERNAL_MODELS = "rstar2_megatron.cpu.sgl_models"
+_libraries: list[torch.library.Library] = []  # kept alive: a collected Library takes its operators with it
+_installed = False
+
+
+def install() -> None:
+    """Put the stand-ins in place, once. Nothing happens on a machine with CUDA."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # SGLang otherwise imports every model file it has (10 s); other architectures still fall back to that
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", EXTERNAL_MODELS)
+    _replace_absent_modules()
+    _replace_sgl_kernel()
+
+
+def prepare_scheduler() -> None:
+    """What only the process that runs the model needs: batched attention, no torch.compile (no compiler)."""
+    if torch.cuda.is_available():
+        return
+    importlib.import_module("torch._dynamo").config.disable = True
+    from rstar2_megatron.cpu import sglang_attention
+
+    sglang_attention.install()
+
+
+class _EmptyModule(types.ModuleType):
+    """A module whose every attribute exists: classes for capitalised names, submodules for the rest.
+
+    Called as a decorator it returns the function as it is, so a "kernel" stays a plain function, and launching
+    it (`kernel[grid](...)`) raises TypeError.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value: Any
+        if name[:1].isupper():
+            value = type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        else:
+            value = importlib.import_module(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]
+        return lambda function: function
+
+    def __contains__(self, item: object) -> bool:
+        return False
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _EmptyModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, roots: set[str]) -> None:
+        self.roots = roots
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname.split(".")[0] in self.roots:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _EmptyModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _replace_absent_modules() -> None:
+    absent = {name for name in ("triton", "torchvision") if importlib.util.find_spec(name) is None}
+    if "torchvision" in absent:
+        _let_transformers_settle()
+    if absent:
+        sys.meta_path.append(_EmptyModuleFinder(absent))
+    if "triton" in absent:
+        triton = importlib.import_module("triton")
+        language = importlib.import_module("triton.language")
+        vars(triton).update(
+            __version__="3.0.0",
+            cdiv=lambda a, b: -(a // -b),
+            next_power_of_2=lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
+        )
+        vars(language)["constexpr"] = _Constexpr
+
+
+class _Constexpr:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+def _let_transformers_settle() -> None:
+    """transformers must find torchvision absent before the stand-in exists."""
+    import transformers.processing_utils  # replaces the transformers module in sys.modules
+    import transformers.utils.import_utils as import_utils
+
+    import_utils.is_torchvision_available()  # the answer is cached
+    module: Any = sys.modules["transformers"]
+    if getattr(module.AutoImageProcessor, "_backends", None):
+        # a dummy that raises on use; sglang registers processors on it at import
+        register = staticmethod(lambda *args, **kwargs: None)
+        module.AutoImageProcessor = type("AutoImageProcessor", (), {"register": register})
+
+
+def _replace_sgl_kernel() -> None:
+    try:
+        importlib.import_module("sgl_kernel")  # one that was built for the CPU is better
+        return
+    except ImportError:  # absent, or the CUDA wheel without its libraries
+        for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
+            del sys.modules[name]
+    module = types.ModuleType("sgl_kernel")
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
+    module.__path__ = []
+    vars(module)["assign_req_to_token_pool_cpu"] = _assign_req_to_token_pool
+    vars(module)["__getattr__"] = _missing_kernel
+    sys.modules["sgl_kernel"] = module
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    _libraries.append(library)
+
+
+def _missing_kernel(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a machine without a GPU")
+
+    return kernel
+
+
+def _assign_req_to_token_pool(
+    pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    locations: torch.Tensor,
+    pool_length: int,
+) -> None:
+    """Write each request's new KV locations into its row; `locations` holds them one request after another."""
+    offset = 0
+    for row, start, end in zip(pool_indices.tolist(), starts.tolist(), ends.tolist()):
+        req_to_token[row, start:end] = locations[offset : offset + end - start].to(req_to_token.dtype)
+        offset += end - start
+
+
+_U32 = 0xFFFFFFFF
+
+
+def _multiply(a: torch.Tensor, b: int) -> torch.Tensor:
+    """a * b modulo 2**32 without overflowing int64."""
+    return (a * (b & 0xFFFF) + (((a * (b >> 16)) & 0xFFFF) << 16)) & _U32
+
+
+def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _U32
+
+
+def _mix(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    key = _multiply(_rotate(_multiply(key, 0xCC9E2D51), 15), 0x1B873593)
+    return (_multiply(_rotate(state ^ key, 13), 5) + 0xE6546B64) & _U32
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (32 bit) of (seed, position, column), the same bits as SGLang's GPU kernel.
+
+    seed, positions [n]; columns [m]; returns uint32 [n, m]. Seeded sampling draws from it.
+    """
+    seed, positions, columns = seed.long(), positions.long() & _U32, columns.long() & _U32
+    state = _mix(_mix(torch.zeros_like(seed), seed & _U32), (seed >> 32) & _U32)
+    state = _mix(state, positions)
+    state = _mix(state[:, None], columns[None, :]) ^ 16
+    state = _multiply(state ^ (state >> 16), 0x85EBCA6B)
+    state = _multiply(state ^ (state >> 13), 0xC2B2AE35)
+    return (state ^ (state >> 16)).to(torch.uint32)

@@ -1,0 +1,24 @@
+"""Entry of SGLang's scheduler processes.
+
+The stand-ins for a machine without a GPU are put in place when this module is imported, not when the function
+runs: a spawned child unpickles its arguments, and with them imports sglang, right after it has found its target.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rstar2_megatron.cpu import sglang as shim
+
+shim.install()
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """Our hooks, then SGLang's own entry with the same arguments."""
+    shim.prepare_scheduler()
+    from rstar2_megatron.rollout import weight_hooks
+
+    weight_hooks.install()
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    return run_scheduler_process(*args, **kwargs)
