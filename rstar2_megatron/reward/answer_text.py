@@ -1,0 +1,178 @@
+"""Answers as text: where the answer stands in a response, and which of its spellings mean the same. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+_SPACES = re.compile(r"\\[,;:!> ]|\\q?quad\b|~|\s+")
+_NOISE = re.compile(
+    r"\\(?:left|right|middle|displaystyle|textstyle|limits|bigl|bigr|Bigl|Bigr|big|Big)(?![a-zA-Z])"
+)
+_WRAPPED = re.compile(
+    r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}"
+)
+_DEGREE = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)\b\s*\}?|°")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?![\d,])")
+_TRAILING_UNIT = re.compile(
+    r"^(?P<value>.*?[\d)}\]])\s*(?P<unit>(?:square|cubic|sq\.?|cu\.?)?\s*[a-zA-Z/ ]+?)(?:\^\{?[23]\}?)?\.?$",
+    re.DOTALL,
+)
+_UNIT_WORDS = """
+mm cm dm m km in inch inches ft foot feet yd yard yards mi mile miles mg g kg gram grams kilogram kilograms lb lbs
+oz pound pounds ounce ounces ton tons l ml liter liters litre litres s sec second seconds min mins minute minutes
+h hr hrs hour hours day days week weeks month months year years dollar dollars cent cents euro euros percent degree
+degrees deg rad radian radians unit units mph km/h m/s km/hr miles/hour meter meters metre metres centimeter
+centimeters kilometer kilometers people person students apples ways times integers solutions points square cubic
+sq cu per
+"""
+_UNITS = frozenset(_UNIT_WORDS.split())
+_INTEGER = re.compile(r"[+-]?\d+")
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+)")
+_FRACTION = re.compile(r"([+-]?)\s*(?:\\frac\{([+-]?\d+)\}\{(\d+)\}|\\frac(\d)(\d)|([+-]?\d+)/(\d+))")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'\- ]*[A-Za-z]")
+_FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt max min gcd lcm det arcsin arccos arctan inf pi"
+_MATH_WORDS = frozenset(_FUNCTIONS.split())
+_CHOICE = re.compile(r"\(?([A-Z])\)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """The answer of a response; None with the reason why there is none."""
+
+    answer: str | None
+    detail: str = ""
+
+
+def extract_answer(response: str) -> Extracted:
+    """The last `\\boxed{}` inside the last closed `<answer>` of a response (paper section 2.2)."""
+    if "<answer>" not in response:
+        return Extracted(None, "no_answer_tag")
+    tags = _ANSWER.findall(response)
+    if not tags:
+        return Extracted(None, "no_answer_tag")
+    answer = last_boxed(tags[-1])
+    return Extracted(None, "no_box") if answer is None else Extracted(answer)
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last `\\boxed{...}` with balanced braces; escaped braces do not count."""
+    start = text.rfind("\\boxed")
+    while start >= 0:
+        brace = start + len("\\boxed")
+        while brace < len(text) and text[brace].isspace():
+            brace += 1
+        if brace < len(text) and text[brace] == "{":
+            depth, i = 0, brace
+            while i < len(text):
+                if text[i] == "\\":
+                    i += 2
+                    continue
+                depth += (text[i] == "{") - (text[i] == "}")
+                if depth == 0:
+                    return text[brace + 1 : i].strip()
+                i += 1
+        start = text.rfind("\\boxed", 0, start)
+    return None
+
+
+def normalise(answer: str) -> str:
+    """One spelling for answers that differ in LaTeX noise only. Keeps what carries meaning, brackets
+    included.
+    """
+    text = answer.strip().replace("\u2212", "-").replace("\u2013", "-").replace("\\$", "").replace("$", "")
+    text = (
+        text.replace("\\%", "%")
+        .replace("\\dfrac", "\\frac")
+        .replace("\\tfrac", "\\frac")
+        .replace("\\cfrac", "\\frac")
+    )
+    text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
+    text = _NOISE.sub("", text)
+    for _ in range(3):  # nested \text
+        text, count = _WRAPPED.subn(r" \1 ", text)
+        if not count:
+            break
+    text = _DEGREE.sub("", text)
+    text = _THOUSANDS.sub(lambda m: re.sub(r"[^\d]", "", m.group()), text)
+    text = _SPACES.sub(" ", text).strip().rstrip(".").strip()
+    while len(text) > 1 and text[0] == "{" and text[-1] == "}" and _closes_at_end(text):
+        text = text[1:-1].strip()
+    return text
+
+
+def _closes_at_end(text: str) -> bool:
+    depth = 0
+    for i, char in enumerate(text):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """("5", "cm") of "5 cm", ("50", "%") of "50%"; ("...", "") without a known unit."""
+    if text.endswith("%"):
+        return text[:-1].strip(), "%"
+    match = _TRAILING_UNIT.match(text) if len(text) < 200 else None
+    if match:
+        words = match.group("unit").lower().split()
+        if words and all(word in _UNITS for word in words):
+            unit = text[match.end("value") :].strip().lower().replace("{", "").replace("}", "")
+            return match.group("value").strip(), "%" if unit == "percent" else unit
+    return text, ""
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The exact value of an integer, decimal or fraction of integers; None for anything else."""
+    if len(text) > 300:  # huge numbers are no quick case
+        return None
+    text = text.replace(" ", "")
+    if _INTEGER.fullmatch(text):
+        return Fraction(int(text))
+    if _DECIMAL.fullmatch(text):
+        return Fraction(text)
+    match = _FRACTION.fullmatch(text)
+    if match:
+        sign, *parts = match.groups()
+        top, bottom = (int(part) for part in parts if part is not None)
+        return None if bottom == 0 else Fraction(-top if sign == "-" else top, bottom)
+    return None
+
+
+def is_word(text: str) -> bool:
+    """A text answer ("Monday", "no solution"), which algebra would read as a product of letters."""
+    if not _WORDS.fullmatch(text):
+        return False
+    words = text.lower().split()
+    return max(map(len, words)) >= 3 and not any(word in _MATH_WORDS for word in words)
+
+
+def quick_verdict(answer: str, solution: str) -> bool | None:
+    """Equal or not where text and exact numbers decide; None where algebra is needed."""
+    ours, theirs = normalise(answer), normalise(solution)
+    if not ours:
+        return False
+    if ours == theirs:
+        return True
+    if (our_choice := _CHOICE.fullmatch(ours)) and (their_choice := _CHOICE.fullmatch(theirs)):
+        return our_choice.group(1) == their_choice.group(1)
+    if is_word(ours) or is_word(theirs):
+        return _as_words(ours) == _as_words(theirs)
+    (our_value, our_unit), (their_value, their_unit) = split_unit(ours), split_unit(theirs)
+    a, b = plain_number(our_value), plain_number(their_value)
+    if a is None or b is None:
+        return None
+    if "%" in (our_unit, their_unit) and our_unit != their_unit and (not our_unit or not their_unit):
+        percent, other = (a, b) if our_unit == "%" else (b, a)
+        return percent in (other, other * 100)
+    if our_unit and their_unit and our_unit != their_unit:
+        return None if a == b or our_unit.rstrip("s") == their_unit.rstrip("s") else False
+    return a == b
+
+
+def _as_words(text: str) -> str:
+    return re.sub(r"[\s\-]+", " ", text).strip(" ().").casefold()

@@ -1,0 +1,216 @@
+"""Does an answer equal one of the solutions? Text and exact numbers first, then math-verify, then a sympy
+rule.
+
+Everything here may be slow, deep or endless on hostile input: the pool runs it in a process that it can kill.
+math-verify's own limits are switched off, because they use signals and so work in a main thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any
+
+from rstar2_megatron.reward.answer_text import (
+    is_word,
+    normalise,
+    quick_verdict,
+    split_unit,
+)
+
+MAX_ANSWER_CHARS = 4096  # longer answers are not looked at: no solution is that long
+
+CORRECT = "correct"
+WRONG = "wrong"
+UNGRADABLE = "ungradable"
+
+_SAFE = re.compile(r"[0-9a-zA-Z+\-*/^().,=<>!| ]*")
+_NAMES = re.compile(r"[a-zA-Z]+")
+_KNOWN = "sqrt pi sin cos tan cot sec csc asin acos atan log ln exp oo e i abs"
+_ALLOWED_NAMES = frozenset(_KNOWN.split())
+_ATTRIBUTE = re.compile(r"[a-zA-Z)\]]\s*\.|\.\s*[a-zA-Z(]")
+
+
+def grade_answer(answer: str, solutions: list[str]) -> str:
+    """CORRECT when the answer equals any solution, else WRONG, or UNGRADABLE when it cannot be read at
+    all.
+    """
+    if len(answer) > MAX_ANSWER_CHARS:
+        return UNGRADABLE
+    readable = False
+    for solution in solutions:
+        verdict = quick_verdict(answer, solution)
+        if verdict is None:
+            verdict = _math_verify(answer, solution)
+            if verdict is not True:
+                by_rule = _sympy_rule(answer, solution)
+                verdict = by_rule if by_rule is not None else verdict
+        if verdict:
+            return CORRECT
+        readable = readable or verdict is not None
+    return WRONG if readable else UNGRADABLE
+
+
+def quick_grade(answer: str, solutions: list[str]) -> str | None:
+    """As `grade_answer` where no algebra is needed, in microseconds; None where it is."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return UNGRADABLE
+    undecided = False
+    for solution in solutions:
+        verdict = quick_verdict(answer, solution)
+        if verdict:
+            return CORRECT
+        undecided = undecided or verdict is None
+    return None if undecided else WRONG
+
+
+# ------------------------------------------------------------------------------------------ math-verify
+
+
+@functools.cache
+def _extraction() -> tuple[Any, ...]:
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about its own timeouts being off
+    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    configs = _extraction()
+    return parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None)
+
+
+def _math_verify(answer: str, solution: str) -> bool | None:
+    """math-verify's verdict; None when it cannot read the answer or the solution."""
+    from math_verify import verify
+
+    ours, theirs = normalise(answer), normalise(solution)
+    candidates = [(ours, theirs)]
+    (our_value, our_unit), (their_value, their_unit) = split_unit(ours), split_unit(theirs)
+    if (our_unit or their_unit) and (our_unit == their_unit or not our_unit or not their_unit):
+        candidates.append((our_value, their_value))
+    readable = False
+    for ours, theirs in candidates:
+        target, gold = _parse(ours), _parse(theirs)
+        if not _is_math(target) or not _is_math(gold):
+            continue
+        readable = True
+        if verify(gold, target, timeout_seconds=None):
+            return True
+    return False if readable else None
+
+
+def _is_math(parsed: list[Any]) -> bool:
+    """math-verify gives back bare text for what it cannot parse, and equal text is no proof of equal
+    value.
+    """
+    return any(not isinstance(item, str) for item in parsed)
+
+
+# ------------------------------------------------------------------------------------------ sympy rule
+
+
+def _sympy_rule(answer: str, solution: str) -> bool | None:
+    """Element-wise equality of tuples, sets and intervals, each by `simplify(a - b) == 0`; None if
+    unreadable.
+
+    LaTeX goes through pylatexenc, so that forms math-verify's grammar rejects still count.
+    """
+    ours, theirs = _plain(answer), _plain(solution)
+    our_open, our_parts, our_close = _split(ours)
+    their_open, their_parts, their_close = _split(theirs)
+    if (our_open, our_close) != (their_open, their_close) or len(our_parts) != len(their_parts):
+        return None
+    if our_open == "{":
+        left = list(their_parts)
+        for part in our_parts:
+            match = next((other for other in left if _equal(part, other)), None)
+            if match is None:
+                return False
+            left.remove(match)
+        return True
+    verdicts = [_equal(a, b) for a, b in zip(our_parts, their_parts)]
+    if None in verdicts:
+        return None
+    return all(verdicts)
+
+
+def _plain(text: str) -> str:
+    from pylatexenc.latex2text import LatexNodes2Text
+
+    text = normalise(text).replace("\\{", "⦃").replace("\\}", "⦄")
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"(\1)/(\2)", text)
+    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))", text)
+    text = re.sub(r"\\sqrt\s*\{([^{}]*)\}", r"sqrt(\1)", text)
+    if "\\" in text:
+        text = LatexNodes2Text().latex_to_text(text)
+    for old, new in (
+        ("√", "sqrt"),
+        ("π", "pi"),
+        ("∞", "oo"),
+        ("\u222a", "U"),
+        ("·", "*"),
+        ("\u00d7", "*"),
+        ("^", "**"),
+    ):
+        text = text.replace(old, new)
+    return text.replace("⦃", "{").replace("⦄", "}").strip()
+
+
+def _split(text: str) -> tuple[str, list[str], str]:
+    """("(", ["1", "2"], ")") of "(1, 2)"; brackets are empty for a single value."""
+    pairs = {"(": ")]", "[": "])", "{": "}"}
+    if len(text) > 2 and text[0] in pairs and text[-1] in pairs[text[0]]:
+        parts, depth, start = [], 0, 1
+        for i, char in enumerate(text[1:-1], 1):
+            depth += (char in "([{") - (char in ")]}")
+            if depth < 0:
+                return "", [text], ""
+            if char == "," and depth == 0:
+                parts.append(text[start:i].strip())
+                start = i + 1
+        parts.append(text[start:-1].strip())
+        if len(parts) > 1 or text[0] == "{":
+            return text[0], parts, text[-1]
+    return "", [text], ""
+
+
+def _equal(a: str, b: str) -> bool | None:
+    verdict = quick_verdict(a, b)
+    if verdict is not None:
+        return verdict
+    left, right = _expression(a), _expression(b)
+    if left is None or right is None:
+        return None
+    import sympy
+
+    try:
+        return bool(sympy.simplify(left - right) == 0)
+    except (TypeError, ValueError, AttributeError, ArithmeticError):
+        return False
+
+
+def _expression(text: str) -> Any:
+    """A sympy expression of plain text, or None.
+
+    sympy's parser evaluates Python, so only digits, operators, single letters and known functions may pass.
+    """
+    names = _NAMES.findall(text)
+    safe = _SAFE.fullmatch(text) and not _ATTRIBUTE.search(text) and not is_word(text) and "=" not in text
+    if not safe or len(text) > 500 or any(len(n) > 1 and n not in _ALLOWED_NAMES for n in names):
+        return None
+    from sympy.parsing.sympy_parser import (
+        implicit_multiplication_application,
+        parse_expr,
+        standard_transformations,
+    )
+
+    transformations = (*standard_transformations, implicit_multiplication_application)
+    try:
+        return parse_expr(text.replace("^", "**"), transformations=transformations)
+    except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return None

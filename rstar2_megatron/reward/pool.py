@@ -1,0 +1,238 @@
+"""Grades responses; cannot hang, cannot be bombed, works in any thread and event loop.
+
+Plain text and numbers are decided on the spot. What needs algebra goes to a worker process; a worker that is
+not done in time, or that dies, is killed and replaced, and the answer is graded 0 with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rstar2_megatron.reward.answer_text import extract_answer
+from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, quick_grade
+
+GRADER_TIMEOUT = "grader_timeout"
+DETAILS = ("correct", "wrong", "no_answer_tag", "no_box", "ungradable", "grader_timeout")
+DEFAULT_MEMORY_BYTES = (
+    2 * 1024**3
+)  # address space; numpy's and sympy's libraries alone map several hundred MB
+_START_TIMEOUT_S = 120.0
+_CACHE_SIZE = 20_000
+
+
+class GraderLost(RuntimeError):
+    """A grading process could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """reward is 1.0 or 0.0; detail is one of DETAILS; answer is what stood in the box."""
+
+    reward: float
+    detail: str
+    answer: str | None = None
+
+
+class GraderPool:
+    """`num_workers` grading processes, started when first needed.
+
+    `timeout_s` bounds the grading of one answer, waiting for a free worker not included.
+    """
+
+    def __init__(
+        self, num_workers: int = 1, timeout_s: float = 2.0, *, memory_bytes: int = DEFAULT_MEMORY_BYTES
+    ) -> None:
+        if num_workers < 1 or timeout_s <= 0:
+            raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
+        self._timeout_s = timeout_s
+        self._memory_bytes = memory_bytes
+        # One thread per worker: a worker dies with the thread that started it, so threads live as long as
+        # the pool.
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        for _ in range(num_workers):
+            self._idle.put(None)
+        self._lock = threading.Lock()
+        self._workers: set[_Worker] = set()
+        self._cache: OrderedDict[tuple[str, tuple[str, ...]], str] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Grades by detail, and `workers_replaced`."""
+        with self._lock:
+            return dict(self._counts)
+
+    async def grade(self, response_text: str, solutions: list[str]) -> Grade:
+        """Grade a response by its last box inside its last `<answer>`. Raises GraderLost, RuntimeError if
+        closed.
+        """
+        grade = self._quick(response_text, solutions)
+        if isinstance(grade, Grade):
+            return grade
+        return await asyncio.wrap_future(self._threads.submit(self._slow, grade, list(solutions)))
+
+    def grade_now(self, response_text: str, solutions: list[str]) -> Grade:
+        """As `grade`, blocking."""
+        grade = self._quick(response_text, solutions)
+        if isinstance(grade, Grade):
+            return grade
+        return self._threads.submit(self._slow, grade, list(solutions)).result()
+
+    def close(self) -> None:
+        """End all workers. Grades under way get `grader_timeout`."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.kill()
+
+    def __enter__(self) -> GraderPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _quick(self, response_text: str, solutions: list[str]) -> Grade | str:
+        """A grade, or the answer that needs a worker."""
+        if self._closed:
+            raise RuntimeError("the grader pool is closed")
+        extracted = extract_answer(response_text)
+        if extracted.answer is None:
+            return self._count(Grade(0.0, extracted.detail))
+        detail = quick_grade(extracted.answer, solutions)
+        if detail is None:
+            with self._lock:
+                detail = self._cache.get((extracted.answer, tuple(solutions)))
+        if detail is None:
+            return extracted.answer
+        return self._count(Grade(float(detail == CORRECT), detail, extracted.answer))
+
+    def _slow(self, answer: str, solutions: list[str]) -> Grade:
+        worker = self._idle.get()
+        try:
+            if worker is None or not worker.alive:
+                worker = self._start_worker()
+            detail = worker.ask(answer, solutions, self._timeout_s)
+            if detail in (GRADER_TIMEOUT, UNGRADABLE) and not worker.alive:
+                with self._lock:
+                    self._workers.discard(worker)
+                    self._counts["workers_replaced"] += 1
+                worker = None
+            else:
+                self._remember(answer, solutions, detail)
+        finally:
+            self._idle.put(worker)
+        return self._count(Grade(float(detail == CORRECT), detail, answer))
+
+    def _start_worker(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the grader pool is closed")
+        worker = _Worker(self._memory_bytes)
+        with self._lock:
+            self._workers.add(worker)
+            closed = self._closed
+        if closed:
+            worker.kill()
+            raise RuntimeError("the grader pool is closed")
+        return worker
+
+    def _remember(self, answer: str, solutions: list[str], detail: str) -> None:
+        with self._lock:
+            self._cache[(answer, tuple(solutions))] = detail
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+
+    def _count(self, grade: Grade) -> Grade:
+        with self._lock:
+            self._counts[grade.detail] += 1
+        return grade
+
+
+class _Worker:
+    """One grading process and its pipes."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rstar2_megatron.reward.worker", str(memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        self._buffer = b""
+        if self._read_line(_START_TIMEOUT_S) != b'"ready"':
+            code = self._process.poll()
+            self.kill()
+            raise GraderLost(
+                f"a grading process did not start within {_START_TIMEOUT_S:.0f} s (exit code {code}); run "
+                f"`python -m rstar2_megatron.reward.worker {memory_bytes}` to see why"
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, answer: str, solutions: list[str], timeout_s: float) -> str:
+        """The verdict; GRADER_TIMEOUT or UNGRADABLE with the process dead when it hung or crashed."""
+        request = json.dumps({"answer": answer, "solutions": solutions}) + "\n"
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(request.encode())
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            self.kill()
+            return UNGRADABLE
+        deadline = time.monotonic() + timeout_s
+        line = self._read_line(timeout_s)
+        if line is None:
+            hung = self.alive and time.monotonic() >= deadline
+            self.kill()
+            return GRADER_TIMEOUT if hung else UNGRADABLE
+        return str(json.loads(line))
+
+    def _read_line(self, timeout_s: float) -> bytes | None:
+        """The next line; None when time is up or the process has ended."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    return None
+                chunk = os.read(self._process.stdout.fileno(), 65536)
+                if not chunk:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(1.0)
+                    return None
+                self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def kill(self) -> None:
+        """End the process and close its pipes; harmless when repeated."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,51 @@
+"""A grading process: answers come in on stdin, verdicts go out on stdout, one JSON line each.
+
+    python -m rstar2_megatron.reward.worker MEMORY_BYTES
+
+It may be killed at any time: it holds nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+
+from rstar2_megatron.reward.math_grader import UNGRADABLE, grade_answer
+
+_PR_SET_PDEATHSIG = 1
+_RECURSION_LIMIT = 3000  # deep enough for real answers, shallow enough for the C stack
+
+
+def _limit(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    sys.setrecursionlimit(_RECURSION_LIMIT)
+    sys.set_int_max_str_digits(10_000)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stuck worker must not outlive the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    # Replies have a channel of their own: whatever a library prints goes to stderr.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    # Load the libraries before the limits and before the first clock runs.
+    grade_answer("\\sqrt{2}+x", ["x+\\sqrt{2}"])
+    grade_answer("(1,\\frac{x}{2})", ["(1,x/2+0)"])
+    _limit(int(sys.argv[1]))
+    replies.write('"ready"\n')
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            detail = grade_answer(request["answer"], request["solutions"])
+        except Exception:  # what a parser throws on hostile text is not foreseeable; all of it is ungradable
+            detail = UNGRADABLE
+        replies.write(json.dumps(detail) + "\n")
+
+
+if __name__ == "__main__":
+    main()
