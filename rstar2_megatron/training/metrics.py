@@ -1,180 +1,298 @@
-"""Figures of a step from its groups; the line a person reads; metrics.jsonl. Pure: no Ray, no torch.
+"""What a step is reported as: names, the JSON-lines file, the aligned line on the terminal. Pure.
 
-Names are RLinf's where RLinf has them (docs/metrics.md maps them to verl's). `rollout/pass_rate` counts every
-finished trajectory before rejection; `rollout/reward_scores` and the lengths under RLinf's names are after
-rejection and resampling, as RLinf logs them.
+Names are RLinf's where RLinf has the quantity (`rollout/reward_scores`, `train/actor/policy_loss`,
+`time/step`); `report/names.py` maps them to verl's. Steps count finished updates from 1, and the last one is
+logged too.
+
+Reward and length exist at three places, because public curves differ in which one they show:
+
+- of every usable trajectory: `rollout/pass_rate`, `rollout/response_length_all`;
+- after groups of equal reward are rejected: `rollout/reward_after_rejection`,
+  `rollout/response_length_after_rejection`;
+- after resample-on-correct, as trained on (RLinf's curves): `rollout/reward_scores`,
+  `rollout/response_length`.
+
+A mean over nothing is left out of the step's metrics; a count or ratio of events that did not occur is 0.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.algorithm.roc import ResampleResult
-from rstar2_megatron.trajectory import FinishReason, Group, Trajectory
+from rstar2_megatron.algorithm.roc import Rejection, ResampleResult
+from rstar2_megatron.trajectory import FinishReason, Group, ToolOutcome, Trajectory
 
 Metrics = dict[str, float]
 
 
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0
-
-
-def tool_error_ratio(trajectories: Iterable[Trajectory]) -> float:
-    """Tool calls that failed by the model's fault over all its tool calls; 0.0 without calls."""
-    calls = errors = 0
-    for trajectory in trajectories:
-        calls += len(trajectory.tool_calls)
-        errors += trajectory.num_tool_errors
-    return errors / calls if calls else 0.0
-
-
-def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:
-    """Figures of one rollout phase and of what resampling kept of it."""
-    finished = [t for g in groups for t in g.usable]
-    dropped = sum(len(g.trajectories) - len(g.usable) for g in groups)
-    kept = [t for result in resampled for t in result.kept]
-    positives = [t for t in finished if t.reward]
-    negatives = [t for t in finished if not t.reward]
-    kept_groups = [r for r in resampled if not r.rejected]
-    lengths = [len(t.response_ids) for t in kept]
-    metrics: Metrics = {
-        "rollout/pass_rate": _mean(t.reward or 0.0 for t in finished),
-        "rollout/reward_scores": _mean(t.reward or 0.0 for t in kept),
-        "rollout/response_length": _mean(lengths),
-        "rollout/max_of_response_length": float(max(lengths, default=0)),
-        "rollout/min_of_response_length": float(min(lengths, default=0)),
-        "rollout/response_length_before_roc": _mean(len(t.response_ids) for t in finished),
-        "rollout/generated_length_before_roc": _mean(t.num_trained_tokens for t in finished),
-        "rollout/prompt_length": _mean(len(t.prompt_ids) for t in kept),
-        "rollout/total_num_sequence": float(len(kept)),
-        "rollout/num_trajectories": float(len(finished)),
-        "rollout/dropped_infrastructure": float(dropped),
-        "rollout/num_turns": _mean(t.num_turns for t in finished),
-        "rollout/tool_calls_per_trajectory": _mean(len(t.tool_calls) for t in finished),
-        "rollout/no_tool_ratio": _mean(float(not t.tool_calls) for t in finished),
-        "rollout/tool_error_ratio": tool_error_ratio(finished),
-        "rollout/tool_error_ratio_positive": tool_error_ratio(positives),
-        "rollout/tool_error_ratio_negative": tool_error_ratio(negatives),
-        "rollout/tool_error_ratio_kept_positive": tool_error_ratio(t for t in kept if t.reward),
-        "rollout/groups": float(len(groups)),
-        "rollout/groups_kept": float(len(kept_groups)),
-        "rollout/groups_rejected": float(len(resampled) - len(kept_groups)),
-        "rollout/groups_all_correct": float(sum(_all_equal(g, 1.0) for g in groups)),
-        "rollout/groups_all_wrong": float(sum(_all_equal(g, 0.0) for g in groups)),
-        "rollout/answers_per_trajectory": _mean(_answers(t) for t in finished),
-        "rollout/no_answer_ratio": _mean(float(_answers(t) == 0) for t in finished),
-        "rollout/trajectory_seconds": _mean(t.seconds for t in finished),
-    }
-    for reason in FinishReason:
-        of_all = [t for g in groups for t in g.trajectories]
-        metrics[f"rollout/finish/{reason.value}"] = _mean(float(t.finish_reason is reason) for t in of_all)
-    return metrics
-
-
-def _all_equal(group: Group, reward: float) -> bool:
-    rewards = group.rewards
-    return bool(rewards) and all(r == reward for r in rewards)
-
-
-def _answers(trajectory: Trajectory) -> int:
-    return sum(text.count("</answer>") for text in trajectory.assistant_texts)
-
-
 def step_metrics(
+    step: int,
     groups: Sequence[Group],
     resampled: Sequence[ResampleResult],
-    actor: Metrics,
-    stats: Metrics,
-    seconds: Metrics,
+    actor_metrics: Mapping[str, float],
+    seconds: Mapping[str, float],
+    *,
+    max_new_tokens: int,
+    rollout_stats: Mapping[str, float] | None = None,
 ) -> Metrics:
-    """One row of metrics.jsonl but for `step`.
+    """All metrics of one step. `seconds` has at least `step`, `rollout` and `training`.
 
-    `actor` are the actor's figures ("actor/policy_loss", ...), `stats` the engines' ("generated_tokens", ...),
-    `seconds` the parts of the step ("rollout", "training", "step", ...).
+    actor_metrics: named `actor/...`, written as `train/actor/...`.
+    rollout_stats: counters of the engines and the judge client, written as `rollout/engine/...`.
     """
-    metrics = rollout_metrics(groups, resampled)
-    metrics["rollout/logprob_diff_mean"] = actor.get("actor/logprob_diff_mean", 0.0)
-    metrics["rollout/logprob_diff_max"] = actor.get("actor/logprob_diff_max", 0.0)
-    metrics.update({f"train/{name}": value for name, value in actor.items()})
-    metrics.update({f"engine/{name}": value for name, value in stats.items()})
-    metrics.update({f"time/{name}": value for name, value in seconds.items()})
-    generated = sum(t.num_trained_tokens for g in groups for t in g.trajectories)
-    metrics["rollout/tokens_per_second"] = generated / max(seconds.get("rollout", 0.0), 1e-9)
-    trained = actor.get("actor/total_tokens", 0.0)
-    metrics["train/tokens_per_second"] = trained / max(seconds.get("training", 0.0), 1e-9)
+    metrics: Metrics = {"step": step}
+    metrics.update(rollout_metrics(groups, resampled, max_new_tokens=max_new_tokens))
+    metrics.update({f"train/{name}": float(value) for name, value in actor_metrics.items()})
+    metrics.update({f"rollout/engine/{name}": float(v) for name, v in (rollout_stats or {}).items()})
+    metrics.update({f"time/{name}": float(value) for name, value in seconds.items()})
+    for which in ("mean", "max"):
+        if f"actor/logprob_diff_{which}" in actor_metrics:
+            metrics[f"rollout/logprob_diff_{which}"] = float(actor_metrics[f"actor/logprob_diff_{which}"])
+    if seconds.get("rollout"):
+        metrics["rollout/tokens_per_second"] = metrics["rollout/generated_tokens"] / seconds["rollout"]
+    if seconds.get("training"):
+        trained = sum(t.length for result in resampled for t in result.kept)
+        metrics["train/tokens_per_second"] = trained / seconds["training"]
     return metrics
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    width: int
-    text: Any  # Metrics -> str
+def rollout_metrics(
+    groups: Sequence[Group], resampled: Sequence[ResampleResult], *, max_new_tokens: int
+) -> Metrics:
+    """Metrics of graded groups and of what resampling kept of each. Raises ValueError when they do not
+    match.
+    """
+    if len(groups) != len(resampled):
+        raise ValueError(f"{len(groups)} groups but {len(resampled)} resampling results")
+    every = [t for group in groups for t in group.trajectories]
+    usable = [t for group in groups for t in group.usable]
+    survived = [t for group, result in zip(groups, resampled) if not result.rejected for t in group.usable]
+    kept = [t for result in resampled for t in result.kept]
+
+    metrics: Metrics = {}
+    _put_mean(metrics, "rollout/pass_rate", _rewards(usable))
+    _put_mean(metrics, "rollout/reward_after_rejection", _rewards(survived))
+    _put_mean(metrics, "rollout/reward_scores", _rewards(kept))
+    _put_mean(metrics, "rollout/response_length_all", [len(t.response_ids) for t in usable])
+    _put_mean(metrics, "rollout/response_length_after_rejection", [len(t.response_ids) for t in survived])
+    lengths = [len(t.response_ids) for t in kept]
+    _put_mean(metrics, "rollout/response_length", lengths)
+    if lengths:
+        metrics["rollout/max_of_response_length"] = max(lengths)
+        metrics["rollout/min_of_response_length"] = min(lengths)
+    _put_mean(metrics, "rollout/prompt_length", [len(t.prompt_ids) for t in kept])
+
+    metrics["rollout/num_trajectories"] = len(every)
+    metrics["rollout/total_num_sequence"] = len(kept)
+    metrics["rollout/dropped_infrastructure"] = len(every) - len(usable)
+    metrics["rollout/generated_tokens"] = sum(t.num_trained_tokens for t in every)
+    metrics.update(_group_metrics(groups, resampled))
+    metrics.update(_ending_metrics(every, usable, max_new_tokens))
+    metrics.update(_tool_metrics(usable))
+    metrics.update(_format_metrics(resampled))
+    for detail, count in sorted(Counter(_detail(t) for t in usable).items()):
+        metrics[f"rollout/grade/{detail}"] = count
+    return metrics
 
 
-_COLUMNS = (
-    _Column("step", 5, lambda m: f"{m['step']:.0f}"),
-    _Column("pass", 6, lambda m: f"{m['rollout/pass_rate']:.3f}"),
-    _Column("reward", 7, lambda m: f"{m['rollout/reward_scores']:.3f}"),
-    _Column("kept/rej", 9, lambda m: f"{m['rollout/groups_kept']:.0f}/{m['rollout/groups_rejected']:.0f}"),
-    _Column("toolerr+", 9, lambda m: f"{m['rollout/tool_error_ratio_positive']:.3f}"),
-    _Column("len", 7, lambda m: f"{m['rollout/response_length']:.0f}"),
-    _Column("turns", 6, lambda m: f"{m['rollout/num_turns']:.2f}"),
-    _Column("roll tok/s", 11, lambda m: f"{m['rollout/tokens_per_second']:.0f}"),
-    _Column("train tok/s", 12, lambda m: f"{m['train/tokens_per_second']:.0f}"),
-    _Column("s/step", 7, lambda m: f"{m['time/step']:.1f}"),
-    _Column("= roll", 7, lambda m: f"{m.get('time/rollout', 0):.1f}"),
-    _Column("train", 6, lambda m: f"{m.get('time/training', 0):.1f}"),
-    _Column("sync", 5, lambda m: f"{m.get('time/sync_weights', 0):.1f}"),
-    _Column("|dlogp|", 9, lambda m: f"{m['rollout/logprob_diff_mean']:.1e}"),
-)
+def _group_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:
+    reasons = Counter(result.reason for result in resampled if result.rejected)
+    pass_rates = [sum(group.rewards) / len(group.usable) for group in groups if group.usable]
+    return {
+        "rollout/groups": len(groups),
+        "rollout/groups_kept": len(groups) - sum(reasons.values()),
+        "rollout/groups_rejected": sum(reasons.values()),
+        "rollout/groups_rejected_all_correct": reasons[Rejection.ALL_CORRECT],
+        "rollout/groups_rejected_all_wrong": reasons[Rejection.ALL_WRONG],
+        "rollout/groups_rejected_too_few": reasons[Rejection.TOO_FEW],
+        "rollout/groups_never_solved": sum(rate <= 0 for rate in pass_rates),
+        "rollout/groups_always_solved": sum(rate >= 1 for rate in pass_rates),
+    }
 
 
-def header_line() -> str:
-    """Titles of `step_line`."""
-    return "".join(c.title.rjust(c.width) for c in _COLUMNS)
+def _ending_metrics(
+    every: Sequence[Trajectory], usable: Sequence[Trajectory], max_new_tokens: int
+) -> Metrics:
+    endings = Counter(t.finish_reason for t in every)
+    metrics: Metrics = {f"rollout/finish/{reason.value}": endings[reason] for reason in FinishReason}
+    metrics["rollout/finish/none"] = endings[None]
+    clipped = sum(
+        t.finish_reason is FinishReason.LENGTH_LIMIT or len(t.response_ids) >= max_new_tokens for t in usable
+    )
+    answered = sum(t.finish_reason is FinishReason.ANSWERED for t in usable)
+    metrics["rollout/clip_ratio"] = _ratio(clipped, len(usable))
+    metrics["rollout/fraction_of_samples_properly_ended"] = _ratio(answered, len(usable))
+    turns = [t.num_turns for t in usable]
+    _put_mean(metrics, "rollout/num_turns", turns)
+    if turns:
+        metrics["rollout/max_of_num_turns"] = max(turns)
+        metrics["rollout/min_of_num_turns"] = min(turns)
+    _put_mean(metrics, "rollout/trajectory_seconds", [t.seconds for t in usable])
+    return metrics
 
 
-def step_line(metrics: Metrics) -> str:
-    """One aligned line: pass rate before RoC, reward after, groups kept/rejected, tool errors of positives, ..."""
-    return "".join(c.text(metrics).rjust(c.width) for c in _COLUMNS)
+def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
+    """Errors per call, of all and apart for positives and negatives (the paper's Fig. 4 shows positives)."""
+    positive = [t for t in usable if (t.reward or 0.0) > 0]
+    negative = [t for t in usable if (t.reward or 0.0) <= 0]
+    metrics: Metrics = {}
+    for suffix, trajectories in (("", usable), ("_positive", positive), ("_negative", negative)):
+        calls = [
+            call
+            for t in trajectories
+            for call in t.tool_calls
+            if call.outcome is not ToolOutcome.INFRASTRUCTURE
+        ]
+        errors = sum(call.outcome.is_model_error for call in calls)
+        metrics[f"rollout/tool_error_ratio{suffix}"] = _ratio(errors, len(calls))
+        metrics[f"rollout/tool_calls{suffix}"] = len(calls)
+        without = sum(not t.tool_calls for t in trajectories)
+        metrics[f"rollout/no_tool_ratio{suffix}"] = _ratio(without, len(trajectories))
+    every = [call for t in usable for call in t.tool_calls]
+    outcomes = Counter(call.outcome for call in every)
+    metrics.update({f"rollout/tool_outcome/{o.value}": outcomes[o] for o in ToolOutcome})
+    _put_mean(metrics, "rollout/tool_seconds", [call.seconds for call in every])
+    if every:
+        metrics["rollout/max_of_tool_seconds"] = max(call.seconds for call in every)
+    return metrics
 
 
-class MetricsFile:
-    """metrics.jsonl: one object a step, on disk when `append` returns."""
+def _format_metrics(resampled: Sequence[ResampleResult]) -> Metrics:
+    """Penalties and answer tags as resampling measured them, over every usable trajectory."""
+    penalties = [p for result in resampled for p in result.penalties]
+    metrics: Metrics = {}
+    if not penalties:
+        return metrics
+    _put_mean(metrics, "rollout/penalty_error", [p.error for p in penalties])
+    _put_mean(metrics, "rollout/penalty_format", [p.answer_format for p in penalties])
+    _put_mean(metrics, "rollout/answers_per_trajectory", [p.num_answers for p in penalties])
+    metrics["rollout/answers_zero"] = sum(p.num_answers == 0 for p in penalties)
+    metrics["rollout/answers_one"] = sum(p.num_answers == 1 for p in penalties)
+    metrics["rollout/answers_many"] = sum(p.num_answers > 1 for p in penalties)
+    kept = [result.penalties[i] for result in resampled if result.penalties for i in result.indices]
+    _put_mean(metrics, "rollout/penalty_error_kept", [p.error for p in kept])
+    _put_mean(metrics, "rollout/penalty_format_kept", [p.answer_format for p in kept])
+    return metrics
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
 
-    def append(self, row: Metrics) -> None:
+def _rewards(trajectories: Iterable[Trajectory]) -> list[float]:
+    return [t.reward for t in trajectories if t.reward is not None]
+
+
+def _detail(trajectory: Trajectory) -> str:
+    return trajectory.grade_detail or "ungraded"
+
+
+def _put_mean(metrics: Metrics, name: str, values: Sequence[float]) -> None:
+    if values:
+        metrics[name] = sum(values) / len(values)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+# ------------------------------------------------------------------------------------------- metrics.jsonl
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one object a step, on disk before `append` returns."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        """Write one step. A number that is not finite is written as null: JSON has no other word for it."""
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def truncate_after(self, step: int) -> None:
-        """Drop rows of steps after `step`, which a resumed run does again, and a line that a kill cut short."""
-        rows = [row for row in self.read() if row["step"] <= step]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        partial = self.path.with_suffix(".unfinished")
-        partial.write_text(text, encoding="utf-8")
+    def resume(self, step: int) -> int:
+        """Drop the lines after `step`, the checkpoint's, and a line that a kill cut. Returns how many."""
+        if not self.path.is_file():
+            return 0
+        lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        kept = [line for line in lines if (row := _row(line)) is not None and row.get("step", 0) <= step]
+        partial = self.path.with_name(self.path.name + ".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(self.path)
+        return len(lines) - len(kept)
 
-    def read(self) -> list[Metrics]:
-        """All complete rows; a last line cut short is left out."""
-        if not self.path.exists():
+    def rows(self) -> list[dict[str, Any]]:
+        """The steps written so far, oldest first; lines that cannot be read are left out."""
+        if not self.path.is_file():
             return []
-        rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-        return rows
+        rows = (_row(line) for line in self.path.read_text(encoding="utf-8").splitlines())
+        return [row for row in rows if row is not None]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+# ---------------------------------------------------------------------------------------- terminal line
+
+
+class StepPrinter:
+    """One aligned line a step, with a header every `header_every` lines.
+
+    `tool err` is among positives; `train` and `roll` tok/s are tokens packed for training and generated;
+    `|dlogp|` is the mean difference of log-probs between actor and engine.
+    """
+
+    HEADER = (
+        "   step   pass  reward  kept/rej  tool err  length  turns  roll tok/s  train tok/s "
+        "  step s = roll + train + sync + rest   |dlogp|"
+    )
+
+    def __init__(self, max_steps: int, header_every: int = 20) -> None:
+        self._width = len(str(max_steps))
+        self._max_steps = max_steps
+        self._header_every = header_every
+        self._lines = 0
+
+    def line(self, metrics: Mapping[str, Any]) -> str:
+        """The line of a step, its header before it when due. Quantities that are absent show as `-`."""
+
+        def number(name: str, form: str) -> str:
+            value = metrics.get(name)
+            width = form.lstrip(">").split(".")[0].rstrip("fe")
+            if value is None or not math.isfinite(value):
+                return f"{'-':>{width}}"
+            return f"{value:{form}}"
+
+        parts = [metrics.get(f"time/{name}") or 0.0 for name in ("rollout", "training", "sync_weights")]
+        step_s = metrics.get("time/step") or sum(parts)
+        rest = max(step_s - sum(parts), 0.0)
+        groups = (
+            f"{metrics.get('rollout/groups_kept', 0):.0f}/{metrics.get('rollout/groups_rejected', 0):.0f}"
+        )
+        step = f"{metrics['step']:>{self._width}}/{self._max_steps}"
+        text = (
+            f"{step:>7}  {number('rollout/pass_rate', '>5.3f')}   {number('rollout/reward_scores', '>5.3f')}"
+            f"  {groups:>8}  {number('rollout/tool_error_ratio_positive', '>8.3f')}"
+            f"  {number('rollout/response_length', '>6.0f')}  {number('rollout/num_turns', '>5.2f')}"
+            f"  {number('rollout/tokens_per_second', '>10.0f')}"
+            f"  {number('train/tokens_per_second', '>11.0f')}"
+            f"  {step_s:>7.1f} = {parts[0]:>4.1f} + {parts[1]:>5.1f} + {parts[2]:>4.1f} + {rest:>4.1f}"
+            f"  {number('rollout/logprob_diff_mean', '>8.1e')}"
+        )
+        due = self._lines % self._header_every == 0
+        self._lines += 1
+        return f"{self.HEADER}\n{text}" if due else text
