@@ -7,10 +7,12 @@ A row is `{"prompt": [{"role": ..., "content": ...}, ...], "solutions": [...], "
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
 
@@ -119,17 +121,19 @@ class ProblemLoader:
     """
 
     def __init__(
-        self, problems: Sequence[Problem], batch_size: int, *, shuffle: bool, seed: int, max_epochs: int
+        self, problems: Sequence[Problem], data: DataSettings, max_epochs: int | None = None
     ) -> None:
+        """Raises DataError when the problems do not fill one batch."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
+        batch_size = data.rollout_batch_size
         if len(problems) < batch_size:
             raise DataError(
                 f"{len(problems)} problems do not fill a step of data.rollout_batch_size={batch_size}; lower it "
                 "or add problems"
             )
         self._problems = list(problems)
-        self._sampler = _EpochSampler(len(problems), shuffle, seed)
+        self._sampler = _EpochSampler(len(problems), data.shuffle, data.seed)
         self._loader = StatefulDataLoader(
             self._problems,  # type: ignore[arg-type]
             batch_size=batch_size,
@@ -151,9 +155,9 @@ class ProblemLoader:
     def batches_per_epoch(self) -> int:
         return len(self._loader)
 
-    def next(self) -> list[Problem]:
-        """The next batch. Raises StopIteration after `max_epochs` epochs."""
-        while self._epoch < self._max_epochs:
+    def next_batch(self) -> list[Problem]:
+        """The next batch. Raises DataError after `max_epochs` epochs."""
+        while self._max_epochs is None or self._epoch < self._max_epochs:
             if self._batches is None:
                 self._sampler.epoch = self._epoch
                 self._batches = iter(self._loader)
@@ -162,7 +166,7 @@ class ProblemLoader:
                 return batch
             self._epoch += 1
             self._batches = None
-        raise StopIteration
+        raise DataError(f"runner.max_epochs={self._max_epochs} epochs of the data are over; raise it")
 
     def state_dict(self) -> dict[str, Any]:
         """Position for a checkpoint; small, and meaningful only with the same problems, seed and batch
@@ -202,8 +206,6 @@ class _EpochSampler:
         return self._size
 
     def __iter__(self) -> Iterator[int]:
-        import random
-
         order = list(range(self._size))
         if self._shuffle:
             random.Random(f"{self._seed}-{self.epoch}").shuffle(order)

@@ -32,24 +32,21 @@ Metrics = dict[str, float]
 
 
 def step_metrics(
-    step: int,
     groups: Sequence[Group],
     resampled: Sequence[ResampleResult],
     actor_metrics: Mapping[str, float],
+    rollout_stats: Mapping[str, float],
     seconds: Mapping[str, float],
-    *,
-    max_new_tokens: int,
-    rollout_stats: Mapping[str, float] | None = None,
 ) -> Metrics:
-    """All metrics of one step. `seconds` has at least `step`, `rollout` and `training`.
+    """All metrics of one step but its number.
 
     actor_metrics: named `actor/...`, written as `train/actor/...`.
     rollout_stats: counters of the engines and the judge client, written as `rollout/engine/...`.
+    seconds: at least `step`, `rollout` and `training`, written as `time/...`.
     """
-    metrics: Metrics = {"step": step}
-    metrics.update(rollout_metrics(groups, resampled, max_new_tokens=max_new_tokens))
+    metrics = rollout_metrics(groups, resampled)
     metrics.update({f"train/{name}": float(value) for name, value in actor_metrics.items()})
-    metrics.update({f"rollout/engine/{name}": float(v) for name, v in (rollout_stats or {}).items()})
+    metrics.update({f"rollout/engine/{name}": float(value) for name, value in rollout_stats.items()})
     metrics.update({f"time/{name}": float(value) for name, value in seconds.items()})
     for which in ("mean", "max"):
         if f"actor/logprob_diff_{which}" in actor_metrics:
@@ -57,14 +54,12 @@ def step_metrics(
     if seconds.get("rollout"):
         metrics["rollout/tokens_per_second"] = metrics["rollout/generated_tokens"] / seconds["rollout"]
     if seconds.get("training"):
-        trained = sum(t.length for result in resampled for t in result.kept)
-        metrics["train/tokens_per_second"] = trained / seconds["training"]
+        packed = sum(t.length for result in resampled for t in result.kept)
+        metrics["train/tokens_per_second"] = packed / seconds["training"]
     return metrics
 
 
-def rollout_metrics(
-    groups: Sequence[Group], resampled: Sequence[ResampleResult], *, max_new_tokens: int
-) -> Metrics:
+def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:
     """Metrics of graded groups and of what resampling kept of each. Raises ValueError when they do not
     match.
     """
@@ -93,7 +88,7 @@ def rollout_metrics(
     metrics["rollout/dropped_infrastructure"] = len(every) - len(usable)
     metrics["rollout/generated_tokens"] = sum(t.num_trained_tokens for t in every)
     metrics.update(_group_metrics(groups, resampled))
-    metrics.update(_ending_metrics(every, usable, max_new_tokens))
+    metrics.update(_ending_metrics(every, usable))
     metrics.update(_tool_metrics(usable))
     metrics.update(_format_metrics(resampled))
     for detail, count in sorted(Counter(_detail(t) for t in usable).items()):
@@ -116,15 +111,11 @@ def _group_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult])
     }
 
 
-def _ending_metrics(
-    every: Sequence[Trajectory], usable: Sequence[Trajectory], max_new_tokens: int
-) -> Metrics:
+def _ending_metrics(every: Sequence[Trajectory], usable: Sequence[Trajectory]) -> Metrics:
     endings = Counter(t.finish_reason for t in every)
     metrics: Metrics = {f"rollout/finish/{reason.value}": endings[reason] for reason in FinishReason}
     metrics["rollout/finish/none"] = endings[None]
-    clipped = sum(
-        t.finish_reason is FinishReason.LENGTH_LIMIT or len(t.response_ids) >= max_new_tokens for t in usable
-    )
+    clipped = sum(t.finish_reason is FinishReason.LENGTH_LIMIT for t in usable)
     answered = sum(t.finish_reason is FinishReason.ANSWERED for t in usable)
     metrics["rollout/clip_ratio"] = _ratio(clipped, len(usable))
     metrics["rollout/fraction_of_samples_properly_ended"] = _ratio(answered, len(usable))
@@ -201,7 +192,7 @@ def _ratio(part: float, whole: float) -> float:
 # ------------------------------------------------------------------------------------------- metrics.jsonl
 
 
-class MetricsLog:
+class MetricsFile:
     """`metrics.jsonl`: one object a step, on disk before `append` returns."""
 
     def __init__(self, path: str | Path) -> None:
@@ -216,7 +207,7 @@ class MetricsLog:
             file.flush()
             os.fsync(file.fileno())
 
-    def resume(self, step: int) -> int:
+    def truncate_after(self, step: int) -> int:
         """Drop the lines after `step`, the checkpoint's, and a line that a kill cut. Returns how many."""
         if not self.path.is_file():
             return 0
@@ -243,56 +234,47 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except json.JSONDecodeError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int | float) else None
 
 
 # ---------------------------------------------------------------------------------------- terminal line
 
 
-class StepPrinter:
-    """One aligned line a step, with a header every `header_every` lines.
+_HEADER = (
+    "  step   pass  reward  kept/rej  tool err  length  turns  roll tok/s  train tok/s"
+    "   step s = roll + train + sync + rest   |dlogp|"
+)
 
-    `tool err` is among positives; `train` and `roll` tok/s are tokens packed for training and generated;
-    `|dlogp|` is the mean difference of log-probs between actor and engine.
+
+def header_line() -> str:
+    """Column names of `step_line`.
+
+    pass: before rejection; reward: after resampling; tool err: per call among positives; tok/s: generated,
+    and packed for training; |dlogp|: mean difference of log-probs between actor and engine.
     """
+    return _HEADER
 
-    HEADER = (
-        "   step   pass  reward  kept/rej  tool err  length  turns  roll tok/s  train tok/s "
-        "  step s = roll + train + sync + rest   |dlogp|"
+
+def step_line(metrics: Mapping[str, Any]) -> str:
+    """One aligned line; quantities that are absent or not finite show as `-`."""
+
+    def number(name: str, width: int, form: str) -> str:
+        value = metrics.get(name)
+        if value is None or not math.isfinite(value):
+            return f"{'-':>{width}}"
+        return f"{value:>{width}{form}}"
+
+    parts = [metrics.get(f"time/{name}") or 0.0 for name in ("rollout", "training", "sync_weights")]
+    step_s = metrics.get("time/step") or sum(parts)
+    rest = max(step_s - sum(parts), 0.0)
+    kept, rejected = metrics.get("rollout/groups_kept", 0), metrics.get("rollout/groups_rejected", 0)
+    return (
+        f"{metrics['step']:>6.0f}  {number('rollout/pass_rate', 5, '.3f')}"
+        f"   {number('rollout/reward_scores', 5, '.3f')}  {f'{kept:.0f}/{rejected:.0f}':>8}"
+        f"  {number('rollout/tool_error_ratio_positive', 8, '.3f')}"
+        f"  {number('rollout/response_length', 6, '.0f')}  {number('rollout/num_turns', 5, '.2f')}"
+        f"  {number('rollout/tokens_per_second', 10, '.0f')}"
+        f"  {number('train/tokens_per_second', 11, '.0f')}"
+        f"  {step_s:>7.1f} = {parts[0]:>4.1f} + {parts[1]:>5.1f} + {parts[2]:>4.1f} + {rest:>4.1f}"
+        f"  {number('rollout/logprob_diff_mean', 8, '.1e')}"
     )
-
-    def __init__(self, max_steps: int, header_every: int = 20) -> None:
-        self._width = len(str(max_steps))
-        self._max_steps = max_steps
-        self._header_every = header_every
-        self._lines = 0
-
-    def line(self, metrics: Mapping[str, Any]) -> str:
-        """The line of a step, its header before it when due. Quantities that are absent show as `-`."""
-
-        def number(name: str, form: str) -> str:
-            value = metrics.get(name)
-            width = form.lstrip(">").split(".")[0].rstrip("fe")
-            if value is None or not math.isfinite(value):
-                return f"{'-':>{width}}"
-            return f"{value:{form}}"
-
-        parts = [metrics.get(f"time/{name}") or 0.0 for name in ("rollout", "training", "sync_weights")]
-        step_s = metrics.get("time/step") or sum(parts)
-        rest = max(step_s - sum(parts), 0.0)
-        groups = (
-            f"{metrics.get('rollout/groups_kept', 0):.0f}/{metrics.get('rollout/groups_rejected', 0):.0f}"
-        )
-        step = f"{metrics['step']:>{self._width}}/{self._max_steps}"
-        text = (
-            f"{step:>7}  {number('rollout/pass_rate', '>5.3f')}   {number('rollout/reward_scores', '>5.3f')}"
-            f"  {groups:>8}  {number('rollout/tool_error_ratio_positive', '>8.3f')}"
-            f"  {number('rollout/response_length', '>6.0f')}  {number('rollout/num_turns', '>5.2f')}"
-            f"  {number('rollout/tokens_per_second', '>10.0f')}"
-            f"  {number('train/tokens_per_second', '>11.0f')}"
-            f"  {step_s:>7.1f} = {parts[0]:>4.1f} + {parts[1]:>5.1f} + {parts[2]:>4.1f} + {rest:>4.1f}"
-            f"  {number('rollout/logprob_diff_mean', '>8.1e')}"
-        )
-        due = self._lines % self._header_every == 0
-        self._lines += 1
-        return f"{self.HEADER}\n{text}" if due else text
