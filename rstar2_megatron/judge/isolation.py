@@ -217,7 +217,12 @@ def choose_remaining_layers(walls: Walls) -> None:
     walls.raised("process_limit")
     if "private_root" in walls.active:
         _try_in_child(walls, "private_tmpfs", lambda: _mount_call_directory(CallLimits(), None))
-    _try_in_child(walls, "seccomp", lambda: (linux.no_new_privileges(), linux.install_seccomp_filter()))
+    _try_in_child(walls, "seccomp", _filter_calls)
+
+
+def _filter_calls() -> None:
+    linux.no_new_privileges()
+    linux.install_seccomp_filter()
 
 
 def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:

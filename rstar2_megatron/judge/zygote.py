@@ -91,8 +91,8 @@ class Zygote:
         for slot in range(len(self.groups)):
             self.start_slot(slot)
         while True:
-            ready, _, _ = select.select([self.control, wake_reader], [], [])
-            if self.control in ready and not self.control.recv(1):
+            ready, _, _ = select.select([self.control.fileno(), wake_reader], [], [])
+            if self.control.fileno() in ready and not self.control.recv(1):
                 os._exit(0)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_reader, 4096)

@@ -1,0 +1,277 @@
+"""Async client of the Code Judge: ours or the public server.
+
+A judge that is away costs waiting only: infrastructure failures are retried with jitter until
+`max_outage_s` has passed, under the same `sub_id`, so that our server runs the call once. What the snippet
+itself did wrong (error, timeout, memory) is a result and never retried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import tenacity
+
+from rstar2_megatron.judge.outcome import REASONS, Outcome
+
+_OUTCOME_OF_REASON = {reason: outcome for outcome, reason in REASONS.items()}
+_RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 2.0
+
+
+class JudgeUnavailable(RuntimeError):
+    """The judge gave no answer for `max_outage_s`. Never the snippet's fault."""
+
+
+class JudgeRejected(RuntimeError):
+    """The judge refused the request itself (HTTP 4xx): a wrong URL, token or field."""
+
+
+class _TryAgain(Exception):
+    """An infrastructure failure; the text says which."""
+
+    def __init__(self, kind: str, detail: str, wait_s: float = 0.0) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.wait_s = wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeResult:
+    """One call's result."""
+
+    outcome: Outcome
+    stdout: str
+    stderr: str
+    exit_code: int | None  # None where the server does not tell
+    seconds: float  # running time as the server measured it
+    reason: str = ""  # the wire's word: '', worker_timeout, queue_timeout, internal_error, invalid_input
+    success: bool = False  # run_success, and stdout as expected where expected_output was given
+    truncated: bool = False
+    signal: int | None = None
+    peak_memory_bytes: int | None = None
+    queue_seconds: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """True when the service failed, not the program."""
+        return self.outcome in (Outcome.INTERNAL_ERROR, Outcome.QUEUE_TIMEOUT)
+
+    @classmethod
+    def from_wire(cls, fields: dict[str, Any]) -> JudgeResult:
+        """From a SubmissionResult; the public server's lacks our extra fields."""
+        reason = fields.get("reason") or ""
+        run_success = bool(fields.get("run_success"))
+        if "outcome" in fields:
+            outcome = Outcome(fields["outcome"])
+        elif reason:
+            outcome = _OUTCOME_OF_REASON.get(reason, Outcome.INTERNAL_ERROR)
+        else:
+            outcome = Outcome.OK if run_success else Outcome.ERROR
+        return cls(
+            outcome=outcome,
+            stdout=fields.get("stdout") or "",
+            stderr=fields.get("stderr") or "",
+            exit_code=fields.get("exit_code"),
+            seconds=float(fields.get("cost") or 0.0),
+            reason=reason,
+            success=bool(fields.get("success")),
+            truncated=bool(fields.get("truncated")),
+            signal=fields.get("signal"),
+            peak_memory_bytes=fields.get("peak_memory_bytes"),
+            queue_seconds=fields.get("queue_seconds"),
+        )
+
+
+class JudgeClient:
+    """One connection pool; at most `max_concurrency` calls in flight. Belongs to the loop it is used in."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        time_limit_s: float = 4.0,
+        request_timeout_s: float = 60.0,
+        max_outage_s: float = 120.0,
+        max_concurrency: int = 128,
+        token: str | None = None,
+        client_id: str | None = None,
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url {base_url!r}: give http://HOST:PORT")
+        self.base_url = base_url.rstrip("/")
+        self.time_limit_s = time_limit_s
+        self.request_timeout_s = request_timeout_s
+        self.max_outage_s = max_outage_s
+        self.max_concurrency = max_concurrency
+        self._headers = {}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        if client_id:
+            self._headers["X-Client-Id"] = client_id
+        self._counts: Counter[str] = Counter()
+        self._outage_seconds = 0.0
+        self._down_since: float | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._gate: asyncio.Semaphore | None = None
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        *,
+        kind: str = "python",
+        expected_output: str | None = None,
+        options: dict[str, str] | None = None,
+    ) -> JudgeResult:
+        """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected."""
+        submission = {
+            "sub_id": uuid.uuid4().hex,
+            "type": kind,
+            "solution": code,
+            "input": stdin,
+            "options": {"time_limit_s": str(self.time_limit_s), **(options or {})},
+        }
+        if expected_output is not None:
+            submission["expected_output"] = expected_output
+        self._counts["calls"] += 1
+        if self._gate is None:
+            self._gate = asyncio.Semaphore(self.max_concurrency)
+        async with self._gate:
+            result = await self._persist(submission)
+            if result.outcome is Outcome.INTERNAL_ERROR:  # once more, as a new job
+                self._counts["retries"] += 1
+                self._counts["internal_errors"] += 1
+                result = await self._persist({**submission, "sub_id": uuid.uuid4().hex})
+        self._counts[f"outcome_{result.outcome}"] += 1
+        return result
+
+    async def _persist(self, submission: dict[str, Any]) -> JudgeResult:
+        """Try until there is an answer or `max_outage_s` is over."""
+        backoff = tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
+        failing_since: float | None = None
+        attempts = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_TryAgain),
+            wait=lambda state: max(backoff(state), _asked_wait_s(state)),
+            reraise=True,
+        )
+        async for attempt in attempts:
+            with attempt:
+                started = time.monotonic()
+                try:
+                    return await self._attempt(submission)
+                except _TryAgain as failure:
+                    self._counts["retries"] += 1
+                    self._counts[f"failed_{failure.kind}"] += 1
+                    failing_since = failing_since or started
+                    if time.monotonic() - failing_since >= self.max_outage_s:
+                        raise JudgeUnavailable(
+                            f"no answer from the judge at {self.base_url} for {self.max_outage_s:.0f} s "
+                            f"(last: {failure}): is it running? See {self.base_url}/ready"
+                        ) from failure
+                    raise
+        raise AssertionError("the loop above returns or raises")
+
+    async def _attempt(self, submission: dict[str, Any]) -> JudgeResult:
+        try:
+            async with self._open().post(f"{self.base_url}/run", json=submission) as response:
+                if response.status == 200:
+                    fields = await response.json()
+                else:
+                    detail = (await response.text())[:300]
+                    self._refuse(response, detail)
+        except (TimeoutError, aiohttp.ClientError) as error:
+            self._down()
+            kind = "timeout" if isinstance(error, TimeoutError) else "connection"
+            raise _TryAgain(kind, f"{type(error).__name__}: {error}") from error
+        self._up()
+        result = JudgeResult.from_wire(fields)
+        if result.outcome is Outcome.QUEUE_TIMEOUT:
+            raise _TryAgain("queue_timeout", result.stderr or "not started in time")
+        return result
+
+    def _refuse(self, response: aiohttp.ClientResponse, detail: str) -> None:
+        """Raise for an answer that is not 200."""
+        what = f"HTTP {response.status} {detail}"
+        if response.status >= 500 or response.status in _RETRIED_STATUS:
+            if response.status >= 500:
+                self._down()
+            asked = response.headers.get("Retry-After", "")
+            wait_s = min(float(asked), 10.0) if asked.replace(".", "", 1).isdigit() else 0.0
+            raise _TryAgain(f"http_{response.status}", what, wait_s)
+        raise JudgeRejected(f"{self.base_url}/run: {what}")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.max_concurrency, keepalive_timeout=60.0),
+                timeout=aiohttp.ClientTimeout(total=self.request_timeout_s, sock_connect=5.0),
+                headers=self._headers,
+                trust_env=False,
+            )
+        return self._session
+
+    # ------------------------------------------------------------------------------------------ others
+
+    async def wait_until_ready(self, timeout_s: float = 60.0) -> None:
+        """Until the judge answers /ping. Raises JudgeUnavailable."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                async with self._open().get(f"{self.base_url}/ping") as response:
+                    if response.status == 200:
+                        return
+                    what = f"HTTP {response.status}"
+            except (TimeoutError, aiohttp.ClientError) as error:
+                what = f"{type(error).__name__}: {error}"
+            if time.monotonic() > deadline:
+                raise JudgeUnavailable(
+                    f"the judge at {self.base_url} did not answer in {timeout_s:.0f} s ({what})"
+                )
+            await asyncio.sleep(0.1)
+
+    def _down(self) -> None:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            self._counts["outages"] += 1
+
+    def _up(self) -> None:
+        if self._down_since is not None:
+            self._outage_seconds += time.monotonic() - self._down_since
+            self._down_since = None
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """calls, retries, outages, outage_seconds, failed_KIND, outcome_NAME since the start."""
+        running = 0.0 if self._down_since is None else time.monotonic() - self._down_since
+        totals: dict[str, float] = {"calls": 0, "retries": 0, "outages": 0}
+        return {**totals, **self._counts, "outage_seconds": self._outage_seconds + running}
+
+    async def close(self) -> None:
+        """Close the connections. Safe to call twice."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> JudgeClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def _asked_wait_s(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome is not None else None
+    return error.wait_s if isinstance(error, _TryAgain) else 0.0
