@@ -53,9 +53,10 @@ class JudgeService:
         with tempfile.TemporaryDirectory(prefix="rstar2-judge-start-") as directory:
             port_file = Path(directory) / "port.json"
             log = self.log_path or Path(directory) / "judge.log"
+            arguments = [*self.arguments, "--port-file", str(port_file)]
             with log.open("ab") as output:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "rstar2_megatron.judge", "all", *self.arguments, "--port-file", port_file]
+                    [sys.executable, "-m", "rstar2_megatron.judge", "all", *arguments],
                     cwd=Path(__file__).resolve().parents[2],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
