@@ -18,14 +18,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.recipe.tiny_problems import TinyProblem, stream
+from rstar2_megatron.recipe.tiny_recipe import TinyModelShape, TinyRecipe, tiny_agent_loop
 from rstar2_megatron.recipe.tiny_sft import (
-    CopyCurriculum,
-    Mix,
     Segments,
     TraceWriter,
     copy_rows,
@@ -34,33 +33,26 @@ from rstar2_megatron.recipe.tiny_sft import (
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.schema import AgentLoopSettings
 
-_CODE = ("tiny_build.py", "tiny_problems.py", "tiny_sft.py", "tiny_tokenizer.py", "tiny_model.py")
-
-
-def tiny_agent_loop() -> AgentLoopSettings:
-    """The conversation format of the tiny model: as short as the step-0 checks allow, because tokens are time."""
-    return AgentLoopSettings(
-        max_assistant_turns=3,
-        max_tool_response_length=120,
-        tool_response_truncate_side="middle",
-        system_prompt="Solve with python_code_with_standard_io(code, input).",
-        user_prefix="",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class TinyRecipe:
-    """What is built, apart from the seed, the model's shape and the conversation format."""
-
-    vocab_size: int = 640
-    tokenizer_conversations: int = 3000
-    train_problems: int = 4096
-    heldout_problems: int = 288
-    conversations: int = 6400
-    main_share: float = 0.25
-    """Share of the SFT conversations about problems of the main level; the others are easy."""
-    mix: Mix = field(default_factory=Mix)
-    copy: CopyCurriculum = field(default_factory=CopyCurriculum)
+# Files whose text decides what is built.
+_CODE = (
+    "tiny_build.py",
+    "tiny_model.py",
+    "tiny_problems.py",
+    "tiny_recipe.py",
+    "tiny_sft.py",
+    "tiny_tokenizer.py",
+    "../rollout/chat.py",
+    "../rollout/tool_response.py",
+)
+# Agent-loop settings that the SFT data depends on; others may change without a new build.
+_FORMAT = {
+    "tools",
+    "max_tool_response_length",
+    "tool_response_truncate_side",
+    "system_prompt",
+    "user_prefix",
+    "generation_prefix",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,7 @@ def build_tiny(
     *,
     agentloop: AgentLoopSettings | None = None,
     recipe: TinyRecipe | None = None,
-    shape: Any = None,
+    shape: TinyModelShape | None = None,
     progress: Callable[[str], None] = print,
 ) -> TinyPaths:
     """Build, or find, the tiny recipe's files below `cache_dir`.
@@ -108,20 +100,22 @@ def build_tiny(
         cache_dir: Parent of the `tiny-...` directory; made when absent.
         seed: Of problems, traces and initial weights.
         agentloop: Conversation format of the SFT data; must be that of the rollouts. Default `tiny_agent_loop()`.
-        recipe, shape: Amounts and model sizes (`TinyModelShape`).
+        recipe, shape: Amounts, and the model's sizes.
         progress: Called with a line at the start of each part.
 
     Raises:
         OSError: when `cache_dir` cannot be written.
     """
-    from rstar2_megatron.recipe.tiny_model import TinyModelShape
-
     agentloop = agentloop or tiny_agent_loop()
     recipe = recipe or TinyRecipe()
     shape = shape or TinyModelShape()
-    key = _content_key(
-        {"seed": seed, "agentloop": agentloop.model_dump(), "recipe": asdict(recipe), **asdict(shape)}
-    )
+    parameters = {
+        "seed": seed,
+        "agentloop": agentloop.model_dump(include=_FORMAT),
+        "recipe": asdict(recipe),
+        "model": asdict(shape),
+    }
+    key = _content_key(parameters)
     root = Path(cache_dir).expanduser().resolve() / f"tiny-seed{seed}-{key}"
     if root.exists():
         return TinyPaths(root)
@@ -129,6 +123,8 @@ def build_tiny(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
     try:
         _build(TinyPaths(unfinished), seed, agentloop, recipe, shape, progress)
+        manifest = json.dumps(parameters, indent=2, sort_keys=True)
+        (unfinished / "manifest.json").write_text(manifest + "\n")
         unfinished.chmod(0o755)
         try:
             unfinished.rename(root)
@@ -152,7 +148,7 @@ def _build(
     seed: int,
     agentloop: AgentLoopSettings,
     recipe: TinyRecipe,
-    shape: Any,
+    shape: TinyModelShape,
     progress: Callable[[str], None],
 ) -> None:
     from rstar2_megatron.recipe.tiny_model import build_model, save_model
@@ -188,13 +184,6 @@ def _build(
     _write_jsonl(paths.conversations, ({"segments": row} for row in rows))
     filler = pieces("".join(text for row in rows[:200] for text, _ in row))
     _write_jsonl(paths.copy, ({"segments": row} for row in copy_rows(recipe.copy, main, filler, rng)))
-    manifest = {
-        "seed": seed,
-        "agentloop": agentloop.model_dump(),
-        "recipe": asdict(recipe),
-        "model": asdict(shape),
-    }
-    (paths.root / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _take(problems: Iterator[TinyProblem], count: int) -> list[TinyProblem]:
@@ -207,12 +196,12 @@ def _endless(level: Any, rng: random.Random, excluded: set[str]) -> Iterator[Tin
         yield from _take(stream(level, rng, set(excluded)), 90)
 
 
-def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:
+def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreTrainedTokenizerFast
     """Trained on conversations of a fixed seed, so that every seed's model has the same tokens."""
     from rstar2_megatron.recipe.tiny_tokenizer import TEMPLATE_TAGS, train_tokenizer
 
     rng = random.Random("tokenizer")
-    bare = train_tokenizer([], 256 + 3 + len(TEMPLATE_TAGS))
+    bare: Any = train_tokenizer([], 256 + 3 + len(TEMPLATE_TAGS))
     writer = TraceWriter(ChatTemplate(bare, agentloop), rng, recipe.mix)
     problems = _endless("main", rng, set())
     rows: list[Segments] = [

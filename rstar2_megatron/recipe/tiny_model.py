@@ -10,7 +10,6 @@ the four heads of the first layer. Nothing else is set by hand, and every weight
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,21 +17,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-
-@dataclass(frozen=True, slots=True)
-class TinyModelShape:
-    """Sizes of the model. Heads and KV heads divide by 2, so that it runs with tensor parallel size 2."""
-
-    hidden_size: int = 192
-    intermediate_size: int = 384
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    max_positions: int = 2048
-    rope_theta: float = 10000.0
-    initializer_range: float = 0.05
-    previous_token_score: float = 6.0
-    """Peak of the first layer's attention scores by distance (see the module's text); 0 leaves it random."""
+from rstar2_megatron.recipe.tiny_recipe import TinyModelShape
 
 
 def build_model(

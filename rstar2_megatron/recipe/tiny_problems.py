@@ -55,7 +55,7 @@ class Sizes:
 
 SIZES: dict[Level, Sizes] = {
     "easy": Sizes(min_digits=1, max_digits=3, max_terms=3),  # SFT traces
-    "main": Sizes(min_digits=2, max_digits=4, max_terms=4),  # RL and held-out
+    "main": Sizes(min_digits=2, max_digits=4, max_terms=3),  # RL and held-out
 }
 
 
@@ -166,7 +166,7 @@ def _bits(rng: random.Random, sizes: Sizes) -> TinyProblem:
 
 def _linear(rng: random.Random, sizes: Sizes) -> TinyProblem:
     while True:
-        a, x, b = (sizes.number(rng, fewer=1) for _ in range(3))
+        a, x, b = (sizes.number(rng, fewer=2) for _ in range(3))
         sign, inverse = rng.choice([("+", "-"), ("-", "+")])
         c = a * x + b if sign == "+" else a * x - b
         mistaken = (c + b) // a if sign == "+" else (c - b) // a

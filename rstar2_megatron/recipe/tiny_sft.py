@@ -14,13 +14,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import linecache
 import random
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rstar2_megatron.judge.snippet import FILE_NAME, compile_snippet
 from rstar2_megatron.recipe.tiny_problems import TinyProblem
+from rstar2_megatron.recipe.tiny_recipe import CopyCurriculum, Mix
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_response import format_tool_response, truncate
 from rstar2_megatron.rollout.tools import STANDARD_IO
@@ -32,19 +35,6 @@ REASON_CALL = "Use code."
 REASON_RETRY = "Fix it."
 REASON_ANSWER = "Done."
 REASON_GUESS = "I know."
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Weights of the five kinds of conversation, and how a careless one goes on."""
-
-    right: float = 0.40
-    wrong: float = 0.18
-    error: float = 0.22
-    guess: float = 0.10
-    untagged: float = 0.10
-    retry_right: float = 0.85
-    """Of the careless ones: the second program is the right one (otherwise the wrong one)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +79,7 @@ class TraceWriter:
             turns.append(call_turn(REASON_RETRY if i else REASON_CALL, code))
             run = run_trusted(code, seconds=self.rng.choice(RUN_SECONDS))
             responses.append(self._response(run))
-            value = run.stdout
+            value = run.stdout.strip()
         if tagged:
             turns.append(answer_turn(REASON_ANSWER, value))
         else:
@@ -97,6 +87,8 @@ class TraceWriter:
         return self._segments(problem, turns, responses)
 
     def _response(self, run: Run) -> str:
+        if self.rng.random() < 0.5:  # judges and clients differ in whether they keep the last line end
+            run = replace(run, stdout=run.stdout.rstrip("\n"), stderr=run.stderr.rstrip("\n"))
         settings = self.template.settings
         return truncate(
             format_tool_response(run),
@@ -119,7 +111,7 @@ class TraceWriter:
 
 
 # Seconds that a judge reports for such small programs, quiet and loaded.
-RUN_SECONDS = [0.01, 0.01, 0.02, 0.02, 0.03, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10, 0.14]
+RUN_SECONDS = [0.00, 0.01, 0.01, 0.02, 0.02, 0.03, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10, 0.14]
 
 
 def call_turn(reason: str, code: str) -> str:
@@ -134,46 +126,25 @@ def answer_turn(reason: str, value: str) -> str:
 
 
 def run_trusted(code: str, seconds: float) -> Run:
-    """Run code of `tiny_problems` in this process and report as the judge would.
+    """Run code of `tiny_problems` in this process and report as the judge would, traceback included.
 
     Only for code of our own generator: nothing limits or isolates it.
     """
     out = io.StringIO()
+    linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
     try:
         with contextlib.redirect_stdout(out):
-            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+            exec(compile_snippet(code), {"__name__": "__main__"})
     except Exception as error:
-        # the frames below ours, as an interpreter that runs the code as a file prints them
-        if isinstance(error, SyntaxError):
-            text = "".join(traceback.format_exception_only(error))
-        else:
-            trace = error.__traceback__.tb_next if error.__traceback__ else None
-            text = "".join(traceback.format_exception(type(error), error, trace))
-        return Run(False, "runtime_error", out.getvalue().strip(), text.strip(), seconds)
-    return Run(True, "", out.getvalue().strip(), "", seconds)
+        frame = error.__traceback__
+        while frame is not None and frame.tb_frame.f_code.co_filename != FILE_NAME:
+            frame = frame.tb_next
+        stderr = "".join(traceback.format_exception(type(error), error, frame))
+        return Run(False, "", out.getvalue(), stderr, seconds)
+    return Run(True, "", out.getvalue(), "", seconds)
 
 
 # ------------------------------------------------------------------------------------- copy curriculum
-
-
-@dataclass(frozen=True, slots=True)
-class CopyCurriculum:
-    """Rows of a source, filler that grows with the row's place in the file, and the copy that is trained."""
-
-    rows: int = 12800
-    adjacent: float = 0.3
-    """Share of the rows, from the start, with no filler at all."""
-    full: float = 0.85
-    """Place from which the filler has its full range."""
-    longest: int = 40
-    """Longest filler in pieces, about as many tokens."""
-    answers: float = 0.25
-    """Share of rows that copy a tool's output into a box; the others copy a question's numbers into code."""
-
-    def reach(self, place: float) -> int:
-        """Longest filler at `place` in [0, 1) of the file."""
-        grown = (place - self.adjacent) / (self.full - self.adjacent)
-        return int(self.longest * min(1.0, max(0.0, grown)))
 
 
 def copy_rows(
