@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -38,22 +39,23 @@ class TrainingCluster:
 
     def start(self) -> None:
         """Bring up Ray and RLinf and resolve the placement. Raises PlacementError or RayHeadError."""
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RLINF_LOG_LEVEL", "WARNING")
-        os.environ.setdefault("RAY_LOG_TO_DRIVER_EVENT_LEVEL", "ERROR")
         if not os.environ.get("RAY_ADDRESS"):
             self._head = RayHead(num_cpus=_RAY_CPUS_PER_SLOT * max(2, os.cpu_count() or 2))
             self._head.start()
 
-        # Imported here: RLinf reads the variables above when it is first imported.
-        from rlinf.scheduler import Channel, Cluster, PackedPlacementStrategy
+        # Imported here, so that a module that only names this class does not load Ray.
+        from rlinf.scheduler import Channel, Cluster
         from rlinf.utils.placement import ModelParallelComponentPlacement
 
         from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
 
-        logging.getLogger(PackedPlacementStrategy.__name__).setLevel(logging.WARNING)
+        for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):
+            # They set their own level at every use; a plan of ours says the same in three lines.
+            logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
         self._cluster = Cluster(cluster_cfg=self.config.cluster)
+        # RLinf signals the driver when a worker fails and ends it from the handler, before anything could be closed.
+        # Our calls see the same failure and raise it (cluster/calls.py).
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self.device = self._device()
         try:
             self._placement = ModelParallelComponentPlacement(self.config, self._cluster)
@@ -67,14 +69,9 @@ class TrainingCluster:
         self.channel = Channel.create("rollout")
 
     def _device(self) -> str:
-        models = {
-            str(getattr(self._cluster.get_node_info(rank), "accelerator_model", "") or "")
-            for rank in range(self._cluster.num_nodes)
-        }
         types = {
             str(self._cluster.get_node_info(rank).accelerator_type) for rank in range(self._cluster.num_nodes)
         }
-        logger.debug("accelerators: types %s, models %s", types, models)
         import torch
 
         return "cuda" if torch.cuda.is_available() and not any("NO_ACCEL" in t for t in types) else "cpu"
