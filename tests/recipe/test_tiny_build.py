@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,13 +60,15 @@ def test_what_changes_the_data_changes_the_directory(
     monkeypatch.setattr(
         "rstar2_megatron.recipe.tiny_build._build", lambda paths, *rest: paths.model.mkdir(parents=True)
     )
-    cache = built.root.parent
-    quiet = {"recipe": SMALL, "progress": lambda line: None}
-    turns = tiny_agent_loop().model_copy(update={"max_assistant_turns": 7})
-    wording = tiny_agent_loop().model_copy(update={"user_prefix": "Problem: "})
-    assert build_tiny(cache, 0, agentloop=turns, **quiet).root == built.root
-    other = {build_tiny(cache, 0, agentloop=wording, **quiet).root, build_tiny(cache, 1, **quiet).root}
-    assert len(other) == 2 and built.root not in other
+
+    def root(seed: int = 0, **change: Any) -> Path:
+        agentloop = tiny_agent_loop().model_copy(update=change)
+        return build_tiny(
+            built.root.parent, seed, agentloop=agentloop, recipe=SMALL, progress=lambda line: None
+        ).root
+
+    assert root(max_assistant_turns=7) == built.root
+    assert len({built.root, root(seed=1), root(user_prefix="Problem: ")}) == 3
 
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

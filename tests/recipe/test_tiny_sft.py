@@ -73,7 +73,7 @@ def test_conversations_begin_as_rollouts_do(template: ChatTemplate) -> None:
 
 def test_mix_decides_how_often_a_kind_occurs(built: TinyPaths) -> None:
     rows = [json.loads(line)["segments"] for line in built.conversations.read_text().splitlines()]
-    counts = Counter()
+    counts: Counter[str] = Counter()
     for row in rows:
         text = "".join(text for text, _ in row)
         counts["guess"] += "<tool_call>" not in text
