@@ -121,7 +121,7 @@ class ChannelReader:
         try:
             while True:
                 self._items.put(channel.get(key=key))
-        except Exception as e:  # the channel's process is gone: hand the reason to the reader
+        except BaseException as e:  # the channel or Ray itself is gone (Ray raises SystemExit): tell the reader
             self._items.put((self._END, e))
 
     def get(self, timeout_s: float, while_waiting: Callable[[], None] | None = None) -> Any:

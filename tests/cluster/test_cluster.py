@@ -1,0 +1,102 @@
+"""Real Ray, RLinf cluster and placement on CPU slots; one cluster serves all tests of this file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, Group, WorkerFailed, WorkerLost
+from rstar2_megatron.cluster.launch import TrainingCluster
+from rstar2_megatron.cluster.weights import WeightRoute
+from rstar2_megatron.settings.load import load_settings, to_dict_config
+from tests.cluster.workers import Receiver, Sender
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[TrainingCluster]:
+    settings, _ = load_settings("rstar2-tiny-cpu", [])
+    cluster = TrainingCluster(settings, to_dict_config(settings))
+    cluster.start()
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def senders(cluster: TrainingCluster) -> Group:
+    return cluster._launch(Sender, "Senders", "actor")
+
+
+@pytest.fixture(scope="module")
+def receivers(cluster: TrainingCluster) -> Group:
+    return cluster._launch(Receiver, "Receivers", "rollout", max_concurrency=16)
+
+
+def test_placement_gives_each_component_its_slots(cluster, senders: Group, receivers: Group) -> None:
+    assert cluster.device == "cpu"
+    assert cluster._cluster.num_accelerators == 2
+    assert senders.call("rank", timeout_s=60) == [0, 1]
+    assert len(receivers) == 2  # rollout TP 1 on two slots: two engines
+
+
+def test_a_failure_on_one_rank_is_raised_while_the_others_hang(senders: Group) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="no luck on rank 1"):
+        senders.call("fail_on", 1, timeout_s=60)
+    assert time.monotonic() - start < 20
+
+
+def test_deadline(senders: Group) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"Senders.sleep did not finish within 1 s"):
+        senders.call("sleep", 20.0, timeout_s=1.0)
+
+
+def test_weights_arrive_on_every_engine_in_small_buckets(senders: Group, receivers: Group) -> None:
+    route = WeightRoute("Senders", "Receivers", (0, 1), bucket_bytes=8000)  # two tensors a bucket
+    receiving = receivers.start("receive", route)
+    sent = senders.call("send", route, timeout_s=90)
+    expected = {f"layer.{i}.weight": float(i) for i in range(7)}
+    assert receiving.result(60) == [expected, expected]
+    assert sent[0]["bytes"] == 7 * 4000 and sent[1]["bytes"] == 0
+
+
+def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Group) -> None:
+    reader = ChannelReader(cluster.channel, "out")
+    with pytest.raises(DeadlineExceeded):
+        reader.get(timeout_s=1.2)
+    echo = receivers.start("echo", cluster.channel)
+    for i in range(8):
+        cluster.channel.put(i, key="in")
+    for _ in range(len(receivers)):
+        cluster.channel.put(None, key="in")
+    got = [reader.get(timeout_s=60, while_waiting=echo.check) for _ in range(8)]
+    assert sorted(item for _, item in got) == list(range(8))
+    assert sum(echo.result(30)) == 8
+
+
+def test_nothing_listens_beyond_loopback(cluster, senders: Group, receivers: Group) -> None:
+    family = psutil.Process().children(recursive=True)
+    outside = {
+        (p.name(), c.laddr.ip)
+        for p in family
+        for c in p.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN and c.laddr.ip.removeprefix("::ffff:") != "127.0.0.1"
+    }
+    assert not outside
+    assert any("ray" in p.name() for p in family)  # the processes we speak about are there
+
+
+def test_a_dead_worker_is_reported_and_close_leaves_nothing(cluster) -> None:
+    """Last in this file: it kills a worker of a group of its own, then closes the cluster."""
+    doomed = cluster._launch(Sender, "Doomed", "actor")
+    assert doomed.call("rank", timeout_s=60) == [0, 1]
+    with pytest.raises(WorkerLost, match="Doomed"):
+        doomed.call("die", timeout_s=60)
+    family = psutil.Process().children(recursive=True)
+    cluster.close()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
