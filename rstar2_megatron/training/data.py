@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ class ProblemLoader:
         while self._max_epochs is None or self._epoch < self._max_epochs:
             if self._batches is None:
                 self._sampler.epoch = self._epoch
-                self._batches = iter(self._loader)
+                self._batches = self._start()
             batch = next(self._batches, None)
             if batch is not None:
                 return batch
@@ -190,7 +191,12 @@ class ProblemLoader:
         self._batches = None
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
-            self._batches = iter(self._loader)
+            self._batches = self._start()
+
+    def _start(self) -> Iterator[list[Problem]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torchdata calls a deprecated torch function
+            return iter(self._loader)
 
 
 class _EpochSampler:

@@ -1,0 +1,97 @@
+"""The four panels of one run: reward, length, tool errors, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.report.table import held_out
+from rstar2_megatron.training.metrics import MetricsFile
+
+# panel: (title, y label, y limits, [(metric, label)])
+PANELS: tuple[tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Reward",
+        "mean reward",
+        (0.0, 1.0),
+        (
+            ("rollout/pass_rate", "pass rate (all rollouts)"),
+            ("rollout/reward_after_rejection", "after rejection"),
+            ("rollout/reward_scores", "after resampling (trained on)"),
+        ),
+    ),
+    (
+        "Response length",
+        "tokens, tool responses included",
+        None,
+        (("rollout/response_length_all", "all rollouts"), ("rollout/response_length", "after resampling")),
+    ),
+    (
+        "Tool errors",
+        "errors per call",
+        None,
+        (
+            ("rollout/tool_error_ratio", "all"),
+            ("rollout/tool_error_ratio_positive", "positives"),
+            ("rollout/tool_error_ratio_negative", "negatives"),
+        ),
+    ),
+    (
+        "Time",
+        "seconds",
+        None,
+        (
+            ("time/step", "step"),
+            ("time/rollout", "rollout"),
+            ("time/training", "training"),
+            ("time/sync_weights", "weight sync"),
+        ),
+    ),
+)
+
+
+def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
+    """Write `curves.png` of a run from its metrics.jsonl. Raises ValueError when it has no steps."""
+    directory = Path(directory)
+    rows = MetricsFile(directory / "metrics.jsonl").rows()
+    if not rows:
+        raise ValueError(f"{directory / 'metrics.jsonl'} has no steps to draw")
+    target = Path(out) if out is not None else directory / "curves.png"
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, unit, limits, lines) in zip(figure.subplots(2, 2).flat, PANELS):
+        for name, label in lines:
+            steps, values = points(rows, name)
+            if steps:
+                axes.plot(steps, values, label=label, marker="." if len(steps) < 30 else None, linewidth=1.5)
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit)
+        axes.grid(alpha=0.3)
+        if limits:
+            axes.set_ylim(*limits)
+        else:
+            axes.set_ylim(bottom=0)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    heading = directory.resolve().name
+    stages = held_out(directory)
+    if stages:
+        heading += "   held-out pass@1: " + ", ".join(f"{label} {value:.2f}" for label, value in stages)
+    figure.suptitle(heading, fontsize=11)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial.png")
+    figure.savefig(partial, dpi=120)
+    partial.replace(target)
+    return target
+
+
+def points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """(steps, values) of a metric, steps without it left out."""
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]

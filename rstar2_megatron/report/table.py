@@ -1,0 +1,107 @@
+"""The table at the end of a run: its first steps against its last, and held-out results. Text and
+markdown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.training.metrics import MetricsFile
+
+SPAN = 5  # steps averaged at either end
+
+# (metric, label, digits)
+ROWS: tuple[tuple[str, str, int], ...] = (
+    ("rollout/pass_rate", "pass rate (before rejection)", 3),
+    ("rollout/reward_scores", "reward (after resampling)", 3),
+    ("rollout/tool_error_ratio_positive", "tool errors per call, positives", 3),
+    ("rollout/tool_error_ratio", "tool errors per call, all", 3),
+    ("rollout/response_length", "response length (tokens)", 0),
+    ("rollout/num_turns", "turns", 2),
+    ("rollout/logprob_diff_mean", "mean |log-prob difference|", 7),
+    ("rollout/tokens_per_second", "rollout tokens/s", 0),
+    ("train/tokens_per_second", "train tokens/s", 0),
+    ("time/step", "seconds a step", 2),
+)
+HELD_OUT = (("before_sft", "before SFT"), ("after_sft", "after SFT"), ("after_rl", "after RL"))
+
+Table = list[tuple[str, str, str, str]]
+
+
+def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Mean of a metric over the steps that have it."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def summary(directory: str | Path) -> Table:
+    """(quantity, first steps, last steps, change) of a run. Raises ValueError when it has no metrics."""
+    directory = Path(directory)
+    rows = MetricsFile(directory / "metrics.jsonl").rows()
+    if not rows:
+        raise ValueError(f"{directory / 'metrics.jsonl'} has no steps")
+    span = min(SPAN, len(rows))
+    table: Table = []
+    for name, label, digits in ROWS:
+        first, last = mean_of(rows[:span], name), mean_of(rows[-span:], name)
+        if first is None and last is None:
+            continue
+        change = "" if first is None or last is None else f"{last - first:+.{digits}f}"
+        table.append((label, _form(first, digits), _form(last, digits), change))
+    return table
+
+
+def held_out(directory: str | Path) -> list[tuple[str, float]]:
+    """(stage, pass@1 on held-out problems) as far as measured."""
+    path = Path(directory) / "held_out.json"
+    if not path.is_file():
+        return []
+    measured = json.loads(path.read_text())
+    return [(label, measured[key]) for key, label in HELD_OUT if measured.get(key) is not None]
+
+
+def render_table(directory: str | Path) -> str:
+    """The table as aligned text."""
+    table, heads = summary(directory), _heads(directory)
+    lines = [_row(heads, table, row) for row in (heads, *table)]
+    lines.insert(1, "-" * len(lines[0]))
+    lines += _footer(directory)
+    return "\n".join(lines)
+
+
+def render_markdown(directory: str | Path) -> str:
+    """The table as markdown, for a README."""
+    lines = ["| " + " | ".join(_heads(directory)) + " |", "|---|---:|---:|---:|"]
+    lines += ["| " + " | ".join(row) + " |" for row in summary(directory)]
+    return "\n".join([*lines, "", *_footer(directory)])
+
+
+def _heads(directory: str | Path) -> tuple[str, str, str, str]:
+    steps = len(MetricsFile(Path(directory) / "metrics.jsonl").rows())
+    span = min(SPAN, steps)
+    unit = "step" if span == 1 else f"{span} steps"
+    return f"{Path(directory).name}, {steps} steps", f"first {unit}", f"last {unit}", "change"
+
+
+def _row(heads: tuple[str, ...], table: Table, row: tuple[str, ...]) -> str:
+    widths = [max(len(r[i]) for r in (heads, *table)) for i in range(4)]
+    return f"{row[0]:<{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3))
+
+
+def _footer(directory: str | Path) -> list[str]:
+    lines = []
+    stages = held_out(directory)
+    if stages:
+        lines.append("held-out pass@1: " + ", ".join(f"{label} {value:.3f}" for label, value in stages))
+    path = Path(directory) / "held_out.json"
+    seconds = json.loads(path.read_text()).get("seconds") if path.is_file() else None
+    if seconds:
+        lines.append(f"wall time: {seconds / 60:.1f} min")
+    return lines
+
+
+def _form(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
