@@ -121,7 +121,9 @@ class ChannelReader:
         try:
             while True:
                 self._items.put(channel.get(key=key))
-        except BaseException as e:  # the channel or Ray itself is gone (Ray raises SystemExit): tell the reader
+        except (
+            BaseException
+        ) as e:  # the channel or Ray itself is gone (Ray raises SystemExit): tell the reader
             self._items.put((self._END, e))
 
     def get(self, timeout_s: float, while_waiting: Callable[[], None] | None = None) -> Any:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rlinf.scheduler import Worker
+from rlinf.scheduler import Channel, Worker
 
+from rstar2_megatron.cluster.keys import GROUPS, PROBLEMS
 from rstar2_megatron.cluster.weights import WeightRoute, receive_weights
 from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine import EngineClient
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.rollout.group_runner import run_groups
+from rstar2_megatron.rollout.kv_budget import KVBudget
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.settings.schema import SamplingParams, Settings
+from rstar2_megatron.trajectory import Problem
 
 
 class RolloutWorker(Worker):
@@ -61,3 +67,43 @@ class RolloutWorker(Worker):
 
     async def weights_checksum(self) -> dict[str, int]:
         return await self._engine.weights_checksum()
+
+    async def generate(self, channel: Channel, spec: RolloutSpec) -> dict[str, float]:
+        """Roll out problems from PROBLEMS until a None arrives; finished groups go to GROUPS.
+
+        Returns the counters of this phase, all sums, so that those of several workers add up.
+        """
+        settings = self._settings
+        start = time.monotonic()
+        loop = AgentLoop(
+            self._engine,
+            self._judge,
+            self._template,
+            settings.agentloop.model_copy(update={"max_assistant_turns": spec.max_assistant_turns}),
+            SamplingParams(
+                temperature=spec.temperature,
+                top_p=spec.top_p,
+                top_k=spec.top_k,
+                max_new_tokens=spec.max_new_tokens,
+            ),
+            max_context_tokens=settings.runner.seq_length,
+            timeout_s=settings.rollout.trajectory_timeout_s,
+        )
+        budget = KVBudget(self._engine.kv_capacity_tokens, settings.rollout.max_running_requests)
+
+        async def next_problem() -> Problem | None:
+            return await channel.get(key=PROBLEMS, async_op=True).async_wait()
+
+        async for group in run_groups(next_problem, loop, budget, group_size=spec.samples):
+            await channel.put(group, key=GROUPS, async_op=True).async_wait()
+        stats = loop.stats
+        stats.wall_seconds = time.monotonic() - start
+        return {
+            **{name.removeprefix("rollout/"): value for name, value in stats.metrics().items()},
+            "engine_restarts": float(self._engine.restarts),
+        }
+
+    async def shutdown(self) -> None:
+        """End the engine and the connection to the judge."""
+        await self._engine.close()
+        await self._judge.close()
