@@ -47,6 +47,10 @@ class Run:
     stderr: str
     seconds: float
 
+    @property
+    def outcome(self) -> str:
+        return "ok" if self.success else "error"
+
 
 @dataclass(slots=True)
 class TraceWriter:
