@@ -124,10 +124,9 @@ class _Constexpr:
 
 def _let_transformers_settle() -> None:
     """transformers must find torchvision absent before the stand-in exists."""
-    import transformers.processing_utils  # replaces the transformers module in sys.modules
-    import transformers.utils.import_utils as import_utils
-
+    import_utils = importlib.import_module("transformers.utils.import_utils")
     import_utils.is_torchvision_available()  # the answer is cached
+    importlib.import_module("transformers.processing_utils")  # replaces the module in sys.modules
     module: Any = sys.modules["transformers"]
     if getattr(module.AutoImageProcessor, "_backends", None):
         # a dummy that raises on use; sglang registers processors on it at import

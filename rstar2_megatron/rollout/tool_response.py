@@ -12,10 +12,7 @@ class ToolRun(Protocol):
     """One finished run of a tool, as the judge's client reports it."""
 
     @property
-    def success(self) -> bool: ...
-
-    @property
-    def reason(self) -> str: ...
+    def outcome(self) -> str: ...  # "ok", or what went wrong: error, timeout, memory, killed, ...
 
     @property
     def stdout(self) -> str: ...
@@ -29,13 +26,19 @@ class ToolRun(Protocol):
 
 def format_tool_response(run: ToolRun) -> str:
     """A run as the lines the model sees; streams only when they hold something."""
-    lines = ["Tool call success"] if run.success else ["Tool call failure", f"reason: {run.reason}"]
+    failed = str(run.outcome) != "ok"
+    lines = ["Tool call failure", f"reason: {run.outcome}"] if failed else ["Tool call success"]
     if run.stdout:
         lines.append(f"stdout: {run.stdout}")
     if run.stderr:
         lines.append(f"stderr: {run.stderr}")
     lines.append(f"execution time: {run.seconds:.2f}s")
     return "\n".join(lines)
+
+
+def format_refusal(message: str) -> str:
+    """What the model reads when its call could not be run at all."""
+    return f"Tool call failure\nreason: {message}"
 
 
 def truncate(text: str, max_chars: int, side: TruncateSide) -> str:

@@ -161,6 +161,8 @@ class RolloutSettings(Section):
     max_engine_restarts: int = Field(2, ge=0)
     cpu_threads: int = Field(1, ge=1)
     """OMP threads of an engine that runs on CPU."""
+    scheduler: Literal["static", "kv_reserve", "kv_adaptive"] = "kv_adaptive"
+    """Admission to an engine's KV cache: a fixed number, what surely fits (the paper), or what probably fits."""
 
 
 # ------------------------------------------------------------------------------------------------ data
