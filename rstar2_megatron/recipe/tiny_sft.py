@@ -41,15 +41,14 @@ REASON_GUESS = "I know."
 class Run:
     """One run of trusted code, in the shape of a judge's result."""
 
-    success: bool
-    reason: str
+    outcome: str  # "ok" or "error"
     stdout: str
     stderr: str
     seconds: float
 
     @property
-    def outcome(self) -> str:
-        return "ok" if self.success else "error"
+    def success(self) -> bool:
+        return self.outcome == "ok"
 
 
 @dataclass(slots=True)
@@ -144,8 +143,8 @@ def run_trusted(code: str, seconds: float) -> Run:
         while frame is not None and frame.tb_frame.f_code.co_filename != FILE_NAME:
             frame = frame.tb_next
         stderr = "".join(traceback.format_exception(type(error), error, frame))
-        return Run(False, "", out.getvalue(), stderr, seconds)
-    return Run(True, "", out.getvalue(), "", seconds)
+        return Run("error", out.getvalue(), stderr, seconds)
+    return Run("ok", out.getvalue(), "", seconds)
 
 
 # ------------------------------------------------------------------------------------- copy curriculum
