@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def area(curve: Series) -> float | None:
     steps = sorted(curve)
     if len(steps) < 2:
         return curve[steps[0]] if steps else None
-    total = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in zip(steps, steps[1:]))
+    total = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in pairwise(steps))
     return total / (steps[-1] - steps[0])
 
 

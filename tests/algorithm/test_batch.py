@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
+from rstar2_megatron.algorithm.correction import tis_weights
+from rstar2_megatron.trajectory import FinishReason, VersionSpan
+from tests.algorithm.trajectories import trajectory
+
+
+def test_prompt_is_not_trained_and_lists_cover_every_token() -> None:
+    t = trajectory(tokens=4)
+    t.loss_mask = [1, 0, 0, 1]
+    t.rollout_logprobs = [-0.1, 0.0, 0.0, -0.4]
+    t.version_spans = [VersionSpan(0, 1, 7), VersionSpan(3, 4, 6)]
+    sequence = train_sequence(t, -0.5)
+    assert sequence.input_ids == [1, 2, 3, 10, 11, 12, 13]
+    assert sequence.loss_mask == [0, 0, 0, 1, 0, 0, 1]
+    assert sequence.rollout_logprobs == [0.0, 0.0, 0.0, -0.1, 0.0, 0.0, -0.4]
+    assert (sequence.length, sequence.num_trained_tokens) == (7, 2)
+    assert (sequence.advantage, sequence.version) == (-0.5, 6)
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"q#3 ended with infrastructure"):
+        train_sequence(trajectory(index=3, finish=FinishReason.INFRASTRUCTURE), 1.0)
+    with pytest.raises(ValueError, match=r"q#0: advantage nan"):
+        train_sequence(trajectory(), float("nan"))
+    broken = trajectory()
+    broken.rollout_logprobs[1] = float("-inf")
+    with pytest.raises(ValueError, match="log-prob -inf at token 4"):
+        train_sequence(broken, 1.0)
+    with pytest.raises(ValueError, match="differ in length"):
+        TrainSequence([1, 2], [0], [0.0, 0.0], 1.0).check()
+    with pytest.raises(ValueError, match="token 0 has no log-prob"):
+        TrainSequence([1, 2], [1, 1], [0.0, 0.0], 1.0).check()
+
+
+def test_importance_weights_are_truncated_and_counted() -> None:
+    actor = torch.log(torch.tensor([0.5, 0.9, 0.1, 0.2]))
+    engine = torch.log(torch.tensor([0.5, 0.3, 0.2, 0.2]))
+    weights, metrics = tis_weights(actor, engine, torch.tensor([1, 1, 1, 0]), clip=2.0)
+    assert weights.tolist() == pytest.approx([1.0, 2.0, 0.5, 1.0])
+    assert metrics["tis_clipped"] == 1
+    assert metrics["tis_ratio"].item() == pytest.approx(1 + 3 + 0.5)
+    assert metrics["tis_ratio_max"].item() == pytest.approx(3)
+    assert metrics["rollout_kl"] > 0
+    _, same = tis_weights(actor, actor, torch.ones(4), clip=2.0)
+    assert same["rollout_kl"] == 0 and same["logprob_diff_max"] == 0
+    empty = torch.zeros(0)
+    assert tis_weights(empty, empty, empty, clip=2.0)[1]["tis_ratio_max"] == 0

@@ -1,0 +1,333 @@
+"""Resample-on-correct: penalties, quotas, sampling probabilities, and parity with the public rules."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rstar2_megatron.algorithm.roc import (
+    Rejection,
+    ResampleResult,
+    draw_without_replacement,
+    paper_penalty,
+    released_penalty,
+    released_quotas,
+    resample_on_correct,
+    response_text,
+)
+from rstar2_megatron.settings.schema import DownSamplingConfig
+from rstar2_megatron.trajectory import FinishReason, ToolOutcome, Trajectory
+from tests.algorithm.trajectories import group, trajectory
+
+OK, ERROR, TIMEOUT = ToolOutcome.OK, ToolOutcome.ERROR, ToolOutcome.TIMEOUT
+MALFORMED, INFRASTRUCTURE = ToolOutcome.MALFORMED, ToolOutcome.INFRASTRUCTURE
+
+
+def config(n: int = 16, **changes) -> DownSamplingConfig:
+    return DownSamplingConfig(**{"down_sample_to_n": n, **changes})
+
+
+def resample(trajectories: list[Trajectory], cfg: DownSamplingConfig, seed: int = 0) -> ResampleResult:
+    return resample_on_correct(trajectories, cfg, random.Random(seed))
+
+
+# ------------------------------------------------------------------------------------------- penalties
+
+
+@pytest.mark.parametrize(
+    ("calls", "answers", "error", "answer_format"),
+    [
+        ([], 1, 0.5, 0.0),  # no tool: 0.5; a turn of one's own is a turn
+        ([OK], 1, 0.0, 0.0),
+        ([OK, ERROR], 1, 0.5, 0.0),
+        ([TIMEOUT, MALFORMED], 1, 1.0, 0.0),
+        ([OK, INFRASTRUCTURE], 1, 0.0, 0.0),  # the judge's failure is not the model's
+        ([INFRASTRUCTURE], 1, 0.5, 0.0),
+        ([OK], 0, 0.0, 1.0),
+        ([OK], 2, 0.0, 0.5),  # (2 - 1) / 2 turns
+        ([OK], 9, 0.0, 1.0),
+    ],
+)
+def test_paper_penalties(calls, answers, error, answer_format) -> None:
+    penalty = paper_penalty(trajectory(1.0, calls, answers))
+    assert (penalty.error, penalty.answer_format) == (error, answer_format)
+
+
+@pytest.mark.parametrize(
+    ("calls", "answers", "error", "answer_format"),
+    [
+        ([], 1, 0.5, 1.0),  # the first turn's header is in the prompt: no turn counted, worst format
+        ([OK], 1, 0.0, 0.0),
+        ([ERROR, OK], 1, 0.5, 0.0),
+        ([TIMEOUT], 1, 0.0, 0.0),  # no "error" in its text
+        ([MALFORMED], 1, 0.0, 0.0),
+        ([(OK, "relative error 1e-9")], 1, 1.0, 0.0),  # false hit
+        ([OK], 0, 0.0, 1.0),
+        ([OK, OK], 2, 0.0, 0.5),  # (2 - 1) / 2 turns, of 3
+    ],
+)
+def test_released_penalties_keep_the_known_deviations(calls, answers, error, answer_format) -> None:
+    penalty = released_penalty(trajectory(1.0, calls, answers))
+    assert (penalty.error, penalty.answer_format) == (error, answer_format)
+
+
+def test_released_unbalanced_answer_tags() -> None:
+    t = trajectory(1.0, [OK])
+    t.assistant_texts[-1] += " <answer>"
+    assert released_penalty(t).answer_format == 1.0
+    assert paper_penalty(t).answer_format == 0.5
+
+
+def test_response_text_follows_how_the_trajectory_ended() -> None:
+    closed = response_text(trajectory(0.0, [OK]))
+    assert closed.count("<|im_start|>assistant") == 1 and closed.endswith("<|im_end|>")
+    cut = response_text(trajectory(0.0, [OK], finish=FinishReason.LENGTH_LIMIT))
+    assert not cut.endswith("<|im_end|>")
+    unanswered = trajectory(0.0, [OK, (ERROR, "error: too long to fit")])
+    unanswered.assistant_texts.pop()  # ended on the call whose response did not fit
+    unanswered.finish_reason = FinishReason.TOOL_RESPONSE_TOO_LONG
+    assert "too long to fit" not in response_text(unanswered)
+    header_only = trajectory(0.0, [OK], finish=FinishReason.LENGTH_LIMIT)
+    header_only.assistant_texts.pop()
+    assert response_text(header_only).endswith("<|im_start|>assistant\n<reason>")
+
+
+# ---------------------------------------------------------------------------------- released selection
+
+
+def naive_released(trajectories: list[Trajectory], cfg: DownSamplingConfig) -> list[int]:
+    """The public rules again, slow and separate: text penalties, sorted positives, first negatives."""
+
+    def penalty(t: Trajectory) -> float:
+        text = response_text(t)
+        found = re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)
+        error = 0.5 if not found else sum("error" in f.lower() for f in found) / len(found)
+        n_open, n_close = text.count("<answer>"), text.count("</answer>")
+        turns = len(re.findall(r"<\|im_start\|>assistant.*?<\|im_end\|>", text, re.DOTALL))
+        form = 1.0
+        if n_open and n_open == n_close and turns:
+            form = min((n_open - 1) / turns, 1.0)
+        return error * cfg.roc_error_ratio + form * cfg.roc_answer_format
+
+    rewards = [t.reward or 0.0 for t in trajectories]
+    target, total = cfg.down_sample_to_n, len(trajectories)
+    if cfg.reject_equal_reward and len(set(rewards)) <= 1:
+        return []
+    if total < target:
+        return []
+    if total == target:
+        return list(range(total))
+    good = sorted((i for i in range(total) if rewards[i] > 0), key=lambda i: (penalty(trajectories[i]), i))
+    bad = [i for i in range(total) if rewards[i] <= 0]
+    want_bad, want_good = round(len(bad) * target / total), round(len(good) * target / total)
+    floor_bad = min(cfg.min_zero_reward_trace_num, len(bad))
+    floor_good = min(cfg.min_non_zero_reward_trace_num, len(good))
+    if want_bad <= floor_bad:
+        want_bad, want_good = floor_bad, target - floor_bad
+    if want_good <= floor_good:
+        want_good, want_bad = floor_good, target - floor_good
+    chosen = good[:want_good] + bad[:want_bad]
+    if len(chosen) != target:
+        chosen = sorted(good + bad, key=lambda i: penalty(trajectories[i]))[:target]
+    return sorted(chosen)
+
+
+outcomes = st.lists(st.sampled_from([OK, ERROR, TIMEOUT, MALFORMED]), max_size=4)
+any_trajectory = st.builds(
+    trajectory,
+    st.sampled_from([0.0, 1.0]),
+    outcomes,
+    st.integers(0, 3),
+    finish=st.sampled_from([FinishReason.ANSWERED, FinishReason.LENGTH_LIMIT, FinishReason.TURN_LIMIT]),
+)
+
+
+@given(
+    st.lists(any_trajectory, min_size=1, max_size=20),
+    st.integers(2, 12),
+    st.booleans(),
+    st.integers(0, 2),
+    st.integers(0, 2),
+)
+@settings(max_examples=300, deadline=None)
+def test_released_mode_keeps_the_same_indices(trajectories, n, reject, least_bad, least_good) -> None:
+    cfg = config(
+        n,
+        mode="released",
+        reject_equal_reward=reject,
+        min_zero_reward_trace_num=min(least_bad, n // 2),
+        min_non_zero_reward_trace_num=min(least_good, n // 2),
+    )
+    assert resample(trajectories, cfg).indices == naive_released(trajectories, cfg)
+
+
+@pytest.mark.parametrize(
+    ("num_positive", "positive", "negative"),
+    [(1, 1, 15), (2, 2, 14), (4, 2, 14), (16, 8, 8), (28, 14, 2), (30, 14, 2), (31, 15, 1)],
+)
+def test_released_quotas_of_32_to_16(num_positive: int, positive: int, negative: int) -> None:
+    """Figures measured on the public code."""
+    assert released_quotas(num_positive, 32 - num_positive, config()) == (positive, negative)
+
+
+def test_released_frozen_group() -> None:
+    """By hand: 8 rollouts to 4; positives 1, 2, 4, 6 with penalties 1.5, 0, 1, 0.5; negatives 0, 3, 5, 7."""
+    trajectories = [
+        trajectory(0.0, [OK]),
+        trajectory(1.0, []),
+        trajectory(1.0, [OK]),
+        trajectory(0.0, [OK]),
+        trajectory(1.0, [ERROR]),
+        trajectory(0.0, []),
+        trajectory(1.0, [OK, ERROR]),
+        trajectory(0.0, [OK]),
+    ]
+    result = resample(trajectories, config(4, mode="released"))
+    assert [p.total(config(4)) for p in result.penalties] == [0, 1.5, 0, 0, 1, 1.5, 0.5, 0]
+    assert result.indices == [0, 2, 3, 6]
+    assert (result.num_positive, result.num_negative, result.num_kept_positive) == (4, 4, 2)
+
+
+def test_odd_targets_have_a_rule_where_the_public_code_asserts() -> None:
+    """14 to 7 with 7 and 7: both quotas round to 4; the lowest penalties of all are kept, positives first."""
+    cfg = config(7, mode="released", min_zero_reward_trace_num=0, min_non_zero_reward_trace_num=0)
+    assert sum(released_quotas(7, 7, cfg)) == 8
+    result = resample(group([0, 1] * 7), cfg)
+    assert len(result.kept) == 7 and result.num_kept_positive == 7
+
+
+# -------------------------------------------------------------------------------------- paper selection
+
+
+def test_draws_have_the_stated_probabilities() -> None:
+    """Exact inclusion probabilities of sequential weighted draws, by enumeration, against 20,000 samples."""
+    weights = [1 / 0.01, 1 / 0.26, 1 / 0.51, 1 / 1.01]
+    count, repeats = 2, 20_000
+    expected = [0.0] * 4
+    for order in itertools.permutations(range(4), count):
+        probability, left = 1.0, sum(weights)
+        for i in order:
+            probability *= weights[i] / left
+            left -= weights[i]
+        for i in order:
+            expected[i] += probability
+    rng = random.Random(7)
+    seen = [0] * 4
+    for _ in range(repeats):
+        for i in draw_without_replacement(weights, count, rng):
+            seen[i] += 1
+    for observed, p in zip(seen, expected):
+        deviation = (repeats * p * (1 - p)) ** 0.5
+        assert abs(observed - repeats * p) < 5 * deviation + 1
+
+
+def test_paper_mode_prefers_clean_positives_and_takes_negatives_uniformly() -> None:
+    """First-draw probability proportional to 1 / (penalty + epsilon); negatives each with probability 1/2."""
+    trajectories = [
+        trajectory(1.0, [OK]),  # penalty 0
+        trajectory(1.0, []),  # 0.5
+        trajectory(0.0, [OK]),
+        trajectory(0.0, [ERROR]),
+    ]
+    epsilon = 0.1
+    cfg = config(2, penalty_epsilon=epsilon, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1)
+    repeats = 5_000
+    rng = random.Random(3)
+    counts = [0] * 4
+    for _ in range(repeats):
+        for i in resample_on_correct(trajectories, cfg, rng).indices:
+            counts[i] += 1
+    clean = (1 / epsilon) / (1 / epsilon + 1 / (0.5 + epsilon))
+    spread = 5 * (repeats * 0.25) ** 0.5
+    assert counts[0] + counts[1] == repeats and counts[2] + counts[3] == repeats
+    assert abs(counts[0] - repeats * clean) < spread
+    assert abs(counts[2] - repeats / 2) < spread
+
+
+@given(st.lists(any_trajectory, min_size=1, max_size=40), st.integers(2, 16), st.integers(0, 10))
+@settings(max_examples=300, deadline=None)
+def test_paper_mode_invariants(trajectories, n, seed) -> None:
+    cfg = config(n, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1)
+    result = resample(trajectories, cfg, seed)
+    rewards = [t.reward for t in trajectories]
+    assert result.indices == sorted(set(result.indices))
+    assert [id(t) for t in result.kept] == [id(trajectories[i]) for i in result.indices]
+    if len(set(rewards)) == 1:
+        assert result.rejected and not result.kept
+        assert result.reason is (Rejection.ALL_CORRECT if rewards[0] else Rejection.ALL_WRONG)
+        return
+    assert not result.rejected
+    assert len(result.kept) == min(n, len(trajectories))
+    negatives = len(result.kept) - result.num_kept_positive
+    assert negatives >= 1 and result.num_kept_positive >= 1
+    if len(trajectories) > n:
+        half = result.num_negative * n // len(trajectories)
+        assert negatives == max(half, 1) or result.num_kept_positive == result.num_positive
+    assert resample(trajectories, cfg, seed).indices == result.indices  # a seed decides everything
+
+
+def test_plain_halves_of_the_paper_without_minimum_counts() -> None:
+    cfg = config(16, min_zero_reward_trace_num=0, min_non_zero_reward_trace_num=0)
+    for positives in range(1, 32):
+        result = resample(group([1.0] * positives + [0.0] * (32 - positives)), cfg)
+        assert len(result.kept) - result.num_kept_positive == (32 - positives) // 2
+        assert result.num_kept_positive == 16 - (32 - positives) // 2
+
+
+def test_switches_turn_penalties_off() -> None:
+    penalty = paper_penalty(trajectory(1.0, [ERROR], answers=0))
+    assert penalty.total(config(roc_error_ratio=False)) == 1.0
+    assert penalty.total(config(roc_answer_format=False)) == 1.0
+    assert penalty.total(config()) == 2.0
+
+
+# ---------------------------------------------------------------------------------------------- edges
+
+
+def test_fewer_rollouts_than_the_target() -> None:
+    """Infrastructure took some: paper mode trains on what is left, the public code drops the group."""
+    few = group([1, 0, 0])
+    assert resample(few, config(8)).indices == [0, 1, 2]
+    released = resample(few, config(8, mode="released"))
+    assert released.rejected and released.reason is Rejection.TOO_FEW
+    empty = resample([], config(8))
+    assert empty.rejected and empty.reason is Rejection.TOO_FEW
+
+
+def test_equal_rewards_are_kept_when_rejection_is_off() -> None:
+    result = resample(group([1.0] * 8), config(4, reject_equal_reward=False))
+    assert len(result.kept) == 4 and not result.rejected
+
+
+def test_without_down_sampling_everything_is_kept() -> None:
+    result = ResampleResult.keep_all(group([1, 0, 1]))
+    assert result.indices == [0, 1, 2] and result.num_kept_positive == 2 and not result.rejected
+    assert ResampleResult.keep_all([]).rejected
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="q#0 has not been graded"):
+        resample([trajectory(None)], config())
+    with pytest.raises(ValueError, match="q#5: spoiled by infrastructure"):
+        resample([trajectory(0.0, index=5, finish=FinishReason.INFRASTRUCTURE)], config())
+    with pytest.raises(ValueError, match=r"=2 \+ .*=2 exceed down_sample_to_n=3"):
+        resample(group([0, 1]), config(3))
+    with pytest.raises(ValueError, match="positive and finite, got 0"):
+        draw_without_replacement([1.0, 0.0], 1, random.Random(0))
+    with pytest.raises(ValueError, match="cannot draw 3 of 2"):
+        draw_without_replacement([1.0, 1.0], 3, random.Random(0))
+
+
+@pytest.mark.parametrize("mode", ["paper", "released"])
+def test_a_step_of_512_groups_is_quick(mode) -> None:
+    one = [trajectory(float(i % 3 == 0), [OK, ERROR][: i % 3], index=i) for i in range(32)]
+    start = time.process_time()
+    for seed in range(512):
+        resample(one, config(mode=mode), seed)
+    assert time.process_time() - start < 20  # an order of magnitude above what it takes
