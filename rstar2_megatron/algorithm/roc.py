@@ -1,16 +1,17 @@
 """Resample-on-correct: of the 2G rollouts of a problem, choose the G that are trained on.
 
-Paper (arXiv 2508.20722, section 2.2.3). Negatives (reward 0) are halved uniformly, so that the policy sees every
-kind of failure. Positives are halved with a preference for clean ones: a trajectory's penalty is
+Paper (arXiv 2508.20722, section 2.2.3). Negatives (reward 0) are halved uniformly, so that the policy sees
+every kind of failure. Positives are halved with a preference for clean ones: a trajectory's penalty is
 `p_err + p_format`, and positives are drawn with probability inverse to it.
 
-Two modes, by `algorithm.down_sampling.down_sampling_config.mode` (docs/parity.md compares them point by point):
+Two modes, by `algorithm.down_sampling.down_sampling_config.mode` (docs/parity.md compares them point by
+point):
 
 `paper`: positives are drawn one by one without replacement, each draw with probability proportional to
 `1 / (penalty + penalty_epsilon)` among those left; negatives uniformly. Tool errors are typed outcomes, turns
 are the trajectory's own. Quotas: `floor(negatives * G / n)` negatives, the rest positives. The minimum counts
-of the YAML hold here too (0 gives the paper's plain halves): without them a group with one wrong rollout in 32
-would keep no negative, and all its advantages would be zero.
+of the YAML hold here too (0 gives the paper's plain halves): without them a group with one wrong rollout in
+32 would keep no negative, and all its advantages would be zero.
 
 `released`: what the public code does, so that the same trajectories give the same kept indices: positives
 sorted by penalty, the first ones kept; negatives in rollout order, the first ones kept; errors found by
@@ -20,8 +21,8 @@ Where the public code asserts or crashes, and the rule here:
 - no group survives: every result is `rejected`, the caller skips the update and counts it;
 - quotas that do not add up to G (odd G): RLinf's rule, the G lowest penalties of positives and negatives
   together, in both orders stable (verl's recipe asserts);
-- fewer than G usable rollouts (infrastructure dropped some): `released` drops the group as the public code does;
-  `paper` keeps all of them. Exactly G: all are kept in both modes.
+- fewer than G usable rollouts (infrastructure dropped some): `released` drops the group as the public code
+  does; `paper` keeps all of them. Exactly G: all are kept in both modes.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def resample_on_correct(
 ) -> ResampleResult:
     """Choose `config.down_sample_to_n` of the graded, usable trajectories of one problem, in rollout order.
 
-    Raises ValueError for a trajectory that has not been graded or that infrastructure spoiled, and for minimum
-    counts that exceed the target. `rng` is only used in `paper` mode.
+    Raises ValueError for a trajectory that has not been graded or that infrastructure spoiled, and for
+    minimum counts that exceed the target. `rng` is only used in `paper` mode.
     """
     target = config.down_sample_to_n
     if config.min_zero_reward_trace_num + config.min_non_zero_reward_trace_num > target:
@@ -113,7 +114,7 @@ def resample_on_correct(
     spoiled = next((t for t in trajectories if not t.usable), None)
     if spoiled is not None:
         raise ValueError(
-            f"trajectory {spoiled.query_id}#{spoiled.rollout_index} was spoiled by infrastructure: drop it first"
+            f"trajectory {spoiled.query_id}#{spoiled.rollout_index}: spoiled by infrastructure, drop it first"
         )
     rewards = [_reward(t) for t in trajectories]
     measure = paper_penalty if config.mode == "paper" else released_penalty
@@ -171,9 +172,9 @@ def paper_penalty(trajectory: Trajectory) -> Penalty:
 def released_penalty(trajectory: Trajectory) -> Penalty:
     """The public code's measures on the response text, with their known deviations from the paper.
 
-    A substring "error" makes a tool response an error (a timeout has none; printed text may); the first turn's
-    header stands in the prompt, so an answer without a tool call counts no turn and gets p_format 1; answer
-    tags that do not pair up get 1.
+    A substring "error" makes a tool response an error (a timeout has none; printed text may); the first
+    turn's header stands in the prompt, so an answer without a tool call counts no turn and gets p_format 1;
+    answer tags that do not pair up get 1.
     """
     text = response_text(trajectory)
     responses = _TOOL_RESPONSE.findall(text)
