@@ -11,6 +11,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -82,14 +83,26 @@ def shorten(text: str, limit: int) -> tuple[str, bool]:
 class CallRunner:
     """Runs the calls of one slot, one after another."""
 
-    def __init__(self, walls: Walls, slot: int, group: SlotGroup | None) -> None:
+    def __init__(
+        self,
+        walls: Walls,
+        slot: int,
+        group: SlotGroup | None,
+        scratch: str,
+        cancellation: socket.socket | None = None,
+    ) -> None:
+        """`scratch` holds working directories where there is no private tmpfs;
+        `cancellation` becomes readable when nobody wants the running call any more."""
         self.walls = walls
         self.slot = slot
         self.group = group
+        self.scratch = scratch
+        self.cancellation = -1 if cancellation is None else cancellation.fileno()
         self.own_pid_namespace = -1
         if "pid_namespace" in walls.active:
             self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.address_space = own_address_space()
+        self.resident_at_start = _resident_bytes(os.getpid())
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +112,7 @@ class CallRunner:
             self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
         directory = isolation.CALL_DIRECTORY
         if "private_tmpfs" not in self.walls.active:
-            directory = tempfile.mkdtemp(prefix="call-")
+            directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
             if self.walls.uid_base is not None:
                 os.chown(directory, self.walls.uid_base + self.slot, -1)
         try:
@@ -181,7 +194,9 @@ class CallRunner:
         watched = os.pidfd_open(pid)
         poller = select.poll()
         streams = {out.fd: out, err.fd: err}
-        for fd in (watched, out.fd, err.fd):
+        for fd in (watched, out.fd, err.fd, self.cancellation):
+            if fd < 0:
+                continue
             poller.register(fd, select.POLLIN)
         output_limit = limits.output_limit_mb * MEGABYTE
         next_look = time.monotonic() + _SLICE_S
@@ -197,7 +212,7 @@ class CallRunner:
                         demoted = True
                         with contextlib.suppress(OSError):
                             os.setpriority(os.PRIO_PGRP, pid, _DEMOTED_NICENESS)
-                    if self.group is None and _tree_resident_bytes(pid) > 2 * limits.memory_mb * MEGABYTE:
+                    if self.group is None and self._memory_used(pid) > limits.memory_mb * MEGABYTE * 1.5:
                         return Outcome.MEMORY
                     if demoted and self.group is not None:
                         next_look = deadline  # the control group watches memory: nothing left to look at
@@ -205,12 +220,24 @@ class CallRunner:
                 for fd, _ in poller.poll(wait_s * 1000 + 1):
                     if fd == watched:
                         return None
+                    if fd == self.cancellation:
+                        return Outcome.KILLED
                     if not streams[fd].read():
                         poller.unregister(fd)
                     elif streams[fd].size > output_limit:
                         return Outcome.OUTPUT_LIMIT
         finally:
             os.close(watched)
+
+    def _memory_used(self, pid: int) -> int:
+        """Resident bytes of the call's processes beyond what each inherited."""
+        total, stack = 0, [pid]
+        while stack:
+            current = stack.pop()
+            with contextlib.suppress(OSError, ValueError):
+                total += max(0, _resident_bytes(current) - self.resident_at_start)
+                stack += map(int, Path(f"/proc/{current}/task/{current}/children").read_text().split())
+        return total
 
     def _end(self, pid: int) -> None:
         """End the call's process, and its process group where no PID namespace does that."""
@@ -290,12 +317,5 @@ def cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def _tree_resident_bytes(pid: int) -> int:
-    """Resident memory of a process and its descendants; shared pages count once for each."""
-    total, stack = 0, [pid]
-    while stack:
-        current = stack.pop()
-        with contextlib.suppress(OSError, ValueError):
-            total += int(Path(f"/proc/{current}/statm").read_text().split()[1])
-            stack += map(int, Path(f"/proc/{current}/task/{current}/children").read_text().split())
-    return total * os.sysconf("SC_PAGE_SIZE")
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -143,6 +143,27 @@ def close_from(first: int) -> None:
                     continue
 
 
+def collapse_heap() -> int:
+    """Back this process's private memory by huge pages, where the kernel can (6.1 on). Returns bytes.
+
+    A fork copies one entry for 2 MB instead of 512: half the cost of a fork of a 60 MB interpreter.
+    """
+    huge, madv_collapse = 2 << 20, 25
+    total = 0
+    with open("/proc/self/maps") as maps:
+        regions = [line.split() for line in maps]
+    for region in regions:
+        if "w" not in region[1] or (len(region) > 5 and region[5] != "[heap]"):
+            continue
+        start, end = (int(part, 16) for part in region[0].split("-"))
+        start, end = -(-start // huge) * huge, end // huge * huge
+        # one step at a time: a step with nothing behind it fails and stays as it is
+        for address in range(start, end, huge):
+            if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(huge), madv_collapse) == 0:
+                total += huge
+    return total
+
+
 # ---------------------------------------------------------------------------------------------- seccomp
 
 # Calls that a snippet has no need of and that reach beyond its own processes. x86_64 numbers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -135,6 +135,15 @@ class JobQueue:
         for key, answer in answers:
             arguments += (key, answer)
         return int(await self._finish(args=arguments))
+
+    async def cancellations(self, worker: str) -> AsyncIterator[str]:
+        """Keys of jobs that this worker runs and nobody waits for. Raises RedisError when Redis goes away."""
+        async with self.redis.pubsub(ignore_subscribe_messages=True) as channel:
+            await channel.subscribe(f"{self.prefix}cancel:{worker}")
+            while True:
+                message = await channel.get_message(timeout=_BLOCK_S)
+                if message is not None:
+                    yield message["data"].decode()
 
     async def heartbeat(self, worker: str, info: dict[str, Any]) -> None:
         await self._heartbeat(args=[self.prefix, worker, LEASE_S, orjson.dumps(info)])

@@ -113,11 +113,11 @@ for i = 2, #ARGV do
   local key = ARGV[i]
   local owner = redis.call('HGET', P..'owner', key)
   redis.call('HDEL', P..'waiters', key)
+  redis.call('HDEL', P..'jobs', key)
+  redis.call('HDEL', P..'tries', key)
   if owner then
+    redis.call('HDEL', P..'owner', key)
     redis.call('PUBLISH', P..'cancel:'..owner, key)
-  else
-    redis.call('HDEL', P..'jobs', key)
-    redis.call('HDEL', P..'tries', key)
   end
 end
 return 1

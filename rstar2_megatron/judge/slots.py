@@ -46,6 +46,10 @@ class Slot:
             self.close()
             raise SlotDied(f"slot {self.index} ended in mid-call ({type(error).__name__})") from None
 
+    def cancel(self) -> None:
+        """End the running call; its (worthless) result still comes."""
+        self._writer.write(_LENGTH.pack(0))
+
     def close(self) -> None:
         self._writer.close()
 

@@ -41,7 +41,7 @@ class Worker:
         self.pool = SlotPool(slots)
         self.require_isolation = require_isolation
         self.running: dict[str, asyncio.Task[None]] = {}
-        self.cancelled: set[str] = set()
+        self.in_slot: dict[str, Slot] = {}
         self.calls = 0
         self.stopping = asyncio.Event()
 
@@ -127,6 +127,7 @@ class Worker:
         for attempt in range(2):
             if attempt:
                 slot = await self.pool.free.get()
+            self.in_slot[job.key] = slot
             try:
                 answer = await slot.run(orjson.dumps(request), deadline_s)
                 self.pool.free.put_nowait(slot)
@@ -136,6 +137,8 @@ class Worker:
             except TimeoutError:
                 log.error("slot %d is hung on job %s: replaced", slot.index, job.key)
                 slot.close()
+            finally:
+                self.in_slot.pop(job.key, None)
         if answer is None:
             why = "the process that ran this job died twice"
             answer = orjson.dumps(
@@ -163,8 +166,14 @@ class Worker:
         await self.queue.heartbeat(self.name, self.information())
 
     async def _hear_cancellations(self) -> None:
-        """Nothing to kill yet for a job that runs: it ends at its time limit at the latest."""
-        await asyncio.Event().wait()
+        while True:
+            try:
+                async for key in self.queue.cancellations(self.name):
+                    if key in self.in_slot:
+                        self.in_slot[key].cancel()
+            except (RedisError, OSError) as error:
+                log.debug("listening for cancellations failed: %s", error)
+                await asyncio.sleep(0.5)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Stop taking jobs, let running ones end for `drain_s`, end the sandbox, give back the rest."""

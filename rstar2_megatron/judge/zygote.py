@@ -23,7 +23,7 @@ import tempfile
 from typing import Any, NoReturn
 
 from rstar2_megatron.judge import cpp, isolation, linux
-from rstar2_megatron.judge.call import CallRunner, _tree_resident_bytes
+from rstar2_megatron.judge.call import CallRunner
 from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.outcome import Outcome, make_result
@@ -49,8 +49,9 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def receive_message(sock: socket.socket) -> dict[str, Any]:
+    """The next message; an empty one is a cancellation."""
     (size,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
-    message: dict[str, Any] = json.loads(receive_exactly(sock, size))
+    message: dict[str, Any] = json.loads(receive_exactly(sock, size)) if size else {}
     return message
 
 
@@ -59,6 +60,8 @@ def serve_slot(sock: socket.socket, runner: CallRunner) -> NoReturn:
     try:
         while True:
             job = receive_message(sock)
+            if not job:  # a cancellation: read already, or too late
+                continue
             try:
                 result = runner.run(job)
             except Exception as error:  # a fault of ours: told, never the snippet's
@@ -77,7 +80,10 @@ def serve_slot(sock: socket.socket, runner: CallRunner) -> NoReturn:
 class Zygote:
     """Forks slots, and forks them again when they die."""
 
-    def __init__(self, control: socket.socket, walls: Walls, groups: list[SlotGroup | None]) -> None:
+    def __init__(
+        self, control: socket.socket, walls: Walls, groups: list[SlotGroup | None], scratch: str
+    ) -> None:
+        self.scratch = scratch
         self.control = control
         self.walls = walls
         self.groups = groups
@@ -118,7 +124,7 @@ class Zygote:
         group = self.groups[slot]
         if group is not None:
             group.join()
-        serve_slot(ours, CallRunner(self.walls, slot, group))
+        serve_slot(ours, CallRunner(self.walls, slot, group, self.scratch, ours))
 
     def reap(self) -> None:
         """Collect the dead; start a slot anew when one died; end what a dead slot left behind."""
@@ -156,9 +162,12 @@ def import_libraries() -> None:
     str(sympy.simplify(sympy.sqrt(8) + sympy.factor(x**3 - 1)))
     gc.collect()
     gc.freeze()
+    linux.collapse_heap()
 
 
-def _run_zygote(control: socket.socket, walls: Walls, groups: list[SlotGroup | None]) -> NoReturn:
+def _run_zygote(
+    control: socket.socket, walls: Walls, groups: list[SlotGroup | None], scratch: str
+) -> NoReturn:
     linux.die_with_parent(signal.SIGKILL)
     isolation.build_private_root(walls)
     isolation.choose_remaining_layers(walls)
@@ -168,10 +177,9 @@ def _run_zygote(control: socket.socket, walls: Walls, groups: list[SlotGroup | N
         {
             "isolation": walls.report(),
             "cpp": cpp.compiler() is not None,
-            "resident_bytes": _tree_resident_bytes(os.getpid()),
         },
     )
-    Zygote(control, walls, groups).serve()
+    Zygote(control, walls, groups, scratch).serve()
 
 
 def launch(control_fd: int, slots: int) -> int:
@@ -179,8 +187,10 @@ def launch(control_fd: int, slots: int) -> int:
     linux.die_with_parent(signal.SIGTERM)
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
-    sys.path[:] = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
-    sys.path.insert(0, isolation.CALL_DIRECTORY)  # takes the place of the project's directory
+    kept = (sys.prefix, sys.base_prefix)
+    sys.path[:] = [isolation.CALL_DIRECTORY] + [  # the first takes the place of the project's directory
+        p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
+    ]
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
     walls = Walls()
@@ -194,7 +204,6 @@ def launch(control_fd: int, slots: int) -> int:
         walls.lacks("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
     scratch = tempfile.mkdtemp(prefix=f"rstar2-judge-{os.getpid()}-")
     os.chmod(scratch, 0o711)
-    tempfile.tempdir = scratch
     owner = os.getpid()
     isolation.enter_namespaces(walls)
     isolation.choose_uids(walls, slots, owner)
@@ -203,7 +212,7 @@ def launch(control_fd: int, slots: int) -> int:
     child = os.fork()
     if child == 0:
         try:
-            _run_zygote(socket.socket(fileno=control_fd), walls, groups)
+            _run_zygote(socket.socket(fileno=control_fd), walls, groups, scratch)
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 os.write(2, f"judge zygote: {error!r}\n".encode())
