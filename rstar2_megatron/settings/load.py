@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from rstar2_megatron.settings import rlinf_keys
 from rstar2_megatron.settings.schema import Settings
 
+_PLACEMENT = "cluster.component_placement="
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
 
@@ -148,33 +149,45 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, 
     from hydra.errors import HydraException
 
     _register_resolvers()
-    words = [forced for word in overrides for forced in _forced(word)]
+    words = [_forced(word) for word in overrides]
     if directory != CONFIG_DIR:
         words.append(f"hydra.searchpath=['file://{CONFIG_DIR}']")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
             composed = compose(config_name=name, overrides=words)
+        placement = _new_placement(overrides)
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_compose_message(name, error)) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{directory / name}.yaml does not hold a mapping")
-    data.pop("hydra", None)
-    return {str(key): value for key, value in data.items()}
+    composed_data = {str(key): value for key, value in data.items() if key != "hydra"}
+    if placement is not None:
+        rlinf_keys.put(composed_data, "cluster.component_placement", placement)
+    return composed_data
 
 
-def _forced(word: str) -> list[str]:
-    """`key=value` that also sets keys which the schema has and the YAML does not write.
-
-    A new placement replaces the old one: merged, a component would be placed twice.
-    """
+def _forced(word: str) -> str:
+    """`key=value` that also sets keys which the schema has and the YAML does not write."""
     if word.startswith("~"):
-        return [word]
+        return word
     word = word.lstrip("+")
-    if word.startswith("cluster.component_placement="):
-        return ["++cluster.component_placement=null", "++" + word]
-    return ["++" + word]
+    if word.startswith(_PLACEMENT):
+        return f"++{_PLACEMENT}null"
+    return "++" + word
+
+
+def _new_placement(overrides: Sequence[str]) -> Any:
+    """The value of the last override of the whole placement, or None.
+
+    It replaces the YAML's (merged, a component would be placed twice), and is read as YAML because RLinf's
+    "actor,rollout,reward" is no key of Hydra's grammar.
+    """
+    values = [
+        w.lstrip("+").removeprefix(_PLACEMENT) for w in overrides if w.lstrip("+").startswith(_PLACEMENT)
+    ]
+    return yaml.safe_load(values[-1]) if values else None
 
 
 def _compose_message(name: str, error: Exception) -> str:

@@ -85,7 +85,10 @@ def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]
     for key, value in placement.items():
         for component in (part.strip() for part in str(key).split(",")):
             if component in written:
-                raise ValueError(f"cluster.component_placement names {component} twice: {dict(placement)}")
+                raise ValueError(
+                    f"cluster.component_placement names {component} twice: {dict(placement)}; give the whole of "
+                    "it, e.g. 'cluster.component_placement={actor: 0-1, rollout: 0, reward: 0}'"
+                )
             written[component] = value
     missing = [component for component in COMPONENTS if component not in written]
     if missing:

@@ -1,0 +1,220 @@
+"""YAML and overrides to settings, and the message of every mistake."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rstar2_megatron.settings.load import (
+    CONFIG_DIR,
+    ConfigError,
+    config_names,
+    load,
+    load_settings,
+    nearest_keys,
+    print_config,
+    valid_keys,
+)
+from rstar2_megatron.settings.rlinf_keys import WITHOUT_MEANING
+from rstar2_megatron.settings.schema import Settings
+from tests.settings.rlinf_yaml import RLINF_7B
+
+TINY = "rstar2-tiny-cpu"
+
+
+def write(path: Path, data: dict) -> str:
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_shipped_yaml_loads_without_notes(name: str) -> None:
+    assert load(name).notes == []
+
+
+@pytest.mark.parametrize("name", [n for n in config_names() if n != TINY])
+def test_a_size_is_the_base_plus_a_few_lines(name: str) -> None:
+    lines = (CONFIG_DIR / f"{name}.yaml").read_text().splitlines()
+    assert len([line for line in lines if line.strip() and not line.startswith("#")]) <= 16
+
+
+def test_released_batch_and_algorithm_in_the_base() -> None:
+    s = load("rstar2-qwen2.5-14b-megatron").settings
+    sampling = s.algorithm.down_sampling.down_sampling_config
+    assert (s.data.rollout_batch_size, s.algorithm.group_size, sampling.down_sample_to_n) == (128, 32, 16)
+    assert (s.algorithm.clip_ratio_low, s.algorithm.clip_ratio_high, s.algorithm.clip_ratio_c) == (
+        0.2,
+        0.28,
+        3,
+    )
+    assert (s.actor.optim.lr, s.actor.lr_sched.lr_warmup_iters) == (1e-6, 20)
+    assert (s.data.max_prompt_length, s.algorithm.sampling_params.max_new_tokens) == (2048, 8192)
+    assert s.runner.seq_length == 10240
+
+
+def test_overrides_reach_the_settings_written_in_the_yaml_or_not() -> None:
+    overrides = [
+        "runner.max_steps=3",
+        "+runner.keep_checkpoints=5",
+        "rollout.sglang.server_args={tp_size: 1}",
+    ]
+    settings, config = load_settings(TINY, [*overrides, "data.train_data_paths=[a.jsonl, b.jsonl]"])
+    assert settings.runner.max_steps == 3 and config.runner.max_steps == 3
+    assert settings.runner.keep_checkpoints == 5
+    assert settings.rollout.sglang.server_args == {"tp_size": 1}
+    assert settings.data.train_data_paths == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_new_placement_replaces_the_old_one() -> None:
+    settings = load(TINY, ["cluster.component_placement={'actor,rollout,reward': all}"]).settings
+    assert settings.cluster.component_placement == {"actor,rollout,reward": "all"}
+
+
+def test_removing_a_key_takes_its_default() -> None:
+    settings = load(TINY, ["~algorithm.clip_ratio_high"]).settings
+    assert settings.algorithm.clip_ratio_high == 0.28
+
+
+def test_the_dict_config_holds_every_default_and_no_empty_node_groups() -> None:
+    config = load("rstar2-qwen2.5-7b-megatron").config
+    assert "node_groups" not in config.cluster
+    assert config.actor.model.context_parallel_size == 1
+    assert config.rollout.pipeline_parallel_size == 1
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_printed_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
+    settings = load(name).settings
+    path = tmp_path / "printed.yaml"
+    path.write_text(print_config(settings))
+    assert load(str(path)).settings == settings
+
+
+def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
+    data = {
+        "defaults": ["rstar2-qwen2.5-7b-megatron", "_self_"],
+        "runner": {"experiment_name": "mine"},
+    }
+    settings = load(write(tmp_path / "mine.yaml", data)).settings
+    assert settings.runner.experiment_name == "mine" and settings.algorithm.group_size == 32
+
+
+# -------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ("rstar2-tiny", [], r"no configuration 'rstar2-tiny' in .*nearest: rstar2-tiny-cpu"),
+        ("xyz", [], r"no configuration 'xyz'.*rstar2-tiny-cpu"),
+        ("nowhere/run.yaml", [], r"no configuration file nowhere/run.yaml"),
+        (TINY, ["algorithm.groupsize=3"], r"unknown key algorithm.groupsize; .* is algorithm.group_size"),
+        (
+            TINY,
+            ["+actor.tensor_model_parallel_size=2"],
+            r"unknown key actor.tensor_model_parallel_size; .* is actor.model.tensor_model_parallel_size",
+        ),
+        (TINY, ["runer.max_steps=3"], r"unknown key runer; .* is runner"),
+        (TINY, ["qqqqq=3"], r"unknown key qqqqq; the sections are cluster, runner"),
+        (TINY, ["algorithm.group_size=abc"], r"algorithm.group_size='abc': input should be a valid integer"),
+        (
+            TINY,
+            ["algorithm.group_size=0"],
+            r"algorithm.group_size=0: input should be greater than or equal to 1",
+        ),
+        (TINY, ["actor.model.precision=fp16"], r"actor.model.precision='fp16': .*'fp32' or 'bf16'"),
+        (TINY, ["algorithm.kl_beta=0.1"], r"algorithm.kl_beta=0.1"),
+        (TINY, ["runner.max_steps"], r"runner.max_steps"),
+        (TINY, ["runner.max_steps=[1"], r"an override is written key=value"),
+        (TINY, ["runner.max_steps=1,2"], r"a list is written key=\[a,b\]"),
+        (TINY, ["~runner.nothing"], r"Could not delete from config. 'runner.nothing' does not exist"),
+        (
+            TINY,
+            ["rollout.model.model_path=???"],
+            r"rollout.model.model_path has no value; .*model_path=\.\.\.",
+        ),
+        (TINY, ["runner.output_dir=${nowhere.x}"], r"nowhere.x"),
+        ("base", [], r"has no value; set it"),
+    ],
+)
+def test_mistakes_name_key_value_and_remedy(config: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(config, overrides)
+
+
+def test_unknown_keys_in_lists_of_sections_are_found() -> None:
+    phases = "cold_start.phases=[{name: a, data_path: b, steps: 1, batch_size: 1, lr: 1, epochs: 2}]"
+    with pytest.raises(ConfigError, match=r"unknown key cold_start.phases.0.epochs"):
+        load(TINY, [phases])
+
+
+def test_broken_yaml_is_an_error_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("a: [1\nb: }")
+    with pytest.raises(ConfigError, match="broken"):
+        load(str(path))
+
+
+def test_every_key_is_its_own_nearest() -> None:
+    for key in valid_keys():
+        assert nearest_keys(key)[0] == key
+
+
+# ----------------------------------------------------------------------------------------------- RLinf
+
+
+def test_an_rlinf_yaml_loads_with_its_meaning(tmp_path: Path) -> None:
+    loaded = load(write(tmp_path / "rlinf.yaml", RLINF_7B))
+    s = loaded.settings
+    assert s.runner.max_steps == 1_000_000  # -1: until the epochs are over
+    assert s.tools.codejudge.max_concurrency == 64
+    assert s.actor.lr_sched.lr_warmup_iters == 20  # 0.1 of 200
+    assert s.actor.distributed_timeout_minutes == 60
+    assert s.algorithm.sampling_params.max_new_tokens == 8192
+    assert s.actor.model.recompute_num_layers == 20
+    assert s.data.type == "math"
+    listed = next(note for note in loaded.notes if note.startswith("RLinf keys without meaning here"))
+    for key in ("rollout.custom_chat_template", "critic", "actor.megatron", "inference", "data.num_workers"):
+        assert f"{key} (" in listed or f"{key}." in listed
+
+
+def test_rlinf_clip_eps_fills_what_is_null(tmp_path: Path) -> None:
+    data = copy.deepcopy(RLINF_7B)
+    data["algorithm"] |= {"ratio_clip_eps": 0.15, "clip_ratio_low": None, "clip_ratio_c": None}
+    del data["algorithm"]["clip_ratio_high"]
+    s = load(write(tmp_path / "a.yaml", data)).settings
+    assert (s.algorithm.clip_ratio_low, s.algorithm.clip_ratio_high) == (0.15, 0.15)
+    assert s.algorithm.clip_ratio_c is None
+
+
+def test_rlinf_schedule_rates_win_as_they_do_there(tmp_path: Path) -> None:
+    data = copy.deepcopy(RLINF_7B)
+    data["actor"]["lr_sched"] |= {"max_lr": 5e-6, "lr_warmup_iters": 7}
+    loaded = load(write(tmp_path / "a.yaml", data))
+    assert loaded.settings.actor.optim.lr == 5e-6
+    assert loaded.settings.actor.lr_sched.lr_warmup_iters == 7
+    assert any("actor.lr_sched.max_lr=5e-06 read as actor.optim.lr" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("algorithm", "loss_type", "actor_critic", "algorithm.loss_type='actor_critic' is not implemented"),
+        ("algorithm", "normalize_advantages", True, "algorithm.normalize_advantages=True is not implemented"),
+        ("critic", "use_critic_model", True, "critic.use_critic_model=True is not implemented"),
+        ("algorithm", "adv_type", "gae", "algorithm.adv_type='gae'"),
+    ],
+)
+def test_what_rlinf_can_and_we_cannot_is_refused(tmp_path, section, key, value, message) -> None:
+    data = copy.deepcopy(RLINF_7B)
+    data[section][key] = value
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path / "a.yaml", data))
+
+
+def test_no_listed_rlinf_key_shadows_a_key_of_ours() -> None:
+    ours = set(valid_keys(Settings))
+    assert not [pattern for pattern, _ in WITHOUT_MEANING if pattern in ours]

@@ -1,0 +1,188 @@
+"""The plan against figures computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rstar2_megatron.settings.known_models import known_model
+from rstar2_megatron.settings.load import config_names, load
+from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
+from rstar2_megatron.settings.plan import (
+    Plan,
+    kv_bytes_per_token,
+    kv_capacity,
+    make_plan,
+    training_memory,
+)
+from rstar2_megatron.settings.schema import ClusterSettings
+
+H100 = Slots(8, 80.0)
+
+
+def plan_of(name: str, *overrides: str, slots: Slots = H100) -> Plan:
+    return make_plan(load(name, overrides).settings, slots=slots)
+
+
+@pytest.mark.parametrize("name", [n for n in config_names() if n != "rstar2-tiny-cpu"])
+def test_every_size_fits_8_gpus_of_80_gb(name: str) -> None:
+    plan = plan_of(name)
+    assert plan.fits, plan.problems
+    text = plan.render()
+    assert text.endswith("fits") and "4096 trajectories, at most 2048 kept" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "billions"),
+    [
+        ("Qwen2.5-1.5B-Instruct", 1.54),
+        ("/models/Qwen2.5-7B", 7.62),
+        ("Qwen2.5-14B-Instruct", 14.77),
+        ("qwen2.5-32b", 32.76),
+        ("Qwen3-4B", 4.02),
+        ("Qwen3-8B", 8.19),
+        ("Qwen3-14B-Base", 14.77),
+    ],
+)
+def test_parameters_of_public_models(path: str, billions: float) -> None:
+    model = known_model(path)
+    assert model is not None and model.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_unknown_models_are_not_guessed() -> None:
+    assert known_model("/models/Llama-3-8B") is None and known_model("tiny:model") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "static"), [("7b", 2, 34), ("7b", 4, 23), ("14b", 2, 66), ("14b", 4, 44)]
+)
+def test_static_memory_by_the_formula(name: str, tp: int, static: float) -> None:
+    """6N/(TP PP) + 12N/world GB in bf16."""
+    s = load(f"rstar2-qwen2.5-{name}-megatron", [f"actor.model.tensor_model_parallel_size={tp}"]).settings
+    model = known_model(s.rollout.model.model_path)
+    assert model is not None
+    assert training_memory(s, model, 8, cpu=False).static == pytest.approx(static, abs=0.7)
+
+
+@pytest.mark.parametrize(
+    ("name", "fraction", "kib", "million_tokens"),
+    [("Qwen2.5-7B", 0.8, 56, 1.97), ("Qwen2.5-7B", 0.5, 56, 1.13), ("Qwen3-14B", 0.8, 160, 0.60)],
+)
+def test_kv_capacity_by_the_formula(name, fraction, kib, million_tokens) -> None:
+    overrides = [
+        f"rollout.model.model_path={name}",
+        "rollout.tensor_parallel_size=2",
+        f"rollout.gpu_memory_utilization={fraction}",
+    ]
+    s = load("rstar2-qwen2.5-7b-megatron", overrides).settings
+    model = known_model(name)
+    assert model is not None
+    assert kv_bytes_per_token(model, "bf16") == kib * 1024
+    assert kv_capacity(s, model, 80.0) / 1e6 == pytest.approx(million_tokens, abs=0.01)
+
+
+def test_14b_at_tp_1_is_refused_with_the_operands() -> None:
+    plan = plan_of(
+        "rstar2-qwen2.5-14b-megatron",
+        "actor.model.tensor_model_parallel_size=1",
+        "actor.model.sequence_parallel=False",
+    )
+    assert plan.problems == [
+        "Qwen2.5-14B-Instruct at TP 1 needs 111 GB per GPU for weights, gradients and optimizer, has 80; "
+        "set actor.model.tensor_model_parallel_size=2 actor.model.sequence_parallel=True"
+    ]
+    assert not plan.fits and "DOES NOT FIT" in plan.render()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (
+            ["actor.model.recompute_granularity=null", "runner.max_tokens_per_mbs=65536"],
+            "recompute_granularity=full",
+        ),
+        (
+            ["runner.max_tokens_per_mbs=1000000", "actor.model.tensor_model_parallel_size=4"],
+            "max_tokens_per_mbs=",
+        ),
+    ],
+)
+def test_remedies_help(overrides: list[str], remedy: str) -> None:
+    """What the message says to set makes the plan fit."""
+    plan = plan_of("rstar2-qwen2.5-7b-megatron", *overrides)
+    assert len(plan.problems) == 1 and remedy in plan.problems[0]
+    advice = plan.problems[0].split("; set ")[1].split()
+    assert plan_of("rstar2-qwen2.5-7b-megatron", *overrides, *advice).fits
+
+
+def test_an_engine_without_room_is_refused() -> None:
+    plan = plan_of(
+        "rstar2-qwen2.5-14b-megatron", "rollout.tensor_parallel_size=1", "rollout.gpu_memory_utilization=0.3"
+    )
+    assert "room for 0 KV tokens beside 29.5 GB of weights" in plan.problems[0]
+
+
+def test_cpu_slots_need_a_stated_kv_cache() -> None:
+    path = "rollout.model.model_path=Qwen2.5-0.5B"
+    assert plan_of("rstar2-tiny-cpu", path, slots=Slots(2, None)).kv_capacity_tokens == 65536
+    plan = plan_of("rstar2-tiny-cpu", path, "rollout.max_total_tokens=null", slots=Slots(2, None))
+    assert "rollout.max_total_tokens=65536" in plan.problems[0]
+
+
+SEVEN_B = load("rstar2-qwen2.5-7b-megatron").settings
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1024, 16384, 65536]))
+def test_memory_falls_with_parallel_sizes_and_rises_with_tokens(tp: int, pp: int, tokens: int) -> None:
+    s = SEVEN_B.model_copy(deep=True)
+    model = known_model(s.rollout.model.model_path)
+    assert model is not None
+    s.actor.model.tensor_model_parallel_size, s.actor.model.pipeline_model_parallel_size = tp, pp
+    s.runner.max_tokens_per_mbs = tokens
+    here = training_memory(s, model, 8, cpu=False)
+    s.actor.model.tensor_model_parallel_size = 2 * tp
+    assert training_memory(s, model, 8, cpu=False).total < here.total
+    s.actor.model.tensor_model_parallel_size = tp
+    s.runner.max_tokens_per_mbs = 2 * tokens
+    assert training_memory(s, model, 8, cpu=False).activations > here.activations
+
+
+# -------------------------------------------------------------------------------------------- placement
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("all", [0, 1, 2, 3]),
+        ("0-2", [0, 1, 2]),
+        (0, [0]),
+        ("0,2-3", [0, 2, 3]),
+        ("0-1:0-3", [0, 1]),
+        ("all:0", [0, 1, 2, 3]),
+    ],
+)
+def test_placement_strings(text: str | int, slots: list[int]) -> None:
+    assert parse_slots("actor", text, 4) == slots
+
+
+def test_placement_by_node_group_is_left_to_rlinf() -> None:
+    cluster = ClusterSettings(
+        component_placement={
+            "actor": {"node_group": "gpu", "placement": "0-1"},
+            "rollout": {"placement": "0"},
+            "reward": "1",
+        }
+    )
+    assert component_slots(cluster, 2) == {"rollout": [0], "reward": [1]}
+
+
+def test_slots_of_a_cluster() -> None:
+    cluster = ClusterSettings(num_nodes=2, component_placement={})
+    assert slots_of(cluster, (4, 141.0)) == Slots(8, 141.0)
+    assert slots_of(cluster, (0, 0.0)) == Slots(16, 80.0, assumed=True)
+    cluster.node_groups = [
+        {"label": "cpu", "hardware": {"type": "CPUSlots", "configs": [{"num_slots": 2}, {"num_slots": 3}]}}
+    ]
+    assert slots_of(cluster, (4, 141.0)) == Slots(5, None)
