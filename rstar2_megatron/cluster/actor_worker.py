@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -11,6 +12,9 @@ from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cluster.weights import WeightRoute, send_weights
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
+
+# Megatron warns of what is normal here (no TransformerEngine on CPU, an unfinished checkpoint it may overwrite).
+logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 class ActorWorker(Worker):

@@ -1,0 +1,264 @@
+"""`run_rstar2.sh` itself, with every part real: Ray, RLinf, Megatron TP 2, SGLang, Redis, the judge.
+
+Small numbers of steps; the supervised start is short, done once, and shared through the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rstar2_megatron.services.process import free_port, terminate_tree
+from tests.e2e.runs import ROOT, RunProcess, read_jsonl
+
+LIMIT_S = 600
+PHASES = (
+    "cold_start.phases=["
+    "{name: copy, data_path: 'tiny:copy', steps: 120, batch_size: 64, lr: 3.0e-3, shuffle: False, warmup_steps: 30, "
+    "decay: constant},"
+    "{name: conversations, data_path: 'tiny:conversations', steps: 60, batch_size: 32, lr: 1.5e-3, warmup_steps: 10}]"
+)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def arguments(cache: Path, results: Path, name: str, *extra: str) -> list[str]:
+    return [
+        "rstar2-tiny-cpu",
+        PHASES,
+        f"cold_start.cache_dir={cache}",
+        f"runner.output_dir={results}",
+        f"runner.experiment_name={name}",
+        "runner.max_steps=2",
+        "runner.save_interval=1",
+        "data.rollout_batch_size=4",
+        "evaluation.num_problems=16",
+        *extra,
+    ]
+
+
+@pytest.fixture(scope="session")
+def first_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run of two steps; returns its directory."""
+    results = tmp_path_factory.mktemp("results")
+    run = RunProcess(arguments(cache, results, "first"), results / "first.log").start()
+    code = run.wait(LIMIT_S)
+    assert code == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    return results / "first"
+
+
+def queries_of_steps(directory: Path) -> dict[int, list[str]]:
+    steps: dict[int, list[str]] = {}
+    for row in read_jsonl(directory / "trajectories.jsonl"):
+        ids = steps.setdefault(row["step"], [])
+        if row["query_id"] not in ids:
+            ids.append(row["query_id"])
+    return steps
+
+
+def test_metrics_of_every_step(first_run: Path) -> None:
+    rows = read_jsonl(first_run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["rollout/num_trajectories"] == 4 * 16
+        assert row["rollout/dropped_infrastructure"] == 0
+        assert 0 <= row["rollout/pass_rate"] <= 1
+        assert row["rollout/groups_kept"] + row["rollout/groups_rejected"] == 4
+        assert row["time/step"] >= row["time/rollout"] > 0
+        assert "rollout/tool_error_ratio_positive" in row
+    trained = [row for row in rows if not row["train/actor/skipped_update"]]
+    assert trained, "no step had a group to train on; the supervised start of this test is too short"
+    for row in trained:
+        assert row["train/actor/grad_norm"] > 0
+        assert row["rollout/logprob_diff_max"] < 1e-3
+        assert row["rollout/total_num_sequence"] == 8 * row["rollout/groups_kept"]
+        assert "train/actor/policy_loss" in row and row["time/training"] > 0
+
+
+def test_supervised_start_taught_the_format(first_run: Path) -> None:
+    held_out = json.loads((first_run / "held_out.json").read_text())
+    assert held_out["before_sft"] == 0.0
+    assert held_out["after_sft"] is not None and held_out["after_rl"] is not None
+    rows = read_jsonl(first_run / "trajectories.jsonl")
+    assert any(call["outcome"] == "ok" for row in rows for call in row["tool_calls"])
+    assert {version for row in rows if row["step"] == 2 for _, _, version in row["versions"]} == {1}
+
+
+def test_checkpoint_has_rlinfs_layout(first_run: Path) -> None:
+    checkpoint = first_run / "checkpoints" / "global_step_2"
+    assert (checkpoint / "actor").is_dir() and any((checkpoint / "actor").iterdir())
+    state = torch.load(checkpoint / "data" / "data.pt", weights_only=False)
+    assert state["step"] == 2
+
+
+def test_the_model_loads_in_transformers_and_has_changed(first_run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(first_run / "model")
+    model = AutoModelForCausalLM.from_pretrained(first_run / "model")
+    ids = tokenizer("<|im_start|>user\n1 + 1<|im_end|>\n", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+    config = (first_run / "config.yaml").read_text()
+    base = next(
+        line.split(": ", 1)[1].strip().strip("'\"") for line in config.splitlines() if "model_path:" in line
+    )
+    start = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+
+
+def test_reports_are_there(first_run: Path) -> None:
+    assert (first_run / "curves.png").stat().st_size > 10_000
+    assert list((first_run / "tensorboard").rglob("events.out.tfevents.*"))
+    log = (first_run.parent / "first.log").read_text()
+    assert "held-out pass@1" in log and "|dlogp|" in log
+
+
+def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    command = arguments(cache, tmp_path, "killed", "runner.max_steps=4", "evaluation.before_and_after=False")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    run = RunProcess(command, tmp_path / "killed.log").start()
+    run.wait_for(lambda: len(read_jsonl(metrics)) >= 2, LIMIT_S, "two steps")
+    run.wait_for(
+        lambda: (tmp_path / "killed" / "checkpoints" / "global_step_2").is_dir(), 60, "second checkpoint"
+    )
+    time.sleep(0.5)  # into the third step
+    run.send(signal.SIGKILL)
+    run.assert_nothing_left(30)
+
+    again = RunProcess(command, tmp_path / "resumed.log").start()
+    assert again.wait(LIMIT_S) == 0, again.text()[-6000:]
+    again.assert_nothing_left()
+    assert "resuming from" in again.text()
+    assert [row["step"] for row in read_jsonl(metrics)] == [1, 2, 3, 4]
+    # the same data order as a run that was never interrupted, and no problem twice
+    ours, theirs = queries_of_steps(tmp_path / "killed"), queries_of_steps(first_run)
+    assert ours[1] == theirs[1] and ours[2] == theirs[2]
+    assert len({query for queries in ours.values() for query in queries}) == 16
+
+
+def test_sigterm_stops_cleanly(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    before = set(Path("/tmp").glob("rstar2-*"))
+    run = RunProcess(arguments(cache, tmp_path, "stopped"), tmp_path / "stopped.log").start()
+    run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
+    ports = {
+        connection.laddr.port
+        for process in run.processes()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert ports
+    run.send(signal.SIGTERM)
+    assert run.wait(60) == 143
+    run.assert_nothing_left()
+    listening = {
+        c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr
+    }
+    assert not ports & listening
+    assert set(Path("/tmp").glob("rstar2-*")) <= before
+    assert not list(Path("/dev/shm").glob("rstar2*"))
+
+
+def test_tensor_parallel_1_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    run = RunProcess(
+        arguments(
+            cache,
+            tmp_path,
+            "tp1",
+            "actor.model.tensor_model_parallel_size=1",
+            "runner.max_steps=1",
+            "evaluation.before_and_after=False",
+            "algorithm.recompute_logprobs=True",
+        ),
+        tmp_path / "tp1.log",
+    ).start()
+    assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    (row,) = read_jsonl(tmp_path / "tp1" / "metrics.jsonl")
+    assert row["train/actor/skipped_update"] or row["rollout/logprob_diff_max"] < 1e-3
+
+
+def test_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    """The run waits and retries; nothing is lost."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "rstar2_megatron.judge",
+        "all",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+
+    def start_judge() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+        )
+
+    judge = start_judge()
+    run = RunProcess(
+        arguments(
+            cache,
+            tmp_path,
+            "outage",
+            "tools.codejudge.host_addr=127.0.0.1",
+            f"tools.codejudge.host_port={port}",
+            "evaluation.before_and_after=False",
+        ),
+        tmp_path / "outage.log",
+    ).start()
+    try:
+        run.wait_for(
+            lambda: "reward" in run.text().split("ready:")[-1] or "step " in run.text(), LIMIT_S, "steps"
+        )
+        terminate_tree(judge.pid, grace_s=0.0, first_signal=signal.SIGKILL)
+        judge.wait()
+        time.sleep(20)
+        judge = start_judge()
+        assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
+    finally:
+        terminate_tree(judge.pid)
+        judge.wait()
+        run.kill_all()
+    rows = read_jsonl(tmp_path / "outage" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["rollout/dropped_infrastructure"] == 0 for row in rows)
+    outcomes = [
+        call["outcome"]
+        for row in read_jsonl(tmp_path / "outage" / "trajectories.jsonl")
+        for call in row["tool_calls"]
+    ]
+    assert "infrastructure" not in outcomes and "ok" in outcomes
+
+
+def test_engine_killed_while_generating(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    run = RunProcess(
+        arguments(cache, tmp_path, "engine", "evaluation.before_and_after=False"), tmp_path / "engine.log"
+    ).start()
+    try:
+        run.wait_for(lambda: "kept/rej" in run.text(), LIMIT_S, "the first step")
+        time.sleep(1.0)
+        scheduler = next(p for p in run.processes() if "scheduler" in " ".join(p.cmdline()))
+        os.kill(scheduler.pid, signal.SIGKILL)
+        assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
+    finally:
+        run.kill_all()
+    rows = read_jsonl(tmp_path / "engine" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["rollout/engine/engine_restarts"] for row in rows) >= 1
+    assert all(row["rollout/num_trajectories"] == 64 for row in rows)
+    assert all(row["rollout/dropped_infrastructure"] == 0 for row in rows)
