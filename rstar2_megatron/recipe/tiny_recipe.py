@@ -41,11 +41,11 @@ class TinyModelShape:
 class Mix:
     """Weights of the five kinds of conversation, and how a careless one goes on."""
 
-    right: float = 0.40
-    wrong: float = 0.18
+    right: float = 0.32
+    wrong: float = 0.22
     error: float = 0.22
     guess: float = 0.10
-    untagged: float = 0.10
+    untagged: float = 0.14
     retry_right: float = 0.85
     """Of the careless ones: the second program is the right one (otherwise the wrong one)."""
 

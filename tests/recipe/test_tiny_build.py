@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rstar2_megatron.recipe.tiny_build import TinyPaths, build_tiny
-from rstar2_megatron.recipe.tiny_recipe import tiny_agent_loop
+from rstar2_megatron.recipe.tiny_recipe import TinyRecipe, tiny_agent_loop
 from tests.recipe.conftest import SMALL
 
 
@@ -93,3 +94,14 @@ def test_command_line_explains_itself() -> None:
             timeout=120,
         )
         assert run.returncode == 0 and "--seed" in run.stdout
+
+
+def test_yaml_and_recipe_agree() -> None:
+    """The YAML repeats what the recipe was tuned with: the conversation format, and rows enough for each phase."""
+    config = yaml.safe_load((Path(__file__).parents[2] / "config" / "rstar2-tiny-cpu.yaml").read_text())
+    wanted = tiny_agent_loop().model_dump()
+    assert {key: wanted[key] for key in config["agentloop"]} == config["agentloop"]
+    rows = {"tiny:copy": TinyRecipe().copy.rows, "tiny:conversations": TinyRecipe().conversations}
+    for phase in config["cold_start"]["phases"]:
+        assert phase["steps"] * phase["batch_size"] == rows[phase["data_path"]]
+        assert (phase.get("shuffle", True) is False) == (phase["name"] == "copy")
