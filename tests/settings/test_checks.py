@@ -82,7 +82,7 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         (["rollout.max_total_tokens=100"], r"rollout.max_total_tokens=100 cannot hold one trajectory"),
         (["algorithm.n_minibatches=1000"], r"n_minibatches=1000 exceeds the 128 trajectories"),
         (
-            ["cluster.component_placement.actor='0-5'"],
+            ["cluster.component_placement={actor: 0-5, rollout: 0, reward: 0}"],
             r"actor=0-5 names slot 5, but there are 2 slots \(0-1\)",
         ),
         (["cluster.component_placement={actor: gpu, rollout: 0, reward: 0}"], r"actor=gpu is not `all`"),
