@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -19,7 +20,8 @@ from rstar2_megatron.trajectory import Problem
 
 @pytest.fixture(scope="module")
 def template(built: TinyPaths) -> ChatTemplate:
-    return ChatTemplate(AutoTokenizer.from_pretrained(built.model), tiny_agent_loop())
+    tokenizer: Any = AutoTokenizer.from_pretrained(built.model)
+    return ChatTemplate(tokenizer, tiny_agent_loop())
 
 
 def writer(template: ChatTemplate, **weights: float) -> TraceWriter:
