@@ -135,14 +135,16 @@ class ProblemLoader:
             )
         self._problems = list(problems)
         self._sampler = _EpochSampler(len(problems), data.shuffle, data.seed)
-        self._loader = StatefulDataLoader(
-            self._problems,  # type: ignore[arg-type]
-            batch_size=batch_size,
-            sampler=self._sampler,
-            drop_last=True,
-            num_workers=0,
-            collate_fn=list,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torchdata calls a deprecated torch function
+            self._loader = StatefulDataLoader(
+                self._problems,  # type: ignore[arg-type]
+                batch_size=batch_size,
+                sampler=self._sampler,
+                drop_last=True,
+                num_workers=0,
+                collate_fn=list,
+            )
         self._max_epochs = max_epochs
         self._epoch = 0
         self._batches: Iterator[list[Problem]] | None = None
@@ -161,7 +163,7 @@ class ProblemLoader:
         while self._max_epochs is None or self._epoch < self._max_epochs:
             if self._batches is None:
                 self._sampler.epoch = self._epoch
-                self._batches = self._start()
+                self._batches = iter(self._loader)
             batch = next(self._batches, None)
             if batch is not None:
                 return batch
@@ -191,12 +193,7 @@ class ProblemLoader:
         self._batches = None
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
-            self._batches = self._start()
-
-    def _start(self) -> Iterator[list[Problem]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torchdata calls a deprecated torch function
-            return iter(self._loader)
+            self._batches = iter(self._loader)
 
 
 class _EpochSampler:

@@ -1,0 +1,144 @@
+"""Metrics of a step computed by hand, the metrics file across kills, the terminal line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.algorithm.roc import resample_on_correct
+from rstar2_megatron.settings.schema import DownSamplingConfig
+from rstar2_megatron.training.metrics import (
+    MetricsFile,
+    header_line,
+    rollout_metrics,
+    step_line,
+    step_metrics,
+)
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory
+from tests.algorithm.trajectories import trajectory
+
+OK, ERROR = ToolOutcome.OK, ToolOutcome.ERROR
+CONFIG = DownSamplingConfig(down_sample_to_n=2, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1)
+
+
+def groups() -> list[Group]:
+    """A mixed group with a lost trajectory, an all-correct one, an all-wrong one."""
+    mixed = [
+        trajectory(1.0, [OK], index=0, tokens=10),
+        trajectory(0.0, [ERROR, ERROR], index=1, tokens=20),
+        trajectory(0.0, [], index=2, tokens=30, answers=0, finish=FinishReason.LENGTH_LIMIT),
+        trajectory(None, [OK], index=3, tokens=5, finish=FinishReason.INFRASTRUCTURE),
+    ]
+    correct = [trajectory(1.0, [ERROR, OK], index=i, tokens=40) for i in range(2)]
+    wrong = [trajectory(0.0, [OK], index=i, tokens=60, answers=2) for i in range(2)]
+    return [Group(Problem(str(i), [], ["1"]), list(ts)) for i, ts in enumerate((mixed, correct, wrong))]
+
+
+def measured() -> tuple[list[Group], dict[str, float], list[Trajectory]]:
+    step = groups()
+    rng = random.Random(0)
+    resampled = [resample_on_correct(g.usable, CONFIG, rng) for g in step]
+    actor = {"actor/policy_loss": 0.5, "actor/logprob_diff_mean": 1e-6}
+    seconds = {"rollout": 2.0, "training": 0.5, "step": 3.0, "sync_weights": 0.1}
+    kept = [t for r in resampled for t in r.kept]
+    return step, step_metrics(step, resampled, actor, {"restarts": 1}, seconds), kept
+
+
+def test_reward_and_length_at_three_places() -> None:
+    _, m, kept = measured()
+    assert m["rollout/pass_rate"] == pytest.approx(3 / 7)
+    assert m["rollout/reward_after_rejection"] == pytest.approx(1 / 3)
+    assert m["rollout/reward_scores"] == 0.5
+    assert m["rollout/response_length_all"] == pytest.approx((10 + 20 + 30 + 80 + 120) / 7)
+    assert m["rollout/response_length_after_rejection"] == 20
+    lengths = [len(t.response_ids) for t in kept]
+    assert m["rollout/response_length"] == sum(lengths) / 2
+    assert m["rollout/max_of_response_length"] == max(lengths)
+    assert m["rollout/total_num_sequence"] == 2 and m["rollout/prompt_length"] == 3
+
+
+def test_groups_endings_tools_and_format_are_counted() -> None:
+    _, m, _ = measured()
+    expected = {
+        "rollout/groups": 3,
+        "rollout/groups_kept": 1,
+        "rollout/groups_rejected": 2,
+        "rollout/groups_rejected_all_correct": 1,
+        "rollout/groups_rejected_all_wrong": 1,
+        "rollout/groups_rejected_too_few": 0,
+        "rollout/groups_never_solved": 1,
+        "rollout/groups_always_solved": 1,
+        "rollout/num_trajectories": 8,
+        "rollout/dropped_infrastructure": 1,
+        "rollout/finish/answered": 6,
+        "rollout/finish/length_limit": 1,
+        "rollout/finish/infrastructure": 1,
+        "rollout/finish/turn_limit": 0,
+        "rollout/generated_tokens": 265,
+        "rollout/tool_error_ratio": 4 / 9,
+        "rollout/tool_error_ratio_positive": 2 / 5,
+        "rollout/tool_error_ratio_negative": 2 / 4,
+        "rollout/tool_outcome/error": 4,
+        "rollout/no_tool_ratio": 1 / 7,
+        "rollout/clip_ratio": 1 / 7,
+        "rollout/fraction_of_samples_properly_ended": 6 / 7,
+        "rollout/num_turns": (2 + 3 + 1 + 3 + 3 + 2 + 2) / 7,
+        "rollout/max_of_num_turns": 3,
+        "rollout/tool_seconds": 0.5,
+        "rollout/answers_zero": 1,
+        "rollout/answers_one": 4,
+        "rollout/answers_many": 2,
+        "rollout/grade/correct": 3,
+        "rollout/grade/wrong": 4,
+    }
+    assert {name: m[name] for name in expected} == pytest.approx(expected)
+
+
+def test_parts_are_named_and_rates_follow_from_them() -> None:
+    _, m, kept = measured()
+    assert m["train/actor/policy_loss"] == 0.5 and m["rollout/engine/restarts"] == 1
+    assert m["time/step"] == 3.0 and m["rollout/logprob_diff_mean"] == 1e-6
+    assert m["rollout/tokens_per_second"] == 265 / 2
+    assert m["train/tokens_per_second"] == sum(t.length for t in kept) / 0.5
+
+
+def test_a_step_that_keeps_nothing_leaves_its_means_out() -> None:
+    step = groups()[1:]
+    m = rollout_metrics(step, [resample_on_correct(g.usable, CONFIG, random.Random(0)) for g in step])
+    assert m["rollout/total_num_sequence"] == 0 and m["rollout/pass_rate"] == 0.5
+    assert "rollout/reward_scores" not in m and "rollout/response_length" not in m
+    assert "-" in step_line({"step": 1, **m})
+    empty = rollout_metrics([], [])
+    assert "rollout/pass_rate" not in empty and empty["rollout/tool_error_ratio"] == 0
+
+
+def test_groups_and_results_must_match() -> None:
+    with pytest.raises(ValueError, match="3 groups but 0 resampling results"):
+        rollout_metrics(groups(), [])
+
+
+def test_metrics_file_survives_a_kill(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    for step in range(1, 6):
+        file.append({"step": step, "a": step / 2, "b": float("nan")})
+    with file.path.open("a") as f:
+        f.write('{"step": 6, "a"')  # the kill
+    assert [row["step"] for row in file.rows()] == [1, 2, 3, 4, 5]
+    assert file.rows()[0]["b"] is None
+    assert file.truncate_after(3) == 3
+    file.append({"step": 4, "a": 9.0})
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert list(file.path.parent.iterdir()) == [file.path]
+    assert MetricsFile(tmp_path / "none.jsonl").rows() == []
+    assert MetricsFile(tmp_path / "none.jsonl").truncate_after(3) == 0
+
+
+def test_lines_align_with_the_header() -> None:
+    _, m, _ = measured()
+    lines = [step_line({"step": step, **m}) for step in (1, 20, 12345)] + [step_line({"step": 3})]
+    assert {len(line) for line in lines} == {len(header_line())}
+    broken = step_line({"step": 1, "rollout/pass_rate": float("nan")})
+    assert len(broken) == len(header_line())
