@@ -184,8 +184,10 @@ def _read_tensorboard(log: Log, files: list[Path]) -> None:
         if not path.stat().st_size:
             log.messages.append(f"{path}: empty")
             continue
+        events = 0
         try:
             for event in LegacyEventFileLoader(str(path)).Load():
+                events += 1
                 for value in event.summary.value:
                     if value.HasField("simple_value"):
                         log.add(value.tag, event.step, value.simple_value)
@@ -193,8 +195,23 @@ def _read_tensorboard(log: Log, files: list[Path]) -> None:
                         array = make_ndarray(value.tensor)
                         if array.size == 1:
                             log.add(value.tag, event.step, float(array.reshape(-1)[0]))
-        except Exception as error:  # a truncated record ends the file; what came before it counts
-            log.messages.append(f"{path}: read up to a broken record ({type(error).__name__})")
+        except (
+            Exception
+        ) as error:  # what a broken record throws is not foreseeable; what came before it counts
+            log.messages.append(f"{path}: {type(error).__name__} after {events} records")
+            continue
+        if not _holds_records(path, events):  # the loader ends silently at a bad checksum
+            log.messages.append(f"{path}: read up to a broken record, {events} records")
+
+
+def _holds_records(path: Path, count: int) -> bool:
+    """True when the file is exactly `count` records: length u64, checksum, data, checksum, each."""
+    size, offset = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for _ in range(count):
+            file.seek(offset)
+            offset += int.from_bytes(file.read(8), "little") + 16
+    return offset == size
 
 
 def _number(text: str) -> float | None:

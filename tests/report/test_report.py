@@ -1,0 +1,241 @@
+"""Reading logs of several codes, comparing arms, tables and figures of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.report.compare import (
+    Arm,
+    area,
+    arm_label,
+    bands_separate,
+    best_value,
+    comparison_table,
+    final_value,
+    group_arms,
+    largest_gap,
+    steps_to_reach,
+)
+from rstar2_megatron.report.curves import draw_run, main
+from rstar2_megatron.report.names import COMPARABLE, LENGTH, REWARD, TO_VERL, ours_from_verl
+from rstar2_megatron.report.read import Log, read_log
+from rstar2_megatron.report.table import render_markdown, render_table
+from rstar2_megatron.training.metrics import MetricsFile
+
+
+def write_run(directory: Path, rewards: list[float], first_step: int = 1) -> Path:
+    file = MetricsFile(directory / "metrics.jsonl")
+    for step, reward in enumerate(rewards, first_step):
+        file.append(
+            {
+                "step": step,
+                "rollout/pass_rate": reward / 2,
+                REWARD: reward,
+                LENGTH: 100.0 + step,
+                "rollout/tool_error_ratio_positive": 1 / step if step else 1.0,
+                "time/step": 2.0,
+            }
+        )
+    return directory
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def test_verl_console_with_colours_prefixes_and_numpy_values(tmp_path: Path) -> None:
+    log_file = tmp_path / "train.log"
+    log_file.write_text(
+        "starting\n"
+        "\x1b[36m(TaskRunner pid=77)\x1b[0m step:1 - critic/rewards/mean:np.float64(0.41) - "
+        "response_length/mean:512.5 - actor/lr:1e-06 - val-core/aime/reward/mean@16:-0.5\n"
+        "(TaskRunner pid=77) step:2 - critic/rewards/mean:0.5 - response_length/mean:nan - broken:abc\n"
+        "step:3 - critic/rewards/me"
+    )
+    log = read_log(log_file, verl=True)
+    assert log.series[REWARD] == {1: 0.41, 2: 0.5}
+    assert log.series[LENGTH] == {1: 512.5}
+    assert log.series["train/actor/lr"] == {1: 1e-6}
+    assert log.series["val-core/aime/reward/mean@16"] == {1: -0.5}
+    assert log.kind == "verl" and log.messages == []
+
+
+def test_verl_jsonl_rows_hold_data(tmp_path: Path) -> None:
+    path = tmp_path / "exp.jsonl"
+    rows = [{"step": s, "data": {"critic/score/mean": s / 10, "timing_s/gen": 3}} for s in (1, 2)]
+    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 3, "da')
+    log = read_log(path)
+    assert log.kind == "verl"  # by its names
+    assert log.series[REWARD] == {1: 0.1, 2: 0.2} and log.series["time/rollout"] == {1: 3.0, 2: 3.0}
+    assert log.messages == [f"{path}: 1 lines could not be read (3)"]
+
+
+def test_wandb_export_as_csv(tmp_path: Path) -> None:
+    path = tmp_path / "wandb.csv"
+    path.write_text(
+        '"Step","run-a - critic/rewards/mean","run-a - critic/rewards/mean__MIN"\n"1","0.25","0"\n"x","1","1"\n"2","",""\n'
+    )
+    log = read_log(path, verl=True)
+    assert log.series == {REWARD: {1: 0.25}}
+    assert log.messages == [f"{path}: 1 rows could not be read (3)"]
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert "no column Step" in read_log(tmp_path / "other.csv").messages[0]
+
+
+def test_tensorboard_of_rlinf_counts_from_0_and_is_shifted(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "run" / "tensorboard")) as writer:
+        for step in range(4):
+            writer.add_scalar(REWARD, step / 10, step)
+    log = read_log(tmp_path / "run")
+    assert log.first_step == 0
+    assert log.aligned(REWARD) == pytest.approx({1: 0.0, 2: 0.1, 3: 0.2, 4: 0.3})
+    assert arm_label(log) == "run"
+
+
+def test_a_broken_event_file_is_read_up_to_the_break(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 40):
+            writer.add_scalar(REWARD, 0.5, step)
+    event_file = next(tmp_path.glob("events*"))
+    data = bytearray(event_file.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 40] = struct.pack("<40B", *range(40))
+    event_file.write_bytes(bytes(data))
+    log = read_log(tmp_path)
+    assert 0 < len(log.series[REWARD]) < 39
+    assert "read up to a broken record" in log.messages[0]
+
+
+def test_what_holds_nothing_says_so(tmp_path: Path) -> None:
+    assert read_log(tmp_path / "none").messages == [f"{tmp_path / 'none'} does not exist"]
+    assert "no training curves found" in read_log(tmp_path).messages[-1]
+    (tmp_path / "noise.log").write_bytes(b"\xff\xfe\x00 hello")
+    assert any("no lines of the form" in message for message in read_log(tmp_path / "noise.log").messages)
+
+
+def test_the_name_map_is_one_to_one() -> None:
+    theirs = [name for names in TO_VERL.values() for name in names]
+    assert len(theirs) == len(set(theirs))
+    assert all(ours_from_verl(name) == ours for ours, names in TO_VERL.items() for name in names)
+    assert ours_from_verl("actor/unknown") == "actor/unknown"
+    assert REWARD in COMPARABLE and LENGTH in COMPARABLE
+
+
+# -------------------------------------------------------------------------------------------- comparing
+
+
+def arm(label: str, *seeds: list[float]) -> Arm:
+    logs = []
+    for i, values in enumerate(seeds):
+        log = Log(Path(f"{label}-seed{i}"), "ours")
+        log.series[REWARD] = dict(enumerate(values, 1))
+        logs.append(log)
+    return Arm(label, logs)
+
+
+def test_seeds_of_one_name_form_an_arm() -> None:
+    logs = [(None, log) for log in arm("a", [1.0], [2.0]).logs + arm("b", [1.0]).logs]
+    empty: tuple[str | None, Log] = (None, Log(Path("c"), "ours"))
+    assert [(a.label, len(a.logs)) for a in group_arms([*logs, empty])] == [("a", 2), ("b", 1)]
+    assert [(a.label, len(a.logs)) for a in group_arms([("x", log) for _, log in logs])] == [("x", 3)]
+
+
+def test_figures_by_hand() -> None:
+    a = arm("a", [0.0, 0.2, 0.4, 0.6], [0.0, 0.4, 0.4, 0.6]).curve(REWARD)
+    b = arm("b", [0.0, 0.0, 0.9, 0.6, 0.1]).curve(REWARD)
+    assert (a[2].mean, a[2].seeds) == (pytest.approx(0.3), 2)
+    assert a[2].deviation == pytest.approx(math.sqrt(0.02))
+    assert final_value(a) == pytest.approx((0 + 0.3 + 0.4 + 0.6) / 4)
+    assert best_value(b) == (3, 0.9)
+    assert area({1: 0.0, 2: 1.0, 4: 1.0}) == pytest.approx(2.5 / 3)
+    assert area({5: 0.3}) == 0.3 and area({}) is None
+    assert largest_gap(a, b) == (3, pytest.approx(0.5))
+    assert largest_gap(a, {}) is None
+    assert steps_to_reach(a, 0.2) == 3  # mean of 0, 0.3, 0.4
+    assert steps_to_reach(a, 0.9) is None
+
+
+def test_bands_separate_only_with_seeds() -> None:
+    low = arm("low", [0.1] * 6, [0.12] * 6).curve(REWARD)
+    high = arm("high", [0.5] * 6, [0.52] * 6).curve(REWARD)
+    wide = arm("wide", [0.1] * 6, [0.9] * 6).curve(REWARD)
+    assert bands_separate(low, high) == bands_separate(high, low) == "yes"
+    assert bands_separate(low, wide) == "no"
+    assert bands_separate(low, arm("one", [0.5] * 6).curve(REWARD)).startswith("unknown")
+    assert bands_separate(low, {}) == "no common steps"
+
+
+def test_comparison_table_has_a_row_per_metric_and_arm() -> None:
+    heads, rows = comparison_table([arm("a", [0.1, 0.6]), arm("b", [0.3, 0.3])], [0.3])
+    assert [row[:4] for row in rows] == [[REWARD, "a", "1", "1-2"], [REWARD, "b", "1", "1-2"]]
+    cells = dict(zip(heads, rows[1]))
+    assert cells["largest gap (step)"] == "-0.300 (2)" and cells["step of reward 0.3"] == "1"
+
+
+def test_command_line_compares_with_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "ours-seed1", [0.1, 0.2, 0.3])
+    two = write_run(tmp_path / "ours-seed2", [0.2, 0.3, 0.4])
+    console = tmp_path / "verl.log"
+    console.write_text(
+        "".join(f"step:{s} - critic/rewards/mean:0.{s} - response_length/mean:90\n" for s in (1, 2))
+    )
+    out = tmp_path / "out"
+    missing = tmp_path / "missing"
+    assert main([str(one), str(two), "--verl", f"theirs={console}", str(missing), "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert f"{missing} does not exist" in captured.err
+    assert {p.name for p in out.iterdir()} == {"comparison.png", "comparison.html", "comparison.txt"}
+    page = (out / "comparison.html").read_text()
+    assert "data:image/svg+xml;base64," in page and "src='http" not in page
+    text = (out / "comparison.txt").read_text()
+    for expected in (
+        "theirs",
+        "ours",
+        "after rejection and resampling",
+        "one seed only",
+        "missing does not exist",
+    ):
+        assert expected in text and expected in page
+    assert (out / "comparison.png").stat().st_size > 10_000
+    assert main([str(missing), "--verl", str(missing)]) == 1
+
+
+# ----------------------------------------------------------------------------------------------- one run
+
+
+def test_table_compares_first_and_last_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [0.2] * 5 + [0.5] * 10 + [0.8] * 5)
+    (run / "held_out.json").write_text(
+        json.dumps({"before_sft": 0.0, "after_sft": 0.25, "after_rl": None, "seconds": 90})
+    )
+    text = render_table(run)
+    assert "run, 20 steps" in text and "first 5 steps" in text
+    assert next(line for line in text.splitlines() if "pass rate" in line).split()[-3:] == [
+        "0.100",
+        "0.400",
+        "+0.300",
+    ]
+    assert "held-out pass@1: before SFT 0.000, after SFT 0.250" in text and "after RL" not in text
+    assert "wall time: 1.5 min" in text
+    assert "| reward (after resampling) | 0.200 | 0.800 | +0.600 |" in render_markdown(run)
+
+
+def test_curves_of_a_run_and_of_a_short_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [0.5])
+    assert main([str(run)]) == 0
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in run.iterdir()} == {"metrics.jsonl", "curves.png"}
+    assert "first step" in capsys.readouterr().out
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no steps to draw"):
+        draw_run(empty)
+    assert main([str(empty)]) == 1
