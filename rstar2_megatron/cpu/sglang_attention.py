@@ -1,8 +1,8 @@
 """Batched attention for SGLang's `torch_native` backend, which otherwise loops over requests in Python.
 
-One padded scaled_dot_product_attention per layer for the whole batch; the index of KV rows and the mask are made
-once per forward pass. Very ragged prefill batches, where padding would cost more than it saves, fall back to the
-loop, as do sliding windows and encoder-decoder models.
+One padded scaled_dot_product_attention per layer for the whole batch; indices and masks are made once per forward
+pass. Decoding reads a dense copy of the KV cache (`dense_kv`). Very ragged prefill batches, where padding would
+cost more than it saves, fall back to the loop, as do sliding windows and encoder-decoder models.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rstar2_megatron.cpu.dense_kv import DenseKV
+
 _MAX_PADDING_FACTOR = 4  # padded work over real work of a prefill batch
 _SMALL_WORK = 65536  # query x key pairs below which padding does not matter
+_DENSE_BYTES = 1 << 30  # memory for the dense copy of running requests, all layers
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
     """Shapes: B requests, L longest sequence, Q longest new part, H query heads, K KV heads, D head size."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._dense = DenseKV(_DENSE_BYTES)
+        pool = model_runner.token_to_kv_pool
+        keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
+        per_layer = keys[0].numel() * keys.element_size() + values[0].numel() * values.element_size()
+        self._bytes_per_token = per_layer * model_runner.model_config.num_hidden_layers
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
@@ -38,9 +49,13 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         table = self.req_to_token_pool.req_to_token
         rows = table[forward_batch.req_pool_indices, :longest].to(torch.int64)
         rows = torch.where(valid_key, rows, 0)
+        requests = forward_batch.req_pool_indices.tolist()
+        self._decode_dense = False
         if forward_batch.forward_mode.is_decode():
             self._rows, self._mask = rows, valid_key[:, None, None, :]
+            self._decode_dense = self._dense.begin(requests, lengths.tolist(), rows, self._bytes_per_token)
             return
+        self._dense.invalidate(requests)
         new = forward_batch.extend_seq_lens.to(torch.int64)
         cached = forward_batch.extend_prefix_lens.to(torch.int64)
         longest_new = int(new.max())
@@ -66,14 +81,22 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         window = kwargs.get("sliding_window_size")
         if self._rows is None or encoder_lengths is not None or (window is not None and window > -1):
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
-        k = self._keys(k_cache, self._rows, query.dtype)
-        v = self._keys(v_cache, self._rows, query.dtype)
         batch, heads, size = query.shape
-        kv_heads = k.shape[1]
+        kv_heads = k_cache.shape[1]
         # query heads that share a KV head become query rows of it, so K and V are never repeated
         grouped = query.view(batch, kv_heads, heads // kv_heads, size)
-        out = scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, scale=kwargs.get("scaling"))
-        output.copy_(out.reshape(batch, heads, v.shape[-1]))
+        scale = kwargs.get("scaling")
+        if self._decode_dense and k_cache.dtype == query.dtype:
+            k, v = self._dense.layer(k_cache, v_cache)
+            by_row = grouped.new_zeros((k.shape[0], *grouped.shape[1:]))
+            by_row[self._dense.rows] = grouped
+            out = scaled_dot_product_attention(by_row, k, v, attn_mask=self._dense.mask, scale=scale)
+            out = out[self._dense.rows]
+        else:
+            k = self._keys(k_cache, self._rows, query.dtype)
+            v = self._keys(v_cache, self._rows, query.dtype)
+            out = scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, scale=scale)
+        output.copy_(out.reshape(batch, heads, -1))
         return output
 
     def _run_sdpa_forward_extend(
