@@ -199,23 +199,3 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.size(1) != key.size(1),
         )
         return out.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm that knows sequence parallelism (megatron-core's own torch norm refuses it)."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # finalize_model_grads sums these over the TP ranks, each of which saw a part of the tokens.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
-        # torch's CPU backward of rms_norm is 2.5 times slower than that of the formula.
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)

@@ -7,8 +7,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rstar2_megatron.actor import logprob
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
+from rstar2_megatron.weights_checksum import weights_checksum
+
+Batch = list[TrainSequence]
 
 
 def _actor(rank: int, world_size: int, init_method: str, config: Any, model_path: Any) -> MegatronActor:
@@ -22,15 +31,160 @@ def _actor(rank: int, world_size: int, init_method: str, config: Any, model_path
 
 
 def train(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    batches: list[list[TrainSequence]],
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch]
 ) -> list[dict[str, float]]:
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:
         return [actor.train_step(batch) for batch in batches]
     finally:
         actor.close()
+
+
+def first_step(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
+) -> tuple[float, float, float]:
+    """(loss, gradient norm, sum of the embedding after) of one step."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        metrics = actor.train_step(batch)
+        weights = dict(actor.iter_hf_weights())
+        total = float(weights["model.embed_tokens.weight"].sum())
+        return metrics["actor/policy_loss"], metrics["actor/grad_norm"], total
+    finally:
+        actor.close()
+
+
+def round_trip(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, target: Path
+) -> dict[str, Tensor]:
+    """Export what was loaded; returns the streamed weights of this rank."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
+        checksums = actor.weights_checksum()
+        assert checksums == weights_checksum(weights.items())
+        actor.export_hf(target)
+        return weights
+    finally:
+        actor.close()
+
+
+def score(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
+) -> list[list[float]]:
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        return actor.compute_logprobs(batch)
+    finally:
+        actor.close()
+
+
+def supervised(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch, steps: int
+) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Some SFT steps, then a fresh optimizer and one RL step."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        optim = OptimSettings(lr=2e-3, weight_decay=0.0)
+        actor.reset_optimizer(optim, LrSchedSettings(lr_warmup_iters=0), steps)
+        history = [actor.sft_step(batch, lr=2e-3) for _ in range(steps)]
+        actor.reset_optimizer(actor.actor.optim, actor.actor.lr_sched, 5)
+        return history, actor.train_step(batch)
+    finally:
+        actor.close()
+
+
+def save_then_train(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directory: Path,
+    batches: list[Batch],
+    in_background: bool,
+) -> tuple[list[dict[str, float]], bool]:
+    """Two steps, a checkpoint, the remaining steps. Also: was the directory there when training ended?"""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        for batch in batches[:2]:
+            actor.train_step(batch)
+        actor.save_checkpoint(directory, wait=not in_background)
+        later = [actor.train_step(batch) for batch in batches[2:]]
+        actor.finish_checkpoint()
+        return later, directory.exists()
+    finally:
+        actor.close()
+
+
+def resume(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directory: Path,
+    batches: list[Batch],
+) -> list[dict[str, float]]:
+    """Load a checkpoint into a new actor that has already trained on something else, and go on."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        actor.train_step(batches[-1])
+        actor.load_checkpoint(directory)
+        return [actor.train_step(batch) for batch in batches[2:]]
+    finally:
+        actor.close()
+
+
+def poisoned(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
+) -> tuple[dict[str, float], bool]:
+    """A step whose gradient is not finite: (metrics, are the weights untouched)."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        before = actor.weights_checksum()
+        for sequence in batch:
+            sequence.advantage = float("inf")
+        metrics = actor.train_step(batch)
+        return metrics, actor.weights_checksum() == before
+    finally:
+        actor.close()
+
+
+def heads(rank: int, world_size: int, init_method: str, seed: int) -> dict[str, float]:
+    """Largest differences between the chunked head over `world_size` ranks and torch's log_softmax on all."""
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    try:
+        group = dist.group.WORLD
+        torch.manual_seed(seed)
+        hidden, weight = torch.randn(37, 16), torch.randn(24, 16)
+        targets, by_logprob, by_entropy = torch.randint(24, (37,)), torch.randn(37), torch.randn(37)
+        full_hidden, full_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        log_p = (full_hidden @ full_weight.t() / 0.7).log_softmax(-1)
+        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (chosen @ by_logprob + entropy @ by_entropy).backward()
+        worst: dict[str, float] = {}
+        for smallest in (1, 1 << 24):  # many chunks with recompute; one chunk kept
+            logprob._MIN_CHUNK_LOGITS = smallest
+            own_hidden = hidden.clone().requires_grad_()
+            own_weight = weight.chunk(world_size)[rank].clone().requires_grad_()
+            out = logprob.log_prob_entropy(
+                own_hidden, own_weight, targets, temperature=0.7, chunk_tokens=10, group=group
+            )
+            (out[0] @ by_logprob + out[1] @ by_entropy).backward()
+            assert own_hidden.grad is not None and own_weight.grad is not None
+            assert full_hidden.grad is not None and full_weight.grad is not None
+            dist.all_reduce(own_hidden.grad)
+            pairs = {
+                "log_prob": (out[0], chosen),
+                "entropy": (out[1], entropy),
+                "hidden": (own_hidden.grad, full_hidden.grad),
+                "weight": (own_weight.grad, full_weight.grad.chunk(world_size)[rank]),
+            }
+            for name, (mine, right) in pairs.items():
+                worst[name] = max(worst.get(name, 0.0), float((mine - right).abs().max()))
+        return worst
+    finally:
+        logprob._MIN_CHUNK_LOGITS = 1 << 24
+        dist.destroy_process_group()

@@ -53,19 +53,25 @@ class RankPool:
             self._requests[rank].put((function, world_size, init_method, args))
         deadline = time.monotonic() + timeout_s
         done: dict[int, Any] = {}
-        while len(done) < world_size:
+        failed: dict[int, str] = {}
+        while len(done) + len(failed) < world_size:
             try:
                 rank, ok, value = self._results.get(timeout=1.0)
             except queue.Empty:
                 dead = [i for i in range(world_size) if not self._processes[i].is_alive()]
                 if dead or time.monotonic() > deadline:
                     self.close()
+                    if failed:
+                        break  # the others wait for the failed one
                     raise TimeoutError(f"ranks done {sorted(done)} of {world_size}, dead {dead}") from None
                 continue
-            if not ok:
-                self.close()  # the others may wait for the failed one forever
-                raise RuntimeError(f"rank {rank}:\n{value}")
-            done[rank] = value
+            if ok:
+                done[rank] = value
+            else:
+                failed[rank] = value
+                deadline = min(deadline, time.monotonic() + 5.0)
+        if failed:
+            raise RuntimeError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items()))
         return [done[rank] for rank in range(world_size)]
 
     def close(self) -> None:

@@ -1,0 +1,29 @@
+"""Rank processes and tiny models, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.actor.ranks import RankPool
+from tests.actor.tiny import write_model
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    ranks = RankPool()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hugging Face directories by name."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen2": write_model(root / "qwen2"),
+        "qwen2-tied": write_model(root / "qwen2-tied", tie=True),
+        "qwen3": write_model(root / "qwen3", qwen3=True),
+    }

@@ -1,0 +1,71 @@
+"""A resumed run goes on exactly as the uninterrupted one, also under another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.actor import programs
+from tests.actor.ranks import RankPool
+from tests.actor.tiny import sequences, settings
+
+BATCHES = [sequences(6, seed=20 + i) for i in range(5)]
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+BF16 = {"precision": "bf16"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+KEYS = ("actor/policy_loss", "actor/grad_norm", "actor/lr", "actor/optimizer_steps")
+
+
+def _curve(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
+    return [tuple(step[key] for key in KEYS) for step in steps]
+
+
+@pytest.mark.parametrize(
+    "ranks, model, optim, background",
+    [
+        (1, {}, {}, True),
+        (1, BF16, {}, False),
+        (2, TP2, {}, False),
+        (2, {}, OVERLAP, True),
+        (2, PP2, {}, False),
+    ],
+    ids=["single", "bf16", "TP2", "DP2 overlap", "PP2"],
+)
+def test_next_three_steps_are_bit_equal(
+    pool: RankPool,
+    models: dict[str, Path],
+    tmp_path: Path,
+    ranks: int,
+    model: dict[str, Any],
+    optim: dict[str, Any],
+    background: bool,
+) -> None:
+    directory = tmp_path / "actor"
+    config = settings(model=model, optim=optim)
+    which = models["qwen2-tied"]
+    saved = pool.run(programs.save_then_train, ranks, config, which, directory, BATCHES, background)
+    assert all(present for _, present in saved)
+    resumed = pool.run(programs.resume, ranks, config, which, directory, BATCHES)
+    assert _curve(resumed[0]) == _curve(saved[0][0])
+    assert not directory.with_name("actor.tmp").exists()
+
+
+def test_loads_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    directory = tmp_path / "actor"
+    which = models["qwen2"]
+    saved = pool.run(programs.save_then_train, 2, settings(model=TP2), which, directory, BATCHES, False)[0][0]
+    for ranks, model in ((1, {}), (2, PP2), (2, {"context_parallel_size": 2}), (2, {})):
+        resumed = pool.run(programs.resume, ranks, settings(model=model), which, directory, BATCHES)[0]
+        for mine, right in zip(resumed, saved):
+            assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=1e-5)
+            assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
+
+
+def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    broken = tmp_path / "global_step_3" / "actor"
+    broken.mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="is not a complete checkpoint"):
+        pool.run(programs.resume, 1, settings(), models["qwen2"], broken, BATCHES)

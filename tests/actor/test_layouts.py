@@ -1,0 +1,92 @@
+"""Every parallel layout trains exactly as one process with transformers does: the real loss, five steps, fp32."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.actor import programs, reference
+from tests.actor.ranks import RankPool
+from tests.actor.tiny import sequences, settings
+
+BATCHES = [sequences(9, seed=i) for i in range(5)]
+TP2 = {"tensor_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
+
+# name, ranks, actor.model, actor.optim, model
+LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
+    ("single", 1, {}, {}, "qwen2"),
+    ("single, tied", 1, {}, {}, "qwen2-tied"),
+    ("single, Qwen3", 1, {}, {}, "qwen3"),
+    ("single, plain optimizer", 1, {}, {"use_distributed_optimizer": False}, "qwen2"),
+    ("full recompute", 1, FULL_RECOMPUTE, {}, "qwen2"),
+    ("TP2", 2, TP2, {}, "qwen2"),
+    ("TP2, tied", 2, TP2, {}, "qwen2-tied"),
+    ("TP2, SP", 2, {**TP2, **SP}, {}, "qwen2"),
+    ("TP2, SP, Qwen3, selective recompute", 2, {**TP2, **SP, **SELECTIVE_RECOMPUTE}, {}, "qwen3"),
+    ("DP2", 2, {}, {}, "qwen2"),
+    ("DP2, overlap", 2, {}, OVERLAP, "qwen2-tied"),
+    ("PP2", 2, PP2, {}, "qwen2"),
+    ("PP2, tied", 2, PP2, {}, "qwen2-tied"),
+    ("PP2, interleaved", 2, {**PP2, **VP2}, {}, "qwen2"),
+    ("PP2, interleaved, tied, full recompute", 2, {**PP2, **VP2, **FULL_RECOMPUTE}, {}, "qwen2-tied"),
+    ("CP2", 2, CP2, {}, "qwen2"),
+    ("CP2, Qwen3", 2, CP2, {}, "qwen3"),
+    ("TP2, SP, PP2, tied", 4, {**TP2, **SP, **PP2}, {}, "qwen2-tied"),
+    ("TP2, SP, CP2", 4, {**TP2, **SP, **CP2}, {}, "qwen2"),
+    ("TP2, DP2, overlap", 4, TP2, OVERLAP, "qwen2"),
+    ("PP2, interleaved, DP2, overlap", 4, {**PP2, **VP2}, OVERLAP, "qwen2"),
+    ("PP2, CP2", 4, {**PP2, **CP2}, {}, "qwen2-tied"),
+    ("CP2, DP2", 4, CP2, {}, "qwen2"),
+]
+
+
+@cache
+def reference_history(directory: Path, precision: str = "fp32") -> list[tuple[float, float]]:
+    actor, _, algorithm = settings()
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    return reference.train(reference.load(directory, dtype), BATCHES, actor, algorithm)
+
+
+@pytest.mark.parametrize("name, ranks, model, optim, which", LAYOUTS, ids=[row[0] for row in LAYOUTS])
+def test_layout_matches_transformers(
+    pool: RankPool,
+    models: dict[str, Path],
+    name: str,
+    ranks: int,
+    model: dict[str, Any],
+    optim: dict[str, Any],
+    which: str,
+) -> None:
+    expected = reference_history(models[which])
+    results = pool.run(programs.train, ranks, settings(model=model, optim=optim), models[which], BATCHES)
+    for step, (loss, norm) in enumerate(expected):
+        assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=1e-5)
+        assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for other in results[1:]:
+        for mine, first in zip(other, results[0]):
+            for key in ("actor/policy_loss", "actor/grad_norm", "actor/entropy", "actor/logprob_diff_max"):
+                assert mine[key] == first[key], f"{key} differs between ranks"
+
+
+@pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2)], ids=["single", "TP2"])
+def test_bf16_stays_near_fp32(
+    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
+) -> None:
+    expected = reference_history(models["qwen2"])
+    config = settings(model={**model, "precision": "bf16"})
+    results = pool.run(programs.train, ranks, config, models["qwen2"], BATCHES)
+    for step, (loss, norm) in enumerate(expected):
+        assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=2e-2)
+        # Wider: rounding moves some ratios across a clip, whose gradient then comes or goes as a whole.
+        assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=5e-2)

@@ -1,0 +1,194 @@
+"""What a step does beyond its layout: normalisation, mini-batches, recomputed log-probs, SFT, idle ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from tests.actor import programs, reference
+from tests.actor.ranks import RankPool
+from tests.actor.tiny import sequences, settings
+
+TEMPERATURE = 0.9
+TP2 = {"tensor_model_parallel_size": 2}
+BY_RANKS: dict[int, dict[str, Any]] = {1: {}, 2: TP2}
+
+
+@pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2), (2, {"context_parallel_size": 2})])
+def test_log_probs_match_transformers(
+    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
+) -> None:
+    batch = sequences(7, seed=11)
+    results = pool.run(programs.score, ranks, settings(model=model), models["qwen2"], batch)
+    hf = reference.load(models["qwen2"])
+    for other in results[1:]:
+        assert other == results[0]
+    for sequence, scores in zip(batch, results[0]):
+        assert len(scores) == sequence.length
+        assert scores[0] == 0.0
+        with torch.no_grad():
+            right = reference.log_probs(hf, sequence, TEMPERATURE)
+        assert torch.tensor(scores[1:]) == pytest.approx(right, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks, model", [(1, {}), (2, {})], ids=["one rank", "DP2"])
+def test_gradient_does_not_depend_on_packing_or_order(
+    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
+) -> None:
+    """The same trajectories give the same step whatever the token budget, the batching, the order."""
+    batch = sequences(10, seed=3)
+    rng = random.Random(0)
+    configs, batches = [], []
+    for budget in (64, 150, 4096):
+        actor, runner, algorithm = settings(model=model)
+        configs.append((actor, runner.model_copy(update={"max_tokens_per_mbs": budget}), algorithm))
+        batches.append(rng.sample(batch, len(batch)))
+    actor, runner, algorithm = settings(model=model, training_batch_size_per_gpu=3)
+    configs.append((actor, runner.model_copy(update={"enable_dynamic_batch_size": False}), algorithm))
+    batches.append(batch)
+    steps = [
+        pool.run(programs.first_step, ranks, config, models["qwen2"], shuffled)[0]
+        for config, shuffled in zip(configs, batches)
+    ]
+    (expected,) = reference.train(reference.load(models["qwen2"]), [batch], settings()[0], settings()[2])
+    for loss, norm, total in steps:
+        assert loss == pytest.approx(expected[0], abs=1e-5)
+        assert norm == pytest.approx(expected[1], rel=1e-4)
+        assert total == pytest.approx(steps[0][2], abs=2e-3)
+
+
+@hypothesis_settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    count=st.integers(1, 6),
+    budget=st.integers(64, 300),
+    seed=st.integers(0, 10_000),
+    ranks=st.sampled_from([1, 2]),
+)
+def test_any_batch_on_any_number_of_ranks(
+    pool: RankPool, models: dict[str, Path], count: int, budget: int, seed: int, ranks: int
+) -> None:
+    batch = sequences(count, seed=seed)
+    actor, runner, algorithm = settings()
+    config = (actor, runner.model_copy(update={"max_tokens_per_mbs": budget}), algorithm)
+    step = pool.run(programs.first_step, ranks, config, models["qwen2-tied"], batch)[0]
+    (right,) = reference.train(reference.load(models["qwen2-tied"]), [batch], actor, algorithm)
+    assert step[0] == pytest.approx(right[0], abs=1e-5)
+    assert step[1] == pytest.approx(right[1], rel=1e-4)
+
+
+def test_ranks_without_work_join(pool: RankPool, models: dict[str, Path]) -> None:
+    """One trajectory on two data-parallel ranks: the second has nothing to train and must not hang or count."""
+    batch = sequences(1, seed=5)
+    (right,) = reference.train(reference.load(models["qwen2"]), [batch], settings()[0], settings()[2])
+    results = pool.run(programs.train, 2, settings(), models["qwen2"], [batch])
+    assert results[1][0]["actor/policy_loss"] == pytest.approx(right[0], abs=1e-5)
+    assert results[1][0]["actor/grad_norm"] == pytest.approx(right[1], rel=1e-4)
+    assert results[0][0]["actor/trained_tokens"] == batch[0].num_trained_tokens
+
+
+def test_mini_batches_take_one_optimizer_step_each(pool: RankPool, models: dict[str, Path]) -> None:
+    batch = sequences(9, seed=8)
+    parts = [batch[:3], batch[3:6], batch[6:]]
+    actor, _, algorithm = settings()
+    right = reference.train(reference.load(models["qwen2"]), parts, actor, algorithm)
+    (metrics,) = pool.run(programs.train, 1, settings(n_minibatches=3), models["qwen2"], [batch])[0]
+    assert metrics["actor/optimizer_steps"] == 3
+    assert metrics["actor/policy_loss"] == pytest.approx(sum(r[0] for r in right) / 3, abs=1e-5)
+    assert metrics["actor/grad_norm"] == pytest.approx(sum(r[1] for r in right) / 3, rel=1e-4)
+
+
+def test_recomputed_log_probs_make_the_first_ratio_one(pool: RankPool, models: dict[str, Path]) -> None:
+    """With recompute_logprobs the ratio is taken to the actor's own log-probs, not to the engine's."""
+    batch = sequences(6, seed=9)
+    one = pool.run(programs.train, 2, settings(model=TP2, recompute_logprobs=True), models["qwen2"], [batch])
+    assert one[0][0]["actor/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert one[0][0]["actor/clip_fraction"] == 0
+    assert one[0][0]["actor/logprob_diff_mean"] > 0.1  # the engine's differ
+    # Several mini-batches: old log-probs are scored before the first update, so later ratios move.
+    several = pool.run(
+        programs.train, 1, settings(recompute_logprobs=True, n_minibatches=3), models["qwen2"], [batch]
+    )[0][0]
+    assert several["actor/ratio"] != pytest.approx(1.0, abs=1e-5)
+    assert several["actor/approx_kl"] < 0.1
+    assert one[0][0]["actor/logprob_diff_max"] >= several["actor/logprob_diff_max"] > 0
+
+
+def test_truncated_importance_sampling_weighs_tokens(pool: RankPool, models: dict[str, Path]) -> None:
+    """Loss with TIS = -sum(min(actor / engine, clip) * A) / tokens when ratios are one."""
+    batch = sequences(5, seed=10)
+    clip = 1.5
+    config = settings(
+        recompute_logprobs=True,
+        importance_sampling_fix=True,
+        importance_sampling_clip=clip,
+        clip_ratio_c=None,
+    )
+    (metrics,) = pool.run(programs.train, 1, config, models["qwen2"], [batch])[0]
+    hf = reference.load(models["qwen2"])
+    total, clipped, tokens = 0.0, 0, sum(s.num_trained_tokens for s in batch)
+    for sequence in batch:
+        with torch.no_grad():
+            actor = reference.log_probs(hf, sequence, TEMPERATURE)
+        ratio = (actor - torch.tensor(sequence.rollout_logprobs[1:])).exp()
+        mask = torch.tensor(sequence.loss_mask[1:])
+        total -= float((ratio.clamp(max=clip) * mask).sum()) * sequence.advantage
+        clipped += int(((ratio > clip) & (mask > 0)).sum())
+    assert metrics["actor/policy_loss"] == pytest.approx(total / tokens, abs=1e-5)
+    assert metrics["actor/tis_clip_fraction"] == pytest.approx(clipped / tokens)
+    assert clipped > 0
+
+
+@pytest.mark.parametrize("kind", ["seq-mean-token-mean", "seq-mean-token-sum"])
+def test_other_aggregations(pool: RankPool, models: dict[str, Path], kind: str) -> None:
+    batch = sequences(4, seed=12)
+    _actor, _, algorithm = settings(loss_agg_func=kind)
+    (metrics,) = pool.run(programs.train, 2, settings(loss_agg_func=kind), models["qwen2"], [batch])[0]
+    hf = reference.load(models["qwen2"])
+    total = 0.0
+    for sequence in batch:
+        one = float(reference.rl_loss(hf, [sequence], algorithm).detach())
+        total += one * (sequence.num_trained_tokens if kind.endswith("sum") else 1)
+    assert metrics["actor/policy_loss"] == pytest.approx(total / len(batch), abs=1e-5 * max(1.0, abs(total)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_supervised_steps_then_reinforcement(pool: RankPool, models: dict[str, Path], ranks: int) -> None:
+    batch = sequences(6, seed=13)
+    config = settings(model=BY_RANKS[ranks])
+    history, after = pool.run(programs.supervised, ranks, config, models["qwen2"], batch, 6)[0]
+    hf = reference.load(models["qwen2"])
+    with torch.no_grad():
+        right = -sum(
+            float((reference.log_probs(hf, s, TEMPERATURE) * torch.tensor(s.loss_mask[1:])).sum())
+            for s in batch
+        ) / sum(s.num_trained_tokens for s in batch)
+    assert history[0]["sft/loss"] == pytest.approx(right, abs=1e-5)
+    assert history[-1]["sft/loss"] < history[0]["sft/loss"] - 0.5
+    assert after["actor/optimizer_steps"] == 1
+    assert after["actor/lr"] == pytest.approx(5e-4)  # first of two warm-up steps of 1e-3
+
+
+def test_step_with_an_infinite_gradient_is_skipped_and_counted(
+    pool: RankPool, models: dict[str, Path]
+) -> None:
+    batch = [replace(s) for s in sequences(3, seed=14)]
+    for metrics, untouched in pool.run(programs.poisoned, 2, settings(model=TP2), models["qwen2"], batch):
+        assert metrics["actor/skipped_steps"] == 1
+        assert not math.isfinite(metrics["actor/grad_norm"])
+        assert untouched
+
+
+def test_empty_batch_is_an_error(pool: RankPool, models: dict[str, Path]) -> None:
+    with pytest.raises(RuntimeError, match="skip the step when every group was rejected"):
+        pool.run(programs.train, 1, settings(), models["qwen2"], [[]])

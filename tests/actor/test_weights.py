@@ -1,0 +1,104 @@
+"""Weights go in from a Hugging Face directory and come out of it unchanged, under any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rstar2_megatron.actor import hf_weights
+from rstar2_megatron.weights_checksum import tensor_checksum
+from tests.actor import programs, reference
+from tests.actor.ranks import RankPool
+from tests.actor.tiny import sequences, settings
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {"virtual_pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "ranks, model, optim, which",
+    [
+        (1, {}, {}, "qwen2"),
+        (2, TP2, {}, "qwen3"),
+        (2, {**PP2, **VP2}, {}, "qwen2-tied"),
+        (2, {}, {"overlap_grad_reduce": True, "overlap_param_gather": True}, "qwen2"),
+        (4, {**TP2, **PP2}, {}, "qwen2"),
+    ],
+)
+def test_round_trip_is_bit_exact(
+    pool: RankPool,
+    models: dict[str, Path],
+    tmp_path: Path,
+    ranks: int,
+    model: dict[str, Any],
+    optim: dict[str, Any],
+    which: str,
+) -> None:
+    source = load_file(models[which] / "model.safetensors")
+    target = tmp_path / "export"
+    config = settings(model=model, optim=optim)
+    for weights in pool.run(programs.round_trip, ranks, config, models[which], target):
+        assert weights.keys() == source.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, source[name]), name
+    written = load_file(target / "model.safetensors")
+    assert all(torch.equal(written[name], source[name]) for name in source)
+    loaded = reference.load(target)
+    sequence = sequences(1)[0]
+    with torch.no_grad():
+        mine, right = (reference.log_probs(m, sequence, 1.0) for m in (loaded, reference.load(models[which])))
+    assert torch.equal(mine, right)
+    assert not target.with_name("export.tmp").exists()
+
+
+def test_sharded_checkpoint_is_read_and_written(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = load_file(models["qwen2"] / "model.safetensors")
+    sharded = tmp_path / "sharded"
+    monkeypatch.setattr(hf_weights, "MAX_SHARD_BYTES", 100_000)
+    hf_weights.write_hf_directory(iter(source.items()), sharded, models["qwen2"], "float32", write=True)
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2
+    assert files == {f.name for f in sharded.glob("*.safetensors")}
+    assert sum(p.numel() for p in reference.load(sharded).parameters()) == sum(
+        t.numel() for t in source.values()
+    )
+    weights = pool.run(programs.round_trip, 2, settings(model=TP2), sharded, tmp_path / "again")[0]
+    assert all(torch.equal(weights[name], source[name]) for name in source)
+
+
+def test_missing_tensor_names_it(models: dict[str, Path], tmp_path: Path) -> None:
+    weights = load_file(models["qwen2"] / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    reader = hf_weights.HFReader(tmp_path)
+    with pytest.raises(ValueError, match=r"no tensor model\.layers\.2\.mlp\.up_proj\.weight"):
+        reader.read("model.layers.2.mlp.up_proj.weight", "rows", 0, 2)
+
+
+def test_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
+        hf_weights.HFReader(tmp_path)
+
+
+def test_checksum_notices_what_sums_do_not() -> None:
+    tensor = torch.randn(7, 5)
+    same = tensor.t().contiguous().t()  # other strides, same values
+    assert tensor_checksum(tensor) == tensor_checksum(same)
+    swapped = tensor.clone()
+    swapped[0], swapped[1] = tensor[1], tensor[0]
+    assert tensor_checksum(swapped) != tensor_checksum(tensor)
+    flipped = tensor.clone()
+    flipped.view(torch.int32)[3, 3] ^= 1
+    assert tensor_checksum(flipped) != tensor_checksum(tensor)
+    assert tensor_checksum(tensor[:6]) != tensor_checksum(tensor)
+    assert tensor_checksum(torch.zeros(4)) != tensor_checksum(torch.zeros(5))
+    assert 0 <= tensor_checksum(tensor.bfloat16()) < 2**63
