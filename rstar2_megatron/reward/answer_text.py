@@ -8,7 +8,7 @@ from fractions import Fraction
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
-_SPACES = re.compile(r"\\[,;:!> ]|\\q?quad\b|~|\s+")
+_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad\b|~|\s+")
 _NOISE = re.compile(
     r"\\(?:left|right|middle|displaystyle|textstyle|limits|bigl|bigr|Bigl|Bigr|big|Big)(?![a-zA-Z])"
 )
@@ -30,6 +30,29 @@ centimeters kilometer kilometers people person students apples ways times intege
 sq cu per
 """
 _UNITS = frozenset(_UNIT_WORDS.split())
+_UNIT_ALIASES = {
+    alias: name
+    for name, aliases in {
+        "cm": "centimeter centimetre",
+        "m": "meter metre",
+        "km": "kilometer kilometre",
+        "in": "inch inche",
+        "ft": "foot feet",
+        "yd": "yard",
+        "mi": "mile",
+        "g": "gram",
+        "kg": "kilogram",
+        "lb": "pound",
+        "l": "liter litre",
+        "s": "sec second",
+        "min": "minute",
+        "h": "hr hour km/hr",
+        "deg": "degree",
+        "sq": "square",
+        "cu": "cubic",
+    }.items()
+    for alias in aliases.split()
+}
 _INTEGER = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+)")
 _FRACTION = re.compile(r"([+-]?)\s*(?:\\frac\{([+-]?\d+)\}\{(\d+)\}|\\frac(\d)(\d)|([+-]?\d+)/(\d+))")
@@ -163,15 +186,41 @@ def quick_verdict(answer: str, solution: str) -> bool | None:
     if is_word(ours) or is_word(theirs):
         return _as_words(ours) == _as_words(theirs)
     (our_value, our_unit), (their_value, their_unit) = split_unit(ours), split_unit(theirs)
+    if our_unit and their_unit and _canonical(our_unit) != _canonical(their_unit):
+        return False
+    if _is_set(ours) != _is_set(theirs) and _is_bracketed(ours) and _is_bracketed(theirs):
+        return False  # {1, 2} is neither a point nor an interval
     a, b = plain_number(our_value), plain_number(their_value)
     if a is None or b is None:
         return None
     if "%" in (our_unit, their_unit) and our_unit != their_unit and (not our_unit or not their_unit):
         percent, other = (a, b) if our_unit == "%" else (b, a)
         return percent in (other, other * 100)
-    if our_unit and their_unit and our_unit != their_unit:
-        return None if a == b or our_unit.rstrip("s") == their_unit.rstrip("s") else False
     return a == b
+
+
+def is_balanced(text: str) -> bool:
+    """Braces that open and close; escaped ones do not count."""
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", text, re.DOTALL):
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _is_set(text: str) -> bool:
+    return text.startswith("\\{") and text.endswith("\\}")
+
+
+def _is_bracketed(text: str) -> bool:
+    return "," in text and (_is_set(text) or (text[0] in "([" and text[-1] in ")]"))
+
+
+def _canonical(unit: str) -> str:
+    """One name for a unit: `hours` and `hrs` are `h`."""
+    words = (word.rstrip("s") or word for word in re.sub(r"[.^]", " ", unit).split())
+    return " ".join(_UNIT_ALIASES.get(word, word) for word in words)
 
 
 def _as_words(text: str) -> str:

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from rstar2_megatron.reward.answer_text import (
+    is_balanced,
     is_word,
     normalise,
     quick_verdict,
@@ -36,7 +37,7 @@ def grade_answer(answer: str, solutions: list[str]) -> str:
     """CORRECT when the answer equals any solution, else WRONG, or UNGRADABLE when it cannot be read at
     all.
     """
-    if len(answer) > MAX_ANSWER_CHARS:
+    if len(answer) > MAX_ANSWER_CHARS or not is_balanced(answer):
         return UNGRADABLE
     readable = False
     for solution in solutions:
@@ -54,7 +55,7 @@ def grade_answer(answer: str, solutions: list[str]) -> str:
 
 def quick_grade(answer: str, solutions: list[str]) -> str | None:
     """As `grade_answer` where no algebra is needed, in microseconds; None where it is."""
-    if len(answer) > MAX_ANSWER_CHARS:
+    if len(answer) > MAX_ANSWER_CHARS or not is_balanced(answer):
         return UNGRADABLE
     undecided = False
     for solution in solutions:
@@ -145,7 +146,9 @@ def _plain(text: str) -> str:
     text = normalise(text).replace("\\{", "⦃").replace("\\}", "⦄")
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"(\1)/(\2)", text)
     text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))", text)
+    text = re.sub(r"\\sqrt\s*\[([^\[\]{}]*)\]\s*\{([^{}]*)\}", r"((\2)^(1/(\1)))", text)
     text = re.sub(r"\\sqrt\s*\{([^{}]*)\}", r"sqrt(\1)", text)
+    text = re.sub(r"\^\{([^{}]*)\}", r"^(\1)", text)
     if "\\" in text:
         text = LatexNodes2Text().latex_to_text(text)
     for old, new in (
@@ -206,10 +209,11 @@ def _expression(text: str) -> Any:
     from sympy.parsing.sympy_parser import (
         implicit_multiplication_application,
         parse_expr,
+        rationalize,
         standard_transformations,
     )
 
-    transformations = (*standard_transformations, implicit_multiplication_application)
+    transformations = (*standard_transformations, rationalize, implicit_multiplication_application)
     try:
         return parse_expr(text.replace("^", "**"), transformations=transformations)
     except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError):
