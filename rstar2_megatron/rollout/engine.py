@@ -111,7 +111,8 @@ class EngineClient:
         self._kept: list[SharedBucket] = []  # the current weights, for a restart
         self._missing_weights = False  # restarted without them
         self.weight_version = 0
-        self.restarts = 0
+        self.restarts = 0  # in all
+        self._restarts_in_a_row = 0  # since the last update of weights
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -165,30 +166,32 @@ class EngineClient:
     def lost(self) -> bool:
         return bool(self._lost_reason)
 
-    async def recover(self) -> None:
+    async def recover(self, *, with_weights: bool = True) -> None:
         """Make a lost engine serve again with the current weights; returns at once when it is well.
 
         Many trajectories may call this together: one restart serves them all. Raises EngineLost after
-        `rollout.max_engine_restarts` restarts, or when the weights of the last update were too large to keep:
-        then `update_weights` must be called before anything is generated.
+        `rollout.max_engine_restarts` restarts since the last update of weights, or when the weights of that
+        update were too large to keep: then `update_weights` must be called before anything is generated
+        (`with_weights=False` is for it).
         """
         async with self._recovering:
             while self.lost:
                 if self._lost_reason == "closed":
                     raise EngineLost(self._lost_message())
-                if self.restarts >= self.settings.max_engine_restarts:
+                if self._restarts_in_a_row >= self.settings.max_engine_restarts:
                     raise EngineLost(
-                        f"{self._lost_message()} It was restarted {self.restarts} times already "
-                        f"(rollout.max_engine_restarts={self.settings.max_engine_restarts})."
+                        f"{self._lost_message()} It was restarted {self._restarts_in_a_row} times since its "
+                        f"last weights (rollout.max_engine_restarts={self.settings.max_engine_restarts})."
                     )
                 self.restarts += 1
+                self._restarts_in_a_row += 1
                 await self._end_process()
                 try:
                     await self.start()
                     await self._restore_weights()
                 except EngineLost:
                     continue
-            if self._missing_weights:
+            if self._missing_weights and with_weights:
                 raise EngineLost(
                     f"{self.name} was restarted without weight version {self.weight_version}; call update_weights"
                 )
@@ -201,7 +204,7 @@ class EngineClient:
 
     async def _restore_weights(self) -> None:
         if self._kept:
-            await self._send_weights([(bucket, bucket is self._kept[-1]) for bucket in self._kept])
+            await self._send_weights([(b, b is self._kept[-1]) for b in self._kept], again=True)
         else:
             self._missing_weights = self.weight_version > 0
 
@@ -241,36 +244,54 @@ class EngineClient:
     async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load Hugging Face tensors by name, then empty the KV cache; later tokens carry `version`.
 
-        Waits for running generations to end. The stream is consumed bucket by bucket.
+        Waits for running generations to end. The stream is consumed bucket by bucket. A lost engine is started
+        again first; one lost on the way is tried again when `named_tensors` can be iterated twice. Raises
+        EngineLost when that does not help, EngineError when SGLang refuses a tensor.
         """
-        buckets = into_buckets(named_tensors, self._bucket_bytes)
+        repeatable = iter(named_tensors) is not named_tensors
         self.weight_version = version
         self._forget_kept()
-        await self._send_weights(buckets)
-        self._missing_weights = False
+        while True:
+            if self.lost:
+                await self.recover(with_weights=False)
+            try:
+                await self._send_weights(into_buckets(named_tensors, self._bucket_bytes))
+            except EngineLost:
+                if not repeatable or not self.lost:
+                    raise
+                continue
+            self._restarts_in_a_row = 0
+            return
 
-    async def _send_weights(self, buckets: Iterable[tuple[SharedBucket, bool]]) -> None:
+    async def _send_weights(
+        self, buckets: Iterable[tuple[SharedBucket, bool]], *, again: bool = False
+    ) -> None:
+        """Load the buckets and empty the KV cache; `again` sends kept ones, which stay kept whatever happens."""
+        sent: list[SharedBucket] = []
+        num_bytes = 0
+        self._missing_weights = True
         await self._call("begin_update", None)
-        kept: list[SharedBucket] = []
-        keep = True
-        for bucket, last in buckets:
-            version = str(self.weight_version) if last else None
-            await self._call("load_shared", {"path": bucket.path, "version": version})
-            kept.append(bucket)
-            keep = keep and sum(b.num_bytes for b in kept) <= self._keep_weights_bytes
-            if not keep:
-                kept.pop().close()
-        if not keep:
-            for bucket in kept:
-                bucket.close()
-        self._kept = kept if keep else []
+        try:
+            for bucket, last in buckets:
+                sent.append(bucket)
+                version = str(self.weight_version) if last else None
+                await self._call("load_shared", {"path": bucket.path, "version": version})
+                num_bytes += bucket.num_bytes
+                if num_bytes > self._keep_weights_bytes:
+                    _close(sent)
+        except BaseException:
+            if not again:
+                _close(sent)
+            with contextlib.suppress(EngineLost, EngineError):  # the session must not stay open
+                await self._call("end_update", None)
+            raise
+        self._kept = sent
         await self._call("end_update", None)
         await self.flush_cache()
+        self._missing_weights = False
 
     def _forget_kept(self) -> None:
-        for bucket in self._kept:
-            bucket.close()
-        self._kept = []
+        _close(self._kept)
 
     async def flush_cache(self) -> None:
         """Empty the KV cache, retrying while the engine still tidies up after the last request."""
@@ -420,3 +441,9 @@ class EngineClient:
             with contextlib.suppress(TimeoutError):  # stuck in the kernel: it has been signalled
                 await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S)
             self._process = None
+
+
+def _close(buckets: list[SharedBucket]) -> None:
+    """Free the buckets' memory and empty the list."""
+    while buckets:
+        buckets.pop().close()
