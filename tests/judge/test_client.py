@@ -1,0 +1,133 @@
+"""JudgeClient against the real service, against the public server's answers, and through failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.judge.client import JudgeClient, JudgeRejected, JudgeResult, JudgeUnavailable
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.service import JudgeService
+
+
+@pytest.fixture
+async def client(judge: JudgeService) -> AsyncIterator[JudgeClient]:
+    async with JudgeClient(judge.url, time_limit_s=2.0) as client:
+        yield client
+
+
+async def test_results_are_typed(client: JudgeClient) -> None:
+    programs = ["1 + 1", "1 / 0", "while True: pass", "import sys; sys.exit(3)"]
+    results = await asyncio.gather(*(client.run(p) for p in programs))
+    assert [r.outcome for r in results] == [Outcome.OK, Outcome.ERROR, Outcome.TIMEOUT, Outcome.ERROR]
+    assert results[0].ok and results[0].stdout == "2\n"
+    assert results[3].exit_code == 3
+    assert results[2].seconds >= 2.0  # the client's time limit, below the service's
+    assert not any(r.is_infrastructure for r in results)
+    counters = client.counters
+    assert (counters["calls"], counters["retries"], counters["outcome_timeout"]) == (4, 0, 1)
+
+
+async def test_stdin_and_expected_output(client: JudgeClient) -> None:
+    result = await client.run("print(input()[::-1])", "abc", expected_output="cba")
+    assert result.success and result.stdout == "cba\n"
+
+
+async def test_many_calls_through_few_connections(judge: JudgeService) -> None:
+    async with JudgeClient(judge.url, max_concurrency=8) as client:
+        results = await asyncio.gather(*(client.run(f"print({i})") for i in range(100)))
+    assert [r.stdout for r in results] == [f"{i}\n" for i in range(100)]
+
+
+def test_public_servers_results_are_understood() -> None:
+    plain = {"sub_id": "x", "success": True, "run_success": True, "cost": 0.5, "stdout": "1", "stderr": ""}
+    assert JudgeResult.from_wire({**plain, "reason": ""}).outcome is Outcome.OK
+    failed = {**plain, "success": False, "run_success": False}
+    for reason, outcome in {
+        "": Outcome.ERROR,
+        "worker_timeout": Outcome.TIMEOUT,
+        "queue_timeout": Outcome.QUEUE_TIMEOUT,
+        "internal_error": Outcome.INTERNAL_ERROR,
+        "invalid_input": Outcome.INVALID_INPUT,
+    }.items():
+        result = JudgeResult.from_wire({**failed, "reason": reason})
+        assert result.outcome is outcome and result.exit_code is None
+
+
+async def test_nobody_there_is_unavailable_after_the_outage_limit() -> None:
+    async with JudgeClient("http://127.0.0.1:9", max_outage_s=0.5) as client:
+        with pytest.raises(JudgeUnavailable, match=r"127\.0\.0\.1:9 for 0 s|127\.0\.0\.1:9"):
+            await client.run("1")
+        assert client.counters["failed_connection"] >= 2
+        assert client.counters["outages"] == 1
+
+
+def test_a_url_without_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match="give http"):
+        JudgeClient("localhost:80")
+
+
+class Scripted:
+    """A server that gives the answers of a list, then repeats the last; it keeps the requests."""
+
+    def __init__(self, *answers: tuple[int, Any]) -> None:
+        self.answers = list(answers)
+        self.requests: list[dict[str, Any]] = []
+
+    async def __aenter__(self) -> str:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length:")[1].split()[0])
+        self.requests.append(json.loads(await reader.readexactly(length)))
+        status, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        text = json.dumps(body).encode()
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\n" % status)
+        writer.write(b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+        await writer.drain()
+        writer.close()
+
+
+def answer(reason: str, *, success: bool = False) -> tuple[int, dict[str, Any]]:
+    return 200, {"sub_id": "s", "success": success, "run_success": success, "cost": 0.0, "reason": reason}
+
+
+async def test_overload_and_server_errors_are_retried_under_one_sub_id() -> None:
+    server = Scripted((503, {}), (429, {}), answer("queue_timeout"), answer("", success=True))
+    async with server as url, JudgeClient(url) as client:
+        assert (await client.run("1")).ok
+        assert client.counters["retries"] == 3
+    assert len(server.requests) == 4 and len({r["sub_id"] for r in server.requests}) == 1
+
+
+async def test_internal_error_is_retried_once_as_a_new_job() -> None:
+    server = Scripted(answer("internal_error"))
+    async with server as url, JudgeClient(url) as client:
+        result = await client.run("1")
+    assert result.outcome is Outcome.INTERNAL_ERROR and result.is_infrastructure
+    assert len({r["sub_id"] for r in server.requests}) == len(server.requests) == 2
+
+
+@pytest.mark.parametrize("reason", ["", "worker_timeout", "invalid_input"])
+async def test_the_programs_own_failure_is_never_retried(reason: str) -> None:
+    server = Scripted(answer(reason))
+    async with server as url, JudgeClient(url) as client:
+        await client.run("1")
+    assert len(server.requests) == 1
+
+
+async def test_refusal_is_not_retried() -> None:
+    server = Scripted((401, {"detail": "token"}))
+    async with server as url, JudgeClient(url) as client:
+        with pytest.raises(JudgeRejected, match="401"):
+            await client.run("1")
+    assert len(server.requests) == 1

@@ -1,0 +1,266 @@
+"""What happens when a part dies: nothing is lost, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.processes import listen
+from rstar2_megatron.judge.service import JudgeService, JudgeServiceError
+from rstar2_megatron.services.redis_server import RedisServer
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[JudgeService]:
+    with JudgeService(workers=2, time_limit_s=5.0) as service:
+        yield service
+
+
+def processes(service: JudgeService) -> list[psutil.Process]:
+    assert service.process is not None
+    main = psutil.Process(service.process.pid)
+    return [main, *main.children(recursive=True)]
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Empty for a process that is ending."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+def find(service: JudgeService, argument: str) -> psutil.Process:
+    """The first process, from the root down, with an argument that ends so."""
+    return next(p for p in processes(service) if any(a.endswith(argument) for a in command_line(p)))
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running()
+
+
+def busy_slots(service: JudgeService) -> list[psutil.Process]:
+    """Slot processes that execute a call: launcher > zygote > slot > call."""
+    slots = []
+    for process in processes(service):
+        try:
+            line = [process, *process.parents()[:3]]
+            if not process.children() and all("zygote" in " ".join(command_line(p)) for p in line):
+                slots.append(line[1])
+        except (psutil.Error, IndexError):
+            continue
+    return slots
+
+
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+async def running(service: JudgeService, count: int) -> None:
+    """Until so many calls are being executed."""
+
+    def there() -> bool:
+        workers = httpx.get(f"{service.url}/status", trust_env=False).json()["workers"].values()
+        return sum(w["running"] for w in workers) >= count
+
+    await until(there, f"{count} calls running")
+
+
+SLOW = "import time; time.sleep(2.5); print('done')"
+
+
+async def test_worker_killed_in_mid_call_the_job_is_done_again(service: JudgeService) -> None:
+    async with JudgeClient(service.url, time_limit_s=5.0) as client:
+        calls = [asyncio.create_task(client.run(SLOW)) for _ in range(3)]
+        await running(service, 2)
+        worker = find(service, "worker")
+        sandbox = worker.children(recursive=True)
+        worker.send_signal(signal.SIGKILL)
+        results = await asyncio.gather(*calls)
+        assert [r.stdout for r in results] == ["done\n"] * 3
+        assert client.counters["retries"] == 0
+    await until(lambda: not any(p.is_running() for p in sandbox), "the dead worker's sandbox has ended")
+
+
+async def test_slot_killed_in_mid_call_the_job_is_done_again(service: JudgeService) -> None:
+    async with JudgeClient(service.url, time_limit_s=5.0) as client:
+        call = asyncio.create_task(client.run(SLOW))
+        await running(service, 1)
+        await until(lambda: busy_slots(service), "the call runs")
+        busy_slots(service)[0].send_signal(signal.SIGKILL)
+        result = await call
+        assert result.stdout == "done\n"
+        assert (await client.run("1")).ok
+
+
+async def test_redis_killed_and_started_again_no_job_is_lost(service: JudgeService) -> None:
+    async with JudgeClient(service.url, time_limit_s=5.0) as client:
+        calls = [asyncio.create_task(client.run(SLOW.replace("2.5", "1"))) for _ in range(6)]
+        await running(service, 2)
+        next(p for p in processes(service) if p.name() == "redis-server").send_signal(signal.SIGKILL)
+        results = await asyncio.wait_for(asyncio.gather(*calls), 60)
+        assert [r.stdout for r in results] == ["done\n"] * 6
+
+
+async def test_client_that_leaves_frees_its_slot(service: JudgeService) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        body = {"type": "python", "solution": "import time; time.sleep(60)"}
+        for _ in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(f"{service.url}/run", json=body, timeout=0.5)
+    started = time.monotonic()
+    async with JudgeClient(service.url) as client:
+        assert (await client.run("1")).ok
+    assert time.monotonic() - started < 4.0  # the abandoned calls would have held both slots for 5 s
+
+
+async def test_server_killed_and_started_again_while_clients_wait() -> None:
+    with RedisServer() as redis, JudgeService(workers=2, redis_uri=redis.uri) as first:
+        port = int(first.url.rsplit(":", 1)[1])
+        async with JudgeClient(first.url, request_timeout_s=20.0) as client:
+            calls = [asyncio.create_task(client.run(SLOW.replace("2.5", "1.5"))) for _ in range(4)]
+            await running(first, 2)
+            family = processes(first)
+            assert first.process is not None
+            first.process.kill()
+            await until(
+                lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "all ended"
+            )
+            with JudgeService(workers=2, redis_uri=redis.uri, port=port):
+                results = await asyncio.wait_for(asyncio.gather(*calls), 60)
+            assert [r.stdout for r in results] == ["done\n"] * 4
+            assert client.counters["outages"] >= 1 and client.counters["outage_seconds"] > 0
+
+
+async def test_a_job_that_kills_its_slot_twice_is_an_internal_error(service: JudgeService) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        body = {"type": "python", "solution": "import time; time.sleep(4)"}
+        call = asyncio.create_task(http.post(f"{service.url}/run", json=body, timeout=60))
+        for _ in range(2):
+            await until(lambda: busy_slots(service), "the call runs")
+            slot = busy_slots(service)[0]
+            slot.send_signal(signal.SIGKILL)
+            await until(partial(gone, slot), "the slot has ended")
+        result = (await call).json()
+        assert (result["reason"], result["outcome"]) == ("internal_error", "internal_error")
+        assert "died twice" in result["stderr"]
+
+
+async def test_full_queue_is_429_and_queue_time_is_bounded() -> None:
+    extra = ("--max-queued", "3", "--queue-time-limit-s", "1")
+    with JudgeService(workers=1, time_limit_s=3.0, extra_arguments=extra) as service:
+        async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=30) as http:
+            busy = asyncio.create_task(http.post("/run", json={"type": "python", "solution": SLOW}))
+            await running(service, 1)
+            item = {"type": "python", "solution": "1"}
+            waiting = asyncio.create_task(http.post("/run/batch", json={"submissions": [item] * 3}))
+            await until(lambda: httpx.get(f"{service.url}/status").json()["queue"] == 3, "three wait")
+            refused = await http.post("/run", json=item)
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            results = (await waiting).json()["results"]
+            assert [r["reason"] for r in results] == ["queue_timeout"] * 3
+            assert (await busy).json()["stdout"] == "done\n"
+
+
+def test_sigterm_leaves_nothing() -> None:
+    with JudgeService(workers=2) as service:
+        family = processes(service)
+        owner = next(p.pid for p in family if "zygote" in " ".join(p.cmdline()))
+        assert len(family) >= 6
+        # a call is running when the stop comes
+        with pytest.raises(httpx.ReadTimeout):
+            body = {"type": "python", "solution": "import time; time.sleep(60)"}
+            httpx.post(f"{service.url}/run", json=body, timeout=0.3, trust_env=False)
+    assert not any(p.is_running() and p.status() != "zombie" for p in family)
+    assert not list(Path("/tmp").glob(f"rstar2-redis-{family[0].pid}-*"))
+    assert not list(Path("/tmp").glob(f"rstar2-judge-{owner}-*"))
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/**/rstar2-judge-{owner}"))
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{service.url}/ping", trust_env=False)
+
+
+def test_parents_death_ends_the_service(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom rstar2_megatron.judge.service import JudgeService\n"
+        "s = JudgeService(workers=1).start()\nprint(s.process.pid, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=os.getcwd()) as parent:
+        assert parent.stdout is not None
+        main = psutil.Process(int(parent.stdout.readline()))
+        family = [main, *main.children(recursive=True)]
+        parent.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not [p for p in alive if p.status() != "zombie"]
+
+
+def test_taken_port_is_named() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(JudgeServiceError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
+            JudgeService(port=port).start()
+
+
+def test_absent_redis_is_named() -> None:
+    with pytest.raises(JudgeServiceError, match=r"no Redis answers at redis://127\.0\.0\.1:9/0"):
+        JudgeService(redis_uri="redis://127.0.0.1:9/0").start()
+
+
+def test_beyond_loopback_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    with pytest.raises(JudgeServiceError, match="JUDGE_TOKEN"):
+        JudgeService(host="0.0.0.0").start()
+
+
+async def test_token_and_missing_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "sesame")
+    with JudgeService(workers=1) as service:
+        assert httpx.get(f"{service.url}/ping", trust_env=False).status_code == 200
+        assert httpx.get(f"{service.url}/status", trust_env=False).status_code == 401
+        async with JudgeClient(service.url, token="sesame") as client:
+            assert (await client.run("1")).outcome is Outcome.OK
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-U", "--map-user=1000", "true"], capture_output=True).returncode != 0,
+    reason="no user namespaces here",
+)
+def test_ordinary_user_gets_user_namespaces_and_is_told_what_is_missing(tmp_path: Path) -> None:
+    command = ["unshare", "-U", "--map-user=1000", "--map-group=1000", sys.executable]
+    command += ["-m", "rstar2_megatron.judge", "all", "--workers", "1"]
+    refused = subprocess.run(
+        [*command, "--require-isolation", "full"], capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 1 and "own_uid" in refused.stderr
+    port_file = tmp_path / "port.json"
+    with subprocess.Popen([*command, "--port-file", str(port_file)]) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not port_file.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            url = httpx.Response(200, text=port_file.read_text()).json()["url"]
+            status = httpx.get(f"{url}/status", trust_env=False).json()
+            assert status["isolation"] == "partial"
+            (worker,) = status["workers"].values()
+            assert "own_uid" in worker["isolation"]["missing"]
+            assert {"pid_namespace", "private_tmpfs", "seccomp"} <= set(worker["isolation"]["active"])
+            body = {"type": "python", "solution": "import os; os.getpid(), os.listdir('.')"}
+            assert httpx.post(f"{url}/run", json=body, trust_env=False).json()["stdout"] == "(1, [])\n"
+        finally:
+            process.terminate()
