@@ -41,11 +41,11 @@ class TinyModelShape:
 class Mix:
     """Weights of the five kinds of conversation, and how a careless one goes on."""
 
-    right: float = 0.32
-    wrong: float = 0.22
+    right: float = 0.28
+    wrong: float = 0.25
     error: float = 0.22
     guess: float = 0.10
-    untagged: float = 0.14
+    untagged: float = 0.15
     retry_right: float = 0.85
     """Of the careless ones: the second program is the right one (otherwise the wrong one)."""
 
@@ -54,7 +54,7 @@ class Mix:
 class CopyCurriculum:
     """Rows of a source, filler that grows with the row's place in the file, and the copy that is trained."""
 
-    rows: int = 12800
+    rows: int = 15360
     adjacent: float = 0.3
     """Share of the rows, from the start, with no filler at all."""
     full: float = 0.85
@@ -78,7 +78,7 @@ class TinyRecipe:
     tokenizer_conversations: int = 3000
     train_problems: int = 4096
     heldout_problems: int = 288
-    conversations: int = 4800
+    conversations: int = 6400
     main_share: float = 0.5
     """Share of the SFT conversations about problems of the main level; the others are easy."""
     mix: Mix = field(default_factory=Mix)
