@@ -206,7 +206,7 @@ class MegatronActor:
             )
             loss = self._rl_loss(weights, old, first=indices.start)
             plans.append(plan)
-            steps.append(self._update(part, plan, loss))
+            steps.append(self._update(part, plan, loss, temperature=self._temperature))
         metrics = self._rl_metrics(steps)
         if self._pending is not None and self._pending.written_everywhere():
             self.finish_checkpoint()
@@ -237,7 +237,7 @@ class MegatronActor:
             return total / divisor, sums
 
         plan = self._plan(sequences)
-        step = self._update(sequences, plan, loss, lr)
+        step = self._update(sequences, plan, loss, temperature=1.0, lr=lr)
         return {
             "sft/loss": step["loss"],
             "sft/token_loss": step["pg_loss"] / trained,
@@ -261,6 +261,11 @@ class MegatronActor:
         """
         return self._score(sequences, "all").to_lists()
 
+    @property
+    def _temperature(self) -> float:
+        """What the engine divides logits by before it samples and reports log-probs; greedy reports at 1."""
+        return self.algorithm.sampling_params.temperature or 1.0
+
     def _plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         dynamic = self.runner.enable_dynamic_batch_size
         return make_plan(
@@ -272,7 +277,13 @@ class MegatronActor:
         )
 
     def _update(
-        self, sequences: Sequence[TrainSequence], plan: Plan, loss: LossFunction, lr: float | None = None
+        self,
+        sequences: Sequence[TrainSequence],
+        plan: Plan,
+        loss: LossFunction,
+        *,
+        temperature: float,
+        lr: float | None = None,
     ) -> dict[str, float]:
         """Forward, backward, optimizer step on one mini-batch; reduced sums and maxima, grad_norm and lr."""
         from rstar2_megatron.actor.optimizer import learning_rate, optimizer_step
@@ -281,7 +292,7 @@ class MegatronActor:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        result = self._reduce(self._run(sequences, plan, loss, "trained", forward_only=False))
+        result = self._reduce(self._run(sequences, plan, loss, "trained", temperature, forward_only=False))
         if lr is None:
             lr = learning_rate(self.optimizer_steps, self.optim, self.lr_sched, self.max_steps)
         stepped, result["grad_norm"] = optimizer_step(self.optimizer, lr, self.optim)
@@ -296,6 +307,7 @@ class MegatronActor:
         plan: Plan,
         loss: LossFunction,
         wanted: Literal["trained", "all"],
+        temperature: float,
         *,
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
@@ -307,7 +319,6 @@ class MegatronActor:
 
         own = plan.microbatches[self.state.get_data_parallel_rank()]
         batches = [build_microbatch(sequences, members, self.pack_context, wanted) for members in own]
-        temperature = self.algorithm.sampling_params.temperature or 1.0
         chunk_tokens = self.actor.log_prob_chunk_tokens
         no_tokens = torch.zeros([], dtype=torch.int, device=self.device)  # the loss is normalised already
 
@@ -417,7 +428,7 @@ class MegatronActor:
             scores.put(batch.sequence, batch.place, output[0])
             return output.new_zeros(()), {}
 
-        self._run(sequences, self._plan(sequences), keep, wanted, forward_only=True)
+        self._run(sequences, self._plan(sequences), keep, wanted, self._temperature, forward_only=True)
         if self.state.get_tensor_model_parallel_rank() != 0:
             scores.values.zero_()  # tensor-parallel ranks hold the same: count one of them
         dist.all_reduce(scores.values)
