@@ -1,0 +1,14 @@
+"""Fixtures that are slow to make: a random tiny model, and one engine on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.tiny import make_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"))
