@@ -125,21 +125,35 @@ class GraderPool:
         return self._count(Grade(float(detail == CORRECT), detail, extracted.answer))
 
     def _slow(self, answer: str, solutions: list[str]) -> Grade:
+        """Grade in a worker. One that dies is replaced and the answer tried once more in the time left: the
+        answer killed it only if it kills the next one too."""
         worker = self._idle.get()
         try:
-            if worker is None or not worker.alive:
-                worker = self._start_worker()
-            detail = worker.ask(answer, solutions, self._timeout_s)
-            if detail in (GRADER_TIMEOUT, UNGRADABLE) and not worker.alive:
-                with self._lock:
-                    self._workers.discard(worker)
-                    self._counts["workers_replaced"] += 1
+            left = self._timeout_s
+            for _ in range(2):
+                if worker is None or not worker.alive:
+                    self._forget(worker)
+                    worker = self._start_worker()
+                start = time.monotonic()
+                detail = worker.ask(answer, solutions, left)
+                left -= time.monotonic() - start
+                if worker.alive:
+                    self._remember(answer, solutions, detail)
+                    break
+                self._forget(worker)
                 worker = None
-            else:
-                self._remember(answer, solutions, detail)
+                if detail == GRADER_TIMEOUT or left <= 0:
+                    break
         finally:
             self._idle.put(worker)
         return self._count(Grade(float(detail == CORRECT), detail, answer))
+
+    def _forget(self, worker: _Worker | None) -> None:
+        if worker is not None:
+            with self._lock:
+                self._workers.discard(worker)
+                self._counts["workers_replaced"] += 1
+            worker.kill()
 
     def _start_worker(self) -> _Worker:
         with self._lock:
