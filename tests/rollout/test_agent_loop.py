@@ -1,0 +1,333 @@
+"""Every ending of a trajectory, and groups of them, with an engine whose turns are written down.
+
+The real engine and the real judge run in test_real_loop.py; here each ending must be provoked exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rstar2_megatron.judge.client import JudgeResult, JudgeUnavailable
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.engine import EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.rollout.group_runner import run_groups
+from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.tools import STANDARD_IO
+from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
+
+ANSWER = "so</reason><answer>\\boxed{4}</answer>"
+
+
+def call(code: str = "print(4)", name: str = STANDARD_IO) -> str:
+    body = json.dumps({"name": name, "arguments": {"code": code, "input": ""}})
+    return f"run</reason><tool_call>{body}</tool_call>"
+
+
+@dataclass
+class WrittenEngine:
+    """Gives the written turns in order; a turn may also be an exception, or (text, finish reason)."""
+
+    tokenizer: Any
+    turns: list[Any]
+    seen: list[list[int]] = field(default_factory=list)
+    recovered: int = 0
+    recover_error: Exception | None = None
+    delay_s: float = 0.0
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float
+    ) -> GenerateResult:
+        self.seen.append(list(input_ids))
+        await asyncio.sleep(self.delay_s)
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        if isinstance(turn, Exception):
+            raise turn
+        text, reason = turn if isinstance(turn, tuple) else (turn + "<|im_end|>", "stop")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)[: sampling["max_new_tokens"]]
+        if len(ids) == sampling["max_new_tokens"]:
+            reason = "length"
+        return GenerateResult(ids, [-0.5] * len(ids), reason, [(0, len(ids), 3)], len(input_ids), 0)
+
+    async def recover(self) -> None:
+        self.recovered += 1
+        if self.recover_error is not None:
+            raise self.recover_error
+
+
+class WrittenJudge:
+    def __init__(self, *results: JudgeResult | Exception, delay_s: float = 0.0) -> None:
+        self.results = list(results) or [JudgeResult(Outcome.OK, "4\n", "", 0, 0.01)]
+        self.delay_s = delay_s
+        self.codes: list[str] = []
+
+    async def run(self, code: str, stdin: str = "") -> JudgeResult:
+        self.codes.append(code)
+        await asyncio.sleep(self.delay_s)
+        result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def make_loop(tokenizer, turns, judge=None, *, max_new_tokens=2000, timeout_s=20.0, **settings) -> AgentLoop:
+    chosen = AgentLoopSettings(system_prompt=f"{STANDARD_IO} code input", user_prefix="", **settings)
+    return AgentLoop(
+        WrittenEngine(tokenizer, list(turns)),
+        judge or WrittenJudge(),
+        ChatTemplate(tokenizer, chosen),
+        chosen,
+        SamplingParams(max_new_tokens=max_new_tokens),
+        max_context_tokens=8000,
+        timeout_s=timeout_s,
+    )
+
+
+PROBLEM = Problem("q", [{"role": "user", "content": "What is 2+2?"}], ["4"])
+
+
+async def run(tokenizer, turns, judge=None, **kwargs) -> tuple[Trajectory, AgentLoop]:
+    loop = make_loop(tokenizer, turns, judge, **kwargs)
+    trajectory = await loop.run(PROBLEM, 0)
+    trajectory.check()
+    return trajectory, loop
+
+
+async def test_answer_after_a_tool_call_is_token_exact(tokenizer) -> None:
+    trajectory, loop = await run(tokenizer, [call(), ANSWER])
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert trajectory.assistant_texts == [call(), ANSWER]
+    assert [c.outcome for c in trajectory.tool_calls] == [ToolOutcome.OK]
+    # the ids are those of a fresh render of the conversation, and the mask is its trained segments
+    segments = loop.template.conversation(
+        PROBLEM, trajectory.assistant_texts, [[trajectory.tool_calls[0].response_text]]
+    )
+    whole = tokenizer.encode("".join(text for text, _ in segments), add_special_tokens=False)
+    assert trajectory.prompt_ids + trajectory.response_ids == whole
+    trained = [i for i, kept in zip(trajectory.response_ids, trajectory.loss_mask) if kept]
+    assert tokenizer.decode(trained) == "".join(text for text, kept in segments if kept)
+    assert all(
+        (logprob == 0.0) == (kept == 0)
+        for logprob, kept in zip(trajectory.rollout_logprobs, trajectory.loss_mask)
+    )
+    covered = [i for span in trajectory.version_spans for i in range(span.start, span.end)]
+    assert covered == [i for i, kept in enumerate(trajectory.loss_mask) if kept]
+    assert {span.version for span in trajectory.version_spans} == {3}
+    # what the engine was asked to continue is exactly what it had been given and gave
+    second = loop.engine.seen[1]
+    assert second == whole[: len(second)]
+
+
+async def test_turn_limit(tokenizer) -> None:
+    trajectory, loop = await run(tokenizer, [call()], max_assistant_turns=3)
+    assert trajectory.finish_reason is FinishReason.TURN_LIMIT
+    assert trajectory.num_turns == 3 and len(trajectory.tool_calls) == 2
+    assert loop.stats.endings == {"turn_limit": 1}
+
+
+async def test_length_limit_also_inside_a_call(tokenizer) -> None:
+    trajectory, _ = await run(tokenizer, [call()], max_new_tokens=20)
+    assert trajectory.finish_reason is FinishReason.LENGTH_LIMIT
+    assert len(trajectory.response_ids) == 20 and trajectory.tool_calls == []
+
+
+async def test_tool_response_that_does_not_fit(tokenizer) -> None:
+    first = len(tokenizer.encode(call() + "<|im_end|>", add_special_tokens=False))
+    trajectory, _ = await run(tokenizer, [call(), ANSWER], max_new_tokens=first + 20)
+    assert trajectory.finish_reason is FinishReason.TOOL_RESPONSE_TOO_LONG
+    assert len(trajectory.response_ids) == first == sum(trajectory.loss_mask)
+
+
+@pytest.mark.parametrize(
+    "bad", ["x</reason><tool_call>{oops</tool_call>", call(name="Wolfram"), "<tool_call>{"]
+)
+async def test_bad_calls_reach_the_model_as_a_message(tokenizer, bad: str) -> None:
+    judge = WrittenJudge()
+    trajectory, loop = await run(tokenizer, [bad, ANSWER], judge)
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert [c.outcome for c in trajectory.tool_calls] == [ToolOutcome.MALFORMED]
+    assert trajectory.num_tool_errors == 1 and judge.codes == []
+    assert "Tool call failure" in tokenizer.decode(loop.engine.seen[1])
+
+
+async def test_calls_past_the_limit_are_told(tokenizer) -> None:
+    judge = WrittenJudge()
+    trajectory, loop = await run(
+        tokenizer, [call("1") + call("2") + call("3"), ANSWER], judge, max_parallel_calls=2
+    )
+    assert judge.codes == ["1", "2"]
+    assert len(trajectory.tool_calls) == 2
+    assert "1 further call" in tokenizer.decode(loop.engine.seen[1])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (Outcome.OK, ToolOutcome.OK),
+        (Outcome.ERROR, ToolOutcome.ERROR),
+        (Outcome.MEMORY, ToolOutcome.ERROR),
+        (Outcome.OUTPUT_LIMIT, ToolOutcome.ERROR),
+        (Outcome.KILLED, ToolOutcome.ERROR),
+        (Outcome.TIMEOUT, ToolOutcome.TIMEOUT),
+    ],
+)
+async def test_what_the_program_did_is_a_result(tokenizer, outcome: Outcome, expected: ToolOutcome) -> None:
+    trajectory, loop = await run(
+        tokenizer, [call(), ANSWER], WrittenJudge(JudgeResult(outcome, "", "", None, 0.1))
+    )
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert trajectory.tool_calls[0].outcome is expected
+    assert loop.stats.tool_calls == {str(expected): 1}
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        JudgeUnavailable("away"),
+        JudgeResult(Outcome.INTERNAL_ERROR, "", "", None, 0.0),
+        JudgeResult(Outcome.QUEUE_TIMEOUT, "", "", None, 0.0),
+    ],
+)
+async def test_the_judges_failure_is_never_the_models(tokenizer, failure: JudgeResult | Exception) -> None:
+    trajectory, loop = await run(tokenizer, [call(), ANSWER], WrittenJudge(failure))
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE
+    assert not trajectory.usable and trajectory.num_tool_errors == 0
+    assert "tool call lost" in trajectory.error
+    assert loop.stats.endings == {"infrastructure": 1}
+
+
+async def test_a_judge_that_never_answers_meets_the_deadline(tokenizer) -> None:
+    trajectory, _ = await run(tokenizer, [call(), ANSWER], WrittenJudge(delay_s=60), timeout_s=0.3)
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE
+    assert trajectory.seconds < 10
+
+
+async def test_a_huge_tool_reply_is_cut(tokenizer) -> None:
+    judge = WrittenJudge(JudgeResult(Outcome.OK, "9" * 10_000_000, "", 0, 0.1))
+    trajectory, _ = await run(tokenizer, [call(), ANSWER], judge, max_tool_response_length=64)
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert len(trajectory.tool_calls[0].response_text) < 100
+
+
+async def test_a_lost_engine_repeats_the_turn(tokenizer) -> None:
+    trajectory, loop = await run(tokenizer, [call(), EngineLost("gone"), ANSWER])
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert loop.engine.recovered == 1 and loop.stats.engine_retries == 1
+    assert loop.engine.seen[1] == loop.engine.seen[2]
+
+
+async def test_an_engine_that_stays_away(tokenizer) -> None:
+    loop = make_loop(tokenizer, [EngineLost("gone")])
+    loop.engine.recover_error = EngineLost("restarted 2 times")
+    trajectory = await loop.run(PROBLEM, 0)
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "2 times" in trajectory.error
+
+
+@pytest.mark.parametrize(
+    "failure", [GenerationTimeout("late"), EngineError("refused"), RuntimeError("bug"), ("cut", "abort")]
+)
+async def test_other_failures_end_the_trajectory(tokenizer, failure: Any) -> None:
+    trajectory, _ = await run(tokenizer, [failure])
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.error
+
+
+async def test_prompt_without_room(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    loop.max_context_tokens = 10
+    trajectory = await loop.run(PROBLEM, 0)
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "seq_length" in trajectory.error
+
+
+# ------------------------------------------------------------------------------------------------- groups
+
+
+def problems(count: int) -> list[Problem]:
+    return [
+        Problem(f"q{i}", [{"role": "user", "content": f"What is {i}+1?"}], [str(i + 1)]) for i in range(count)
+    ]
+
+
+def giver(work: list[Problem]):
+    iterator = iter(work)
+
+    async def next_problem() -> Problem | None:
+        await asyncio.sleep(0)
+        return next(iterator, None)
+
+    return next_problem
+
+
+@pytest.mark.parametrize("policy", ["static", "kv_reserve", "kv_adaptive"])
+async def test_groups_are_complete_and_ordered(tokenizer, policy: str) -> None:
+    loop = make_loop(tokenizer, [ANSWER], max_new_tokens=300)
+    loop.engine.delay_s = 0.001
+    budget = make_budget(policy, 3000, 5)
+    seen: list[str] = []
+
+    async def scored(problem: Problem, trajectory: Trajectory) -> None:
+        seen.append(problem.query_id)
+
+    groups = [
+        g async for g in run_groups(giver(problems(6)), loop, budget, group_size=4, on_trajectory=scored)
+    ]
+    assert sorted(g.problem.query_id for g in groups) == [f"q{i}" for i in range(6)]
+    for group in groups:
+        assert [t.rollout_index for t in group.trajectories] == [0, 1, 2, 3]
+        assert {t.query_id for t in group.trajectories} == {group.problem.query_id}
+    assert budget.running == 0 and budget.reserved_tokens == 0
+    assert len(seen) == 24 and loop.stats.trajectories == 24
+
+
+async def test_a_spoilt_trajectory_still_completes_its_group(tokenizer) -> None:
+    loop = make_loop(tokenizer, [EngineError("refused"), ANSWER])
+    (group,) = [
+        g
+        async for g in run_groups(giver(problems(1)), loop, make_budget("kv_reserve", 9000, 1), group_size=3)
+    ]
+    assert [t.usable for t in group.trajectories] == [False, True, True]
+
+
+async def test_leaving_early_cancels_the_rest(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    loop.engine.delay_s = 0.01
+    budget = make_budget("static", 9000, 3)
+    groups = run_groups(giver(problems(50)), loop, budget, group_size=2)
+    async for _ in groups:
+        break
+    await groups.aclose()
+    assert budget.running == 0 and budget.reserved_tokens == 0
+
+
+async def test_trajectories_that_never_fit_are_an_error(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER], max_new_tokens=500)
+    with pytest.raises(ValueError, match="never fits"):
+        async for _ in run_groups(giver(problems(1)), loop, make_budget("kv_reserve", 100, 4), group_size=2):
+            pass
+
+
+async def test_repeated_query_id_is_an_error(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    loop.engine.delay_s = 0.05
+    with pytest.raises(ValueError, match="unique"):
+        async for _ in run_groups(
+            giver([PROBLEM, PROBLEM]), loop, make_budget("static", 9000, 9), group_size=2
+        ):
+            pass
