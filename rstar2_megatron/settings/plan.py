@@ -181,7 +181,7 @@ def make_plan(
             "memory cannot be planned"
         )
         return plan
-    plan.add("model", "parameters", f"{model.num_parameters / 1e9:.3g} B ({source})")
+    plan.add("model", "parameters", f"{_parameters(model.num_parameters)} ({source})")
     _plan_training(plan, settings, slots, model, world)
     _plan_rollout(plan, settings, slots, model, len(places.get("rollout", range(slots.count))))
     if not slots.is_cpu:
@@ -250,14 +250,18 @@ def _plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelCon
     memory = training_memory(settings, model, world, cpu=slots.is_cpu)
     plan.actor_memory = memory
     parts = (
-        f"weights {memory.weights:.2f} + gradients {memory.gradients:.2f} + optimizer {memory.optimizer:.2f} "
-        f"+ activations {memory.activations:.2f} + vocabulary head {memory.head:.2f}"
+        f"weights {_gb(memory.weights)} + gradients {_gb(memory.gradients)} + optimizer {_gb(memory.optimizer)} "
+        f"+ activations {_gb(memory.activations)} + vocabulary head {_gb(memory.head)}"
     )
     if memory.overhead:
         parts += f" + CUDA {memory.overhead:.0f}"
-    plan.add("training", "GB per rank", f"{memory.total:.2f} = {parts}")
+    plan.add("training", "GB per rank", f"{_gb(memory.total)} = {parts}")
     flops = model.train_flops([settings.runner.seq_length]) / settings.runner.seq_length
-    plan.add("training", "FLOP per token", f"{flops / 1e9:.3g} G at full length")
+    plan.add(
+        "training",
+        "FLOP per token",
+        f"{flops / 1e9:.3g} G at full length" if flops >= 1e8 else f"{flops / 1e6:.3g} M at full length",
+    )
     if slots.memory_gb is None or memory.total <= slots.memory_gb:
         return
     name = Path(settings.rollout.model.model_path).name
@@ -368,6 +372,15 @@ def _plan_times(plan: Plan, settings: Settings, model: ModelConfig, world: int) 
     )
     if settings.actor.offload_optimizer and settings.actor.offload_weight:
         plan.notes.append("collocated: actor and engine leave the GPU to each other, phase by phase")
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def _gb(value: float) -> str:
+    """Two decimals, three below 0.1 GB, so that a tiny model's parts are seen too."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
 def _ranges(ranks: list[int]) -> str:
