@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.report.table import held_out
+from rstar2_megatron.report.table import WEIGHTS, held_out
 from rstar2_megatron.training.metrics import MetricsFile
 
 # panel: (title, y label, y limits, [(metric, label)])
@@ -92,6 +92,11 @@ def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
 
 
 def points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric, steps without it left out."""
-    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    """(steps, values) of a metric; steps without it, or without anything that it counts, are left out."""
+    weight = WEIGHTS.get(name)
+    pairs = [
+        (row["step"], row[name])
+        for row in rows
+        if row.get(name) is not None and (weight is None or row.get(weight, 1))
+    ]
     return [step for step, _ in pairs], [value for _, value in pairs]

@@ -31,10 +31,20 @@ HELD_OUT = (("before_sft", "before SFT"), ("after_sft", "after SFT"), ("after_rl
 Table = list[tuple[str, str, str, str]]
 
 
+# Ratios whose mean over steps must be weighted by what they count, or a step without any would pull it down.
+WEIGHTS = {
+    "rollout/tool_error_ratio": "rollout/tool_calls",
+    "rollout/tool_error_ratio_positive": "rollout/tool_calls_positive",
+    "rollout/tool_error_ratio_negative": "rollout/tool_calls_negative",
+}
+
+
 def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Mean of a metric over the steps that have it."""
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return sum(values) / len(values) if values else None
+    """Mean of a metric over the steps that have it; of a ratio per call, over the calls of those steps."""
+    weight = WEIGHTS.get(name)
+    pairs = [(row[name], row.get(weight, 1) if weight else 1) for row in rows if row.get(name) is not None]
+    total = sum(w for _, w in pairs)
+    return sum(value * w for value, w in pairs) / total if total else None
 
 
 def summary(directory: str | Path) -> Table:

@@ -22,9 +22,10 @@ from rstar2_megatron.report.compare import (
     steps_to_reach,
 )
 from rstar2_megatron.report.curves import draw_run, main
+from rstar2_megatron.report.draw import points
 from rstar2_megatron.report.names import COMPARABLE, LENGTH, REWARD, TO_VERL, ours_from_verl
 from rstar2_megatron.report.read import Log, read_log
-from rstar2_megatron.report.table import render_markdown, render_table
+from rstar2_megatron.report.table import mean_of, render_markdown, render_table
 from rstar2_megatron.training.metrics import MetricsFile
 
 
@@ -225,6 +226,18 @@ def test_table_compares_first_and_last_steps(tmp_path: Path) -> None:
     assert "held-out pass@1: before SFT 0.000, after SFT 0.250" in text and "after RL" not in text
     assert "wall time: 1.5 min" in text
     assert "| reward (after resampling) | 0.200 | 0.800 | +0.600 |" in render_markdown(run)
+
+
+def test_error_ratios_are_averaged_over_calls_not_steps() -> None:
+    name, calls = "rollout/tool_error_ratio_positive", "rollout/tool_calls_positive"
+    rows = [
+        {"step": 1, name: 0.0, calls: 0},
+        {"step": 2, name: 0.5, calls: 30},
+        {"step": 3, name: 0.1, calls: 10},
+    ]
+    assert mean_of(rows, name) == pytest.approx(16 / 40)
+    assert mean_of(rows[:1], name) is None
+    assert points(rows, name) == ([2, 3], [0.5, 0.1])
 
 
 def test_curves_of_a_run_and_of_a_short_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
