@@ -2,7 +2,7 @@
 
 import os as _os
 
-from rstar2_megatron.cluster import loopback as _loopback
+from rstar2_megatron.services import loopback as _loopback
 
 # Ray and RLinf read their environment when they are first imported, so this must stand before any import of them.
 _os.environ.setdefault("RAY_AUTH_MODE", "disabled")

@@ -45,6 +45,8 @@ class RayHead:
         # Workers inherit this. Megatron and torch warn of missing TransformerEngine and of deprecations on every
         # rank; what a user can act on is an error or a line of ours.
         env.setdefault("PYTHONWARNINGS", "ignore")
+        # Ray would run its workers at nice 15; here they are the work, not a guest of the machine.
+        env.setdefault("RAY_worker_niceness", "0")
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 from rlinf.scheduler import Channel, Worker
 
@@ -24,7 +26,7 @@ class RolloutWorker(Worker):
         super().__init__()
         self._settings = settings
         self._device = device
-        self._version = 0
+        self._generating: asyncio.Task[Any] | None = None
 
     async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
         """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity."""
@@ -74,6 +76,7 @@ class RolloutWorker(Worker):
         Returns the counters of this phase, all sums, so that those of several workers add up.
         """
         settings = self._settings
+        self._generating = asyncio.current_task()
         start = time.monotonic()
         loop = AgentLoop(
             self._engine,
@@ -104,6 +107,9 @@ class RolloutWorker(Worker):
         }
 
     async def shutdown(self) -> None:
-        """End the engine and the connection to the judge."""
+        """Stop generating, end the engine and the connection to the judge."""
+        if self._generating is not None and not self._generating.done():
+            self._generating.cancel()
+            await asyncio.wait([self._generating], timeout=5)
         await self._engine.close()
         await self._judge.close()

@@ -17,6 +17,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Our hooks, then SGLang's own entry with the same arguments."""
     shim.prepare_scheduler()
     from rstar2_megatron.rollout import weight_hooks
+    from rstar2_megatron.services import loopback
+
+    loopback.register()  # SGLang's own process group meets on 127.0.0.1 too
 
     weight_hooks.install()
     from sglang.srt.managers.scheduler import run_scheduler_process

@@ -8,8 +8,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -34,21 +32,28 @@ class Stopped(BaseException):
         self.exit_code = 128 + signal_number
 
 
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up."""
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up.
 
-    def stop(signal_number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Stopped(signal_number)
+    `install` is called again after Ray has started, because Ray replaces the handler of SIGTERM with its own.
+    """
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous = signal.signal(number, self._stop)
+            self._previous.setdefault(number, previous)
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _stop(self, signal_number: int, frame: FrameType | None) -> None:
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        raise Stopped(signal_number)
 
 
 def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
@@ -66,32 +71,35 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
         raise ConfigError("the plan does not fit; the lines above say why and what to change")
     if dry_run:
         return 0
-    with _signals_raise():
-        run: Run | None = None
-        try:
-            run = Run(settings)
-            run.train()
-        except Stopped as stopped:
-            print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
-            return stopped.exit_code
-        except (ValueError, RuntimeError, OSError) as e:
-            print(f"\nerror: {e}", file=sys.stderr, flush=True)
-            logger.debug("failed", exc_info=True)
-            return 1
-        finally:
-            if run is not None:
-                run.close()
+    signals = StopSignals()
+    signals.install()
+    run: Run | None = None
+    try:
+        run = Run(settings, signals)
+        run.train()
+    except Stopped as stopped:
+        print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
+        return stopped.exit_code
+    except (ValueError, RuntimeError, OSError) as e:
+        print(f"\nerror: {e}", file=sys.stderr, flush=True)
+        logger.debug("failed", exc_info=True)
+        return 1
+    finally:
+        if run is not None:
+            run.close()
+        signals.restore()
     return 0
 
 
 class Run:
     """Owns everything that a run starts; `close` ends all of it, at whatever point the run stopped."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, signals: StopSignals) -> None:
         from rstar2_megatron.cluster.launch import TrainingCluster
         from rstar2_megatron.services.code_judge import CodeJudgeService
 
         self.settings = settings
+        self.signals = signals
         self.started = time.perf_counter()
         self.directory = Path(settings.runner.output_dir) / settings.runner.experiment_name
         self.checkpoints = self.directory / "checkpoints"
@@ -138,6 +146,7 @@ class Run:
         self._say("starting the Code Judge, Ray and RLinf")
         self.judge.begin()
         self.cluster.start()
+        self.signals.install()
         self._say("starting actor, engines and reward workers")
         self.actor = self.cluster.launch_actor()
         self.rollout = self.cluster.launch_rollout()

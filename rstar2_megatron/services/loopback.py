@@ -3,7 +3,7 @@
 torch's TCPStore listens on every interface whatever host it is given. RLinf builds its groups (channels,
 send/recv) from it, so a run on 127.0.0.1 would still be reachable from outside. RLinf imports the module named
 by RLINF_EXT_MODULE in each of its workers and calls `register()`; the store of a loopback rendezvous is then
-given a socket that is already bound to 127.0.0.1. Other hosts are left alone.
+given a socket that is already bound to 127.0.0.1. Other hosts are left alone. The engine's processes call it too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def register() -> None:
 def environment() -> dict[str, str]:
     """Variables that make every process of a one-machine run stay on loopback; set before RLinf starts."""
     return {
-        "RLINF_EXT_MODULE": __name__,
+        "RLINF_EXT_MODULE": "rstar2_megatron.services.loopback",
         # Ray's own switch for 'this machine only': without it Ray turns 127.0.0.1 into the outside address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
