@@ -79,7 +79,8 @@ class _LogProbEntropy(torch.autograd.Function):
                 log_p = kept[0]
             else:
                 log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_sums[rows, None])
-            p = log_p.exp()
+            # In place where nothing else needs log_p: this is the largest tensor there is.
+            p = log_p.exp() if kept or use_entropy else log_p.exp_()
             if use_entropy:
                 factor = (
                     (log_p + entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +86,9 @@ class MegatronActor:
         if self.device == "cpu":
             torch.set_num_threads(self.actor.cpu_threads)
             cpu_megatron.install()
+            # What is absent here is known, and one line per rank and call about it drowns the log.
+            warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         timeout = timedelta(minutes=self.actor.distributed_timeout_minutes)
         dist.init_process_group(

@@ -229,7 +229,7 @@ class ActorSettings(Section):
     model: ActorModelSettings = ActorModelSettings()
     optim: OptimSettings = OptimSettings()
     lr_sched: LrSchedSettings = LrSchedSettings()
-    log_prob_chunk_tokens: int = Field(1024, ge=1)
+    log_prob_chunk_tokens: int = Field(512, ge=1)
     """Tokens of the vocabulary head computed at a time, so that no full fp32 logits exist."""
     distributed_timeout_minutes: float = Field(30.0, gt=0)
     cpu_threads: int = Field(1, ge=1)
