@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import Any, Literal
 
 from rlinf.scheduler import Worker
 
@@ -27,7 +27,7 @@ class ActorWorker(Worker):
         """Where rank 0 will host the process group of the actor, as a torch init method."""
         return f"tcp://{os.environ['MASTER_ADDR']}:{self.acquire_free_port()}"
 
-    def initialize(self, model_path: str, init_method: str, device: str) -> dict[str, Any]:
+    def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
         """Build the Megatron model from the Hugging Face directory `model_path`; collective."""
         self._actor = MegatronActor(
             self._settings.actor,

@@ -36,7 +36,7 @@ class RolloutWorker(Worker):
 
         settings = self._settings
         start = time.perf_counter()
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         self._template = ChatTemplate(tokenizer, settings.agentloop)
         judge = settings.tools.codejudge
         self._judge = JudgeClient(

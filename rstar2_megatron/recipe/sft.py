@@ -64,7 +64,7 @@ def batches(rows: list[TrainSequence], phase: SFTPhaseSettings, seed: int) -> It
     rng = random.Random(seed)
     order: list[int] = []
     for _ in range(phase.steps):
-        batch = []
+        batch: list[TrainSequence] = []
         while len(batch) < phase.batch_size:
             if not order:
                 order = list(range(len(rows)))

@@ -182,7 +182,7 @@ class Run:
 
         from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 
-        tokenizer = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
         template = ChatTemplate(tokenizer, self.settings.agentloop)
         check_tools_in_prompt(template.prompt_text(problem), template.schemas)
 

@@ -20,7 +20,7 @@ class TrajectorySamples:
 
     def append(self, step: int, groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> None:
         kept = {id(t) for result in resampled for t in result.kept}
-        rows = []
+        rows: list[dict[str, Any]] = []
         for group, trajectory in _in_turn(groups):
             if len(rows) == self.per_step:
                 break
