@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rstar2_megatron.recipe.resolve import resolve_tiny
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.checks import check_before_start
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
 from rstar2_megatron.settings.plan import make_plan
@@ -60,7 +61,8 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
     """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input."""
     try:
         settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
-        check_before_start(settings)
+        for warning in check_before_start(settings, dry_run=dry_run):
+            print(f"warning: {warning}", file=sys.stderr)
     except ConfigError:
         raise
     except ValueError as e:
@@ -135,7 +137,7 @@ class Run:
     def _start(self) -> None:
         """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
         from rstar2_megatron.training.cold_start import find_cached
-        from rstar2_megatron.training.data import ProblemLoader, read_problems
+        from rstar2_megatron.training.data import ProblemLoader, drop_long_prompts, read_problems
         from rstar2_megatron.training.rollouts import RolloutCoordinator
         from rstar2_megatron.training.trainer import Trainer
 
@@ -155,14 +157,21 @@ class Run:
         engines = self.rollout.start("start_engine", model, judge_url)
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         actors = self.actor.start("initialize", model, address, self.cluster.device)
+        template = self._template()
         problems = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
-        self.loader = ProblemLoader(problems, data)
+        check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
+        if data.filter_prompt_by_length:
+            problems, dropped = drop_long_prompts(
+                problems, lambda problem: len(template.prompt_ids(problem)), data.max_prompt_length
+            )
+            if dropped:
+                self._say(f"{dropped} problems left out: longer than data.max_prompt_length")
+        self.loader = ProblemLoader(problems, data, max_epochs=settings.runner.max_epochs)
         self.held_out = (
             read_problems(data.val_data_paths, data.prompt_key, data.answer_key)
             if data.val_data_paths
             else []
         )
-        self._check_prompt(problems[0])
         engine_figures = engines.result(timeout)
         actor_figures = actors.result(timeout)[0]
         self.coordinator = RolloutCoordinator(
@@ -176,15 +185,11 @@ class Run:
             f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, judge at {judge_url}"
         )
 
-    def _check_prompt(self, problem: Any) -> None:
-        """Step-0 gate: the rendered prompt holds the tool."""
+    def _template(self) -> ChatTemplate:
         from transformers import AutoTokenizer
 
-        from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-
         tokenizer: Any = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
-        template = ChatTemplate(tokenizer, self.settings.agentloop)
-        check_tools_in_prompt(template.prompt_text(problem), template.schemas)
+        return ChatTemplate(tokenizer, self.settings.agentloop)
 
     def _cold_start(self) -> None:
         """SFT if the YAML asks for it and the cache has none, then a fresh optimizer and the first sync."""
