@@ -21,12 +21,13 @@ from rstar2_megatron.judge.outcome import REASONS, Outcome
 
 _OUTCOME_OF_REASON = {reason: outcome for outcome, reason in REASONS.items()}
 _RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx
+_OVERLOAD = ("http_429", "queue_timeout")
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
 
 
 class JudgeUnavailable(RuntimeError):
-    """The judge gave no answer for `max_outage_s`. Never the snippet's fault."""
+    """The judge gave no result for `max_outage_s` (or `max_overload_s`). Never the snippet's fault."""
 
 
 class JudgeRejected(RuntimeError):
@@ -94,7 +95,11 @@ class JudgeResult:
 
 
 class JudgeClient:
-    """One connection pool; at most `max_concurrency` calls in flight. Belongs to the loop it is used in."""
+    """One connection pool; at most `max_concurrency` calls in flight. Belongs to the loop it is used in.
+
+    `max_outage_s` bounds how long a judge that gives no answer is waited for, `max_overload_s` one that
+    answers but has no room (429, queue_timeout).
+    """
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class JudgeClient:
         time_limit_s: float = 4.0,
         request_timeout_s: float = 60.0,
         max_outage_s: float = 120.0,
+        max_overload_s: float = 600.0,
         max_concurrency: int = 128,
         token: str | None = None,
         client_id: str | None = None,
@@ -113,6 +119,7 @@ class JudgeClient:
         self.time_limit_s = time_limit_s
         self.request_timeout_s = request_timeout_s
         self.max_outage_s = max_outage_s
+        self.max_overload_s = max_overload_s
         self.max_concurrency = max_concurrency
         self._headers = {}
         if token:
@@ -137,6 +144,33 @@ class JudgeClient:
         options: dict[str, str] | None = None,
     ) -> JudgeResult:
         """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected."""
+        submission = self._submission(code, stdin, kind, expected_output, options)
+        self._counts["calls"] += 1
+        if self._gate is None:
+            self._gate = asyncio.Semaphore(self.max_concurrency)
+        async with self._gate:
+            (result,) = await self._persist("/run", submission)
+            if result.outcome is Outcome.INTERNAL_ERROR:  # once more, as a new job
+                self._counts["retries"] += 1
+                self._counts["internal_errors"] += 1
+                (result,) = await self._persist("/run", {**submission, "sub_id": uuid.uuid4().hex})
+        self._counts[f"outcome_{result.outcome}"] += 1
+        return result
+
+    async def run_batch(self, codes: list[str], *, kind: str = "python") -> list[JudgeResult]:
+        """Run programs together in one request (`/run/long-batch`): all are answered, in order, or none.
+
+        As slow as its slowest call; `run` is the better choice for calls that need not come together.
+        """
+        submissions = [self._submission(code, "", kind, None, None) for code in codes]
+        self._counts["calls"] += len(codes)
+        results = await self._persist("/run/long-batch", {"type": "batch", "submissions": submissions})
+        self._counts.update(f"outcome_{result.outcome}" for result in results)
+        return results
+
+    def _submission(
+        self, code: str, stdin: str, kind: str, expected_output: str | None, options: dict[str, str] | None
+    ) -> dict[str, Any]:
         submission = {
             "sub_id": uuid.uuid4().hex,
             "type": kind,
@@ -146,22 +180,12 @@ class JudgeClient:
         }
         if expected_output is not None:
             submission["expected_output"] = expected_output
-        self._counts["calls"] += 1
-        if self._gate is None:
-            self._gate = asyncio.Semaphore(self.max_concurrency)
-        async with self._gate:
-            result = await self._persist(submission)
-            if result.outcome is Outcome.INTERNAL_ERROR:  # once more, as a new job
-                self._counts["retries"] += 1
-                self._counts["internal_errors"] += 1
-                result = await self._persist({**submission, "sub_id": uuid.uuid4().hex})
-        self._counts[f"outcome_{result.outcome}"] += 1
-        return result
+        return submission
 
-    async def _persist(self, submission: dict[str, Any]) -> JudgeResult:
+    async def _persist(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
         """Try until there is an answer or `max_outage_s` is over."""
         backoff = tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
-        failing_since: float | None = None
+        failing_since: dict[bool, float] = {}  # by whether the judge was overloaded or away
         attempts = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_TryAgain),
             wait=lambda state: max(backoff(state), _asked_wait_s(state)),
@@ -171,22 +195,25 @@ class JudgeClient:
             with attempt:
                 started = time.monotonic()
                 try:
-                    return await self._attempt(submission)
+                    return await self._attempt(route, body)
                 except _TryAgain as failure:
                     self._counts["retries"] += 1
                     self._counts[f"failed_{failure.kind}"] += 1
-                    failing_since = failing_since or started
-                    if time.monotonic() - failing_since >= self.max_outage_s:
+                    overloaded = failure.kind in _OVERLOAD
+                    if overloaded:  # it is there
+                        failing_since.pop(False, None)
+                    limit_s = self.max_overload_s if overloaded else self.max_outage_s
+                    if time.monotonic() - failing_since.setdefault(overloaded, started) >= limit_s:
                         raise JudgeUnavailable(
-                            f"no answer from the judge at {self.base_url} for {self.max_outage_s:.0f} s "
-                            f"(last: {failure}): is it running? See {self.base_url}/ready"
+                            f"no result from the judge at {self.base_url} for {limit_s:.0f} s "
+                            f"(last: {failure}): is it running, with enough workers? See {self.base_url}/status"
                         ) from failure
                     raise
         raise AssertionError("the loop above returns or raises")
 
-    async def _attempt(self, submission: dict[str, Any]) -> JudgeResult:
+    async def _attempt(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
         try:
-            async with self._open().post(f"{self.base_url}/run", json=submission) as response:
+            async with self._open().post(f"{self.base_url}{route}", json=body) as response:
                 if response.status == 200:
                     fields = await response.json()
                 else:
@@ -197,10 +224,10 @@ class JudgeClient:
             kind = "timeout" if isinstance(error, TimeoutError) else "connection"
             raise _TryAgain(kind, f"{type(error).__name__}: {error}") from error
         self._up()
-        result = JudgeResult.from_wire(fields)
-        if result.outcome is Outcome.QUEUE_TIMEOUT:
-            raise _TryAgain("queue_timeout", result.stderr or "not started in time")
-        return result
+        results = [JudgeResult.from_wire(item) for item in fields.get("results", [fields])]
+        if any(result.outcome is Outcome.QUEUE_TIMEOUT for result in results):
+            raise _TryAgain("queue_timeout", "not started in time")
+        return results
 
     def _refuse(self, response: aiohttp.ClientResponse, detail: str) -> None:
         """Raise for an answer that is not 200."""
@@ -211,7 +238,7 @@ class JudgeClient:
             asked = response.headers.get("Retry-After", "")
             wait_s = min(float(asked), 10.0) if asked.replace(".", "", 1).isdigit() else 0.0
             raise _TryAgain(f"http_{response.status}", what, wait_s)
-        raise JudgeRejected(f"{self.base_url}/run: {what}")
+        raise JudgeRejected(f"{response.url}: {what}")
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:

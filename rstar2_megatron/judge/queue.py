@@ -25,6 +25,7 @@ MAX_TRIES = 2  # a job whose worker dies is done once more, then fails as poison
 KEEP_ANSWER_S = 600
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
+_CONNECTIONS = 32
 _POISON = b"!poison"
 
 
@@ -48,9 +49,15 @@ class JobQueue:
         self.uri = uri
         self.prefix = prefix
         self.max_queued = max_queued
-        self.redis = redis.Redis.from_url(
-            uri, socket_timeout=_COMMAND_TIMEOUT_S, socket_connect_timeout=3.0, max_connections=64
+        # A bounded pool that waits for a free connection: the plain one fails when many requests meet.
+        pool = redis.BlockingConnectionPool.from_url(
+            uri,
+            socket_timeout=_COMMAND_TIMEOUT_S,
+            socket_connect_timeout=3.0,
+            max_connections=_CONNECTIONS,
+            timeout=_COMMAND_TIMEOUT_S,
         )
+        self.redis: Any = redis.Redis.from_pool(pool)
         self._enqueue = self.redis.register_script(scripts.ENQUEUE)
         self._take = self.redis.register_script(scripts.TAKE)
         self._finish = self.redis.register_script(scripts.FINISH)

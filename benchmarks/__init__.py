@@ -1,0 +1,1 @@
+"""Every command behind a number of the documentation."""
