@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from rstar2_megatron.actor.flops import peak_tflops
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.packing import balance
 from rstar2_megatron.algorithm.batch import TrainSequence
@@ -60,7 +61,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bf16 dense
 
 
 def rollout_lengths(count: int, mean: int, seed: int = 0) -> list[int]:
@@ -232,11 +232,10 @@ def against_transformers(args: argparse.Namespace, lengths: list[int], port: int
         "actor_tflops": flops / mine / 1e12,
     }
     if args.device == "cuda":
-        name = torch.cuda.get_device_name()
-        known = [peak_tflops for key, peak_tflops in PEAK_TFLOPS.items() if key in name]
         result["peak_gib_with_transformers_beside"] = peak
-        if known:
-            result["mfu"] = flops / mine / 1e12 / known[0]
+        peak_rate = peak_tflops(torch.cuda.get_device_name())
+        if peak_rate:
+            result["mfu"] = flops / mine / 1e12 / peak_rate
     return result
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,12 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rstar2_megatron.actor.flops import peak_tflops
 from rstar2_megatron.actor.layout import Layout, check_layout
+from rstar2_megatron.actor.losses import (
+    MAXIMA,
+    SUMS,
+    FlatLogProbs,
+    LossFunction,
+    rl_loss,
+    rl_metrics,
+    sft_loss,
+)
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import Plan, make_plan, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
-from rstar2_megatron.algorithm.correction import tis_weights
-from rstar2_megatron.algorithm.loss import Aggregation, aggregate, policy_loss
+from rstar2_megatron.algorithm.loss import aggregate
 from rstar2_megatron.cpu import megatron as cpu_megatron
 from rstar2_megatron.settings.schema import (
     ActorSettings,
@@ -35,17 +44,8 @@ from rstar2_megatron.settings.schema import (
 )
 from rstar2_megatron.weights_checksum import weights_checksum
 
-# Summed over micro-batches and ranks; a rank that has no part of one contributes zero.
-_SUMS = (
-    "loss", "tokens", "ratio", "clipped", "dual_clipped", "approx_kl", "pg_loss", "entropy",
-    "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl",
-)  # fmt: skip
-_MAXIMA = ("tis_ratio_max", "logprob_diff_max")
-
 if TYPE_CHECKING:
     from rstar2_megatron.actor.checkpoint import PendingSave
-
-LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class MegatronActor:
@@ -166,6 +166,33 @@ class MegatronActor:
         self.optimizer_steps = 0
         self.optimizer = build_optimizer(self.chunks, self.optim, self.actor.model.precision)
 
+    def offload(self) -> None:
+        """Move to the host what `actor.offload_*` name, so that an engine on the same GPU can use the memory.
+
+        The next call must be `reload`. On CPU it does nothing.
+        """
+        if self.device == "cuda":
+            from rstar2_megatron.actor.offload import offload
+
+            self._sync_parameters()
+            offload(self.chunks, self.optimizer, **self._offloaded)
+
+    def reload(self) -> None:
+        """Bring back what `offload` moved away; needed before any other use."""
+        if self.device == "cuda":
+            from rstar2_megatron.actor.offload import reload
+
+            reload(self.chunks, self.optimizer, **self._offloaded)
+
+    @property
+    def _offloaded(self) -> dict[str, bool]:
+        return {
+            "weights": self.actor.offload_weight,
+            "grads": self.actor.offload_grad,
+            "state": self.actor.offload_optimizer,
+            "masters": self.actor.model.precision == "bf16",
+        }
+
     def close(self) -> None:
         """Finish a pending checkpoint and leave the process group; collective. Safe to call twice."""
         if dist.is_initialized():
@@ -191,7 +218,7 @@ class MegatronActor:
         started = time.monotonic()
         algorithm = self.algorithm
         minibatches = split_minibatches(len(sequences), algorithm.n_minibatches)
-        old: _FlatLogProbs | None = None
+        old: FlatLogProbs | None = None
         if algorithm.recompute_logprobs and len(minibatches) > 1:
             # With one mini-batch the policy that is scored is the one being trained: see _rl_loss.
             old = self._score(sequences, "trained")
@@ -208,12 +235,14 @@ class MegatronActor:
                 num_microbatches=plan.num_microbatches,
                 mini_batch_rows=mini_batch_rows,
             )
-            loss = self._rl_loss(weights, old, first=indices.start)
+            loss = rl_loss(algorithm, weights, self.device, old, first=indices.start)
             plans.append(plan)
             steps.append(self._update(part, plan, loss, temperature=self._temperature))
-        metrics = self._rl_metrics(steps)
+        metrics = rl_metrics(steps)
         if self._pending is not None and self._pending.written_everywhere():
             self.finish_checkpoint()
+        metrics["actor/optimizer_steps"] = float(self.optimizer_steps)
+        metrics["actor/skipped_steps"] = float(self.skipped_steps)
         return {**metrics, **self._speed(sequences, plans, time.monotonic() - started)}
 
     def sft_step(
@@ -231,17 +260,8 @@ class MegatronActor:
             raise ValueError(f"sft_step got {len(sequences)} sequences without a trained token")
         divisor = denominator or float(trained)
 
-        def loss(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            total = -output[0].sum()
-            sums = {
-                "loss": total.detach() / divisor,
-                "pg_loss": total.detach(),
-                "entropy": output[1].sum().detach(),
-            }
-            return total / divisor, sums
-
         plan = self._plan(sequences)
-        step = self._update(sequences, plan, loss, temperature=1.0, lr=lr)
+        step = self._update(sequences, plan, sft_loss(divisor), temperature=1.0, lr=lr)
         return {
             "sft/loss": step["loss"],
             "sft/token_loss": step["pg_loss"] / trained,
@@ -349,82 +369,27 @@ class MegatronActor:
         assert isinstance(results, list)
         return results
 
-    def _rl_loss(self, weights: Aggregation, old: _FlatLogProbs | None, first: int) -> LossFunction:
-        """The loss of a micro-batch; `first` is the mini-batch's first sequence in the step's batch."""
-        algorithm = self.algorithm
-        per_sequence = torch.tensor(weights.sequence_weights, device=self.device)
-
-        def loss(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            log_probs, entropy = output[0], output[1]
-            trained = torch.ones_like(log_probs, dtype=torch.bool)
-            before = log_probs.detach() if old is None else old.of(batch.sequence + first, batch.place)
-            correction, sums = tis_weights(
-                before, batch.rollout_logprobs, trained, algorithm.importance_sampling_clip
-            )
-            value, loss_sums = policy_loss(
-                log_probs,
-                before if algorithm.recompute_logprobs else batch.rollout_logprobs,
-                batch.advantages,
-                trained,
-                denominator=weights.denominator,
-                clip_low=algorithm.clip_ratio_low,
-                clip_high=algorithm.clip_ratio_high,
-                clip_c=algorithm.clip_ratio_c,
-                token_weights=per_sequence[batch.sequence.to(self.device)],
-                tis_weights=correction if algorithm.importance_sampling_fix else None,
-                entropy=entropy if algorithm.entropy_bonus else entropy.detach(),
-                entropy_bonus=algorithm.entropy_bonus,
-            )
-            return value, {**sums, **loss_sums, "loss": value.detach()}
-
-        return loss
-
-    def _rl_metrics(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """Token means over all mini-batches; engine-actor differences from the first."""
-        tokens = max(sum(s["tokens"] for s in steps), 1.0)
-        first, first_tokens = steps[0], max(steps[0]["tokens"], 1.0)
-
-        def mean(name: str) -> float:
-            return sum(s[name] for s in steps) / tokens
-
-        return {
-            "actor/policy_loss": sum(s["loss"] for s in steps) / len(steps),
-            "actor/grad_norm": sum(s["grad_norm"] for s in steps) / len(steps),
-            "actor/lr": steps[-1]["lr"],
-            "actor/ratio": mean("ratio"),
-            "actor/clip_fraction": mean("clipped"),
-            "actor/dual_clip_fraction": mean("dual_clipped"),
-            "actor/approx_kl": mean("approx_kl"),
-            "actor/entropy": mean("entropy"),
-            "actor/logprob_diff_mean": first["logprob_diff"] / first_tokens,
-            "actor/logprob_diff_max": first["logprob_diff_max"],
-            "actor/rollout_kl": first["rollout_kl"] / first_tokens,
-            "actor/tis_ratio": first["tis_ratio"] / first_tokens,
-            "actor/tis_ratio_max": first["tis_ratio_max"],
-            "actor/tis_clip_fraction": first["tis_clipped"] / first_tokens,
-            "actor/trained_tokens": tokens,
-            "actor/optimizer_steps": float(self.optimizer_steps),
-            "actor/skipped_steps": float(self.skipped_steps),
-        }
-
     def _speed(
         self, sequences: Sequence[TrainSequence], plans: list[Plan], seconds: float
     ) -> dict[str, float]:
         lengths = [s.length for s in sequences]
         flops = self.model_config.train_flops(lengths, sum(s.num_trained_tokens for s in sequences))
+        tflops = flops / seconds / self.world_size / 1e12
+        peak = peak_tflops(torch.cuda.get_device_name()) if self.device == "cuda" else None
         return {
             "actor/total_tokens": float(sum(lengths)),
             "actor/num_microbatches": float(sum(plan.num_microbatches for plan in plans)),
             "actor/imbalance": max(plan.imbalance for plan in plans),
             "actor/seconds": seconds,
-            "actor/tflops_per_rank": flops / seconds / self.world_size / 1e12,
+            "actor/tflops_per_rank": tflops,
+            **({"actor/mfu": tflops / peak} if peak else {}),
         }
 
     # ---------------------------------------------------------------------------------------------- scoring
 
     @torch.no_grad()
-    def _score(self, sequences: Sequence[TrainSequence], wanted: Literal["trained", "all"]) -> _FlatLogProbs:
-        scores = _FlatLogProbs([s.length for s in sequences], self.device)
+    def _score(self, sequences: Sequence[TrainSequence], wanted: Literal["trained", "all"]) -> FlatLogProbs:
+        scores = FlatLogProbs([s.length for s in sequences], self.device)
         for chunk in self.chunks:
             chunk.eval()
 
@@ -442,13 +407,13 @@ class MegatronActor:
         """Sums and maxima over micro-batches and ranks, the same on all ranks."""
         zero = torch.zeros((), device=self.device)
         counted = self.state.get_tensor_model_parallel_rank() == 0
-        sums = torch.stack([sum((r.get(k, zero).float() for r in results), zero) for k in _SUMS]).double()
-        maxima = torch.stack([max((r.get(k, zero).float() for r in results), default=zero) for k in _MAXIMA])
+        sums = torch.stack([sum((r.get(k, zero).float() for r in results), zero) for k in SUMS]).double()
+        maxima = torch.stack([max((r.get(k, zero).float() for r in results), default=zero) for k in MAXIMA])
         if not counted:
             sums.zero_()
         dist.all_reduce(sums)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        return dict(zip((*_SUMS, *_MAXIMA), [*sums.tolist(), *maxima.tolist()]))
+        return dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()]))
 
     # --------------------------------------------------------------------------------------------- weights
 
@@ -513,23 +478,3 @@ class MegatronActor:
         counters = checkpoint.load(directory, self.chunks, self.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]
-
-
-class _FlatLogProbs:
-    """Log-probs of many sequences in one flat tensor, one entry per token."""
-
-    def __init__(self, lengths: list[int], device: str) -> None:
-        self.lengths = lengths
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        self.starts = ends[:-1]
-        self.values = torch.zeros(int(ends[-1]), device=device)
-
-    def put(self, sequence: Tensor, place: Tensor, values: Tensor) -> None:
-        self.values[(self.starts[sequence] + place).to(self.values.device)] = values
-
-    def of(self, sequence: Tensor, place: Tensor) -> Tensor:
-        return self.values[(self.starts[sequence] + place).to(self.values.device)]
-
-    def to_lists(self) -> list[list[float]]:
-        flat = self.values.tolist()
-        return [flat[start : start + n] for start, n in zip(self.starts.tolist(), self.lengths)]

@@ -52,10 +52,9 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
 
 
 @cache
-def reference_history(directory: Path, precision: str = "fp32") -> list[tuple[float, float]]:
+def reference_history(directory: Path) -> list[tuple[float, float]]:
     actor, _, algorithm = settings()
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    return reference.train(reference.load(directory, dtype), BATCHES, actor, algorithm)
+    return reference.train(reference.load(directory), BATCHES, actor, algorithm)
 
 
 @pytest.mark.parametrize("name, ranks, model, optim, which", LAYOUTS, ids=[row[0] for row in LAYOUTS])
@@ -83,10 +82,18 @@ def test_layout_matches_transformers(
 def test_bf16_stays_near_fp32(
     pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
 ) -> None:
-    expected = reference_history(models["qwen2"])
-    config = settings(model={**model, "precision": "bf16"})
-    results = pool.run(programs.train, ranks, config, models["qwen2"], BATCHES)
+    """On trajectories of the policy itself: far from it, rounding moves whole tokens across the clip."""
+    hf = reference.load(models["qwen2"])
+    batches = [sequences(9, seed=i) for i in range(5)]
+    with torch.no_grad():
+        for sequence in (s for batch in batches for s in batch):
+            scores = [0.0, *reference.log_probs(hf, sequence, 0.9).tolist()]
+            sequence.rollout_logprobs = [x * m for x, m in zip(scores, sequence.loss_mask)]
+    optim = {"lr": 1e-4}
+    actor, _, algorithm = settings(optim=optim)
+    expected = reference.train(hf, batches, actor, algorithm)
+    config = settings(model={**model, "precision": "bf16"}, optim=optim)
+    results = pool.run(programs.train, ranks, config, models["qwen2"], batches)
     for step, (loss, norm) in enumerate(expected):
         assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=2e-2)
-        # Wider: rounding moves some ratios across a clip, whose gradient then comes or goes as a whole.
-        assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=5e-2)
+        assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=2e-2)

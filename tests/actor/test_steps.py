@@ -170,8 +170,7 @@ def test_supervised_steps_then_reinforcement(pool: RankPool, models: dict[str, P
     hf = reference.load(models["qwen2"])
     with torch.no_grad():
         right = -sum(
-            float((reference.log_probs(hf, s, 1.0) * torch.tensor(s.loss_mask[1:])).sum())
-            for s in batch
+            float((reference.log_probs(hf, s, 1.0) * torch.tensor(s.loss_mask[1:])).sum()) for s in batch
         ) / sum(s.num_trained_tokens for s in batch)
     assert history[0]["sft/loss"] == pytest.approx(right, abs=1e-5)
     assert history[-1]["sft/loss"] < history[0]["sft/loss"] - 0.5

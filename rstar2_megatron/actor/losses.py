@@ -1,0 +1,128 @@
+"""The losses of a micro-batch as the pipeline calls them, and what a step reports of them.
+
+A loss function gets the micro-batch and the model's output, fp32 [2, n]: log-probs and entropies of the tokens
+it asked for. It returns the loss, already divided by its global denominator, and named sums to be added up over
+micro-batches and ranks (maxima to be maximised).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rstar2_megatron.algorithm.correction import tis_weights
+from rstar2_megatron.algorithm.loss import Aggregation, policy_loss
+from rstar2_megatron.settings.schema import AlgorithmSettings
+
+LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+# Summed over micro-batches and ranks; a rank that has no part of one contributes zero.
+SUMS = (
+    "loss", "tokens", "ratio", "clipped", "dual_clipped", "approx_kl", "pg_loss", "entropy",
+    "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl",
+)  # fmt: skip
+MAXIMA = ("tis_ratio_max", "logprob_diff_max")
+
+
+class FlatLogProbs:
+    """Log-probs of many sequences in one flat tensor, one entry per token."""
+
+    def __init__(self, lengths: list[int], device: str) -> None:
+        self.lengths = lengths
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        self.starts = ends[:-1]
+        self.values = torch.zeros(int(ends[-1]), device=device)
+
+    def put(self, sequence: Tensor, place: Tensor, values: Tensor) -> None:
+        self.values[(self.starts[sequence] + place).to(self.values.device)] = values
+
+    def of(self, sequence: Tensor, place: Tensor) -> Tensor:
+        return self.values[(self.starts[sequence] + place).to(self.values.device)]
+
+    def to_lists(self) -> list[list[float]]:
+        flat = self.values.tolist()
+        return [flat[start : start + n] for start, n in zip(self.starts.tolist(), self.lengths)]
+
+
+def sft_loss(divisor: float) -> LossFunction:
+    """Cross entropy of the wanted tokens, summed and divided by `divisor`."""
+
+    def loss(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        total = -output[0].sum()
+        sums = {
+            "loss": total.detach() / divisor,
+            "pg_loss": total.detach(),
+            "entropy": output[1].sum().detach(),
+        }
+        return total / divisor, sums
+
+    return loss
+
+
+def rl_loss(
+    algorithm: AlgorithmSettings, weights: Aggregation, device: str, old: FlatLogProbs | None, first: int
+) -> LossFunction:
+    """The policy loss of a mini-batch whose first sequence is number `first` of the step's batch.
+
+    `old`: recomputed log-probs of the step's sequences. Without them, `recompute_logprobs` takes the current
+    ones, which is right when the mini-batch is the only one: nothing has been updated since.
+    """
+    per_sequence = torch.tensor(weights.sequence_weights, device=device)
+
+    def loss(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, entropy = output[0], output[1]
+        trained = torch.ones_like(log_probs, dtype=torch.bool)
+        before = log_probs.detach() if old is None else old.of(batch.sequence + first, batch.place)
+        correction, sums = tis_weights(
+            before, batch.rollout_logprobs, trained, algorithm.importance_sampling_clip
+        )
+        value, loss_sums = policy_loss(
+            log_probs,
+            before if algorithm.recompute_logprobs else batch.rollout_logprobs,
+            batch.advantages,
+            trained,
+            denominator=weights.denominator,
+            clip_low=algorithm.clip_ratio_low,
+            clip_high=algorithm.clip_ratio_high,
+            clip_c=algorithm.clip_ratio_c,
+            token_weights=per_sequence[batch.sequence.to(device)],
+            tis_weights=correction if algorithm.importance_sampling_fix else None,
+            entropy=entropy if algorithm.entropy_bonus else entropy.detach(),
+            entropy_bonus=algorithm.entropy_bonus,
+        )
+        return value, {**sums, **loss_sums, "loss": value.detach()}
+
+    return loss
+
+
+def rl_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a training step from its mini-batches' reduced sums: token means over all of them.
+
+    Engine-actor differences are those of the first mini-batch, before any update.
+    """
+    tokens = max(sum(s["tokens"] for s in steps), 1.0)
+    first, first_tokens = steps[0], max(steps[0]["tokens"], 1.0)
+
+    def mean(name: str) -> float:
+        return sum(s[name] for s in steps) / tokens
+
+    return {
+        "actor/policy_loss": sum(s["loss"] for s in steps) / len(steps),
+        "actor/grad_norm": sum(s["grad_norm"] for s in steps) / len(steps),
+        "actor/lr": steps[-1]["lr"],
+        "actor/ratio": mean("ratio"),
+        "actor/clip_fraction": mean("clipped"),
+        "actor/dual_clip_fraction": mean("dual_clipped"),
+        "actor/approx_kl": mean("approx_kl"),
+        "actor/entropy": mean("entropy"),
+        "actor/logprob_diff_mean": first["logprob_diff"] / first_tokens,
+        "actor/logprob_diff_max": first["logprob_diff_max"],
+        "actor/rollout_kl": first["rollout_kl"] / first_tokens,
+        "actor/tis_ratio": first["tis_ratio"] / first_tokens,
+        "actor/tis_ratio_max": first["tis_ratio_max"],
+        "actor/tis_clip_fraction": first["tis_clipped"] / first_tokens,
+        "actor/trained_tokens": tokens,
+    }

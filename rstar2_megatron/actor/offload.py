@@ -1,0 +1,58 @@
+"""Free the GPU for the engine between training steps: weights, gradients, optimizer state to host memory.
+
+Only for CUDA; on CPU there is nothing to free and `MegatronActor` does not call this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def offload(
+    chunks: list[Any], optimizer: Any, *, weights: bool, grads: bool, state: bool, masters: bool
+) -> None:
+    """Move what is asked for to the host and give the memory back to the device.
+
+    Gradient buffers are not copied: they are zeroed before their next use. `masters`: the fp32 master weights
+    are tensors of their own (bf16 training) and go with the state; in fp32 training they are the weights.
+    """
+    torch.cuda.synchronize()
+    for buffer in _buffers(chunks):
+        buffer.offload_to_cpu(move_params=weights, move_grads=grads)
+    if state:
+        _move_state(optimizer, "cpu", masters)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def reload(
+    chunks: list[Any], optimizer: Any, *, weights: bool, grads: bool, state: bool, masters: bool
+) -> None:
+    """Undo `offload`; the same arguments."""
+    for buffer in _buffers(chunks):
+        buffer.reload_from_cpu(move_params=weights, move_grads=grads)
+    if state:
+        _move_state(optimizer, "cuda", masters)
+    torch.cuda.synchronize()
+
+
+def _buffers(chunks: list[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from chunk.buffers
+        yield from chunk.expert_parallel_buffers
+
+
+def _move_state(optimizer: Any, device: str, masters: bool) -> None:
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                # torch keeps Adam's step counter on the host, and wants it there.
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    state[name] = value.to(device)
+        if masters:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data = parameter.data.to(device)
