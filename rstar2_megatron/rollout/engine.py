@@ -126,6 +126,7 @@ class EngineClient:
                 "-m",
                 "rstar2_megatron.rollout.engine_process",
                 str(theirs.fileno()),
+                str(os.getpid()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._log,

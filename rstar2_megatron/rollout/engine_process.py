@@ -4,7 +4,7 @@
 tree, so each engine lives in a process of its own. It ends with its parent, however that one ends: the socket
 closes, and a thread watches the parent's process id while the engine starts.
 
-Started by `EngineClient` as `python -m rstar2_megatron.rollout.engine_process SOCKET_FD`; the first message on the
+Started by `EngineClient` as `python -m rstar2_megatron.rollout.engine_process SOCKET_FD PARENT_PID`; the first message on the
 socket is {"server_args": {...}}.
 """
 
@@ -39,7 +39,7 @@ _PARENT_CHECK_S = 0.5
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
     from rstar2_megatron.cpu import sglang as shim
 
     shim.install()
@@ -148,8 +148,9 @@ class _EngineServer:
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code"):
             raise RuntimeError(f"SGLang refused the request: {reason.get('message')}")
+        # a request aborted before it ran has none of the fields that the rest of `meta` would carry
         tokens = meta.get("output_token_logprobs") or []
-        spans = meta.get("weight_versions")
+        spans = meta.get("weight_versions") if tokens else []
         if spans is None:
             spans = [{"start": 0, "end": len(tokens), "version": meta["weight_version"]}]
         return GeneratePayload(
@@ -157,9 +158,9 @@ class _EngineServer:
             logprobs=[token[0] for token in tokens],
             finish_reason=reason["type"],
             version_spans=[(span["start"], span["end"], int(span["version"])) for span in spans],
-            prompt_tokens=meta["prompt_tokens"],
-            cached_tokens=meta["cached_tokens"],
-            retractions=meta["num_retractions"],
+            prompt_tokens=meta.get("prompt_tokens", len(params["input_ids"])),
+            cached_tokens=meta.get("cached_tokens", 0),
+            retractions=meta.get("num_retractions", 0),
         )
 
     async def _abort(self, params: dict[str, Any]) -> None:

@@ -32,10 +32,24 @@ def load_shared(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def install() -> None:
-    """Add the checksum call to the scheduler class of this process."""
+    """Add the checksum call to the scheduler class of this process, and let a bad tensor be an error.
+
+    SGLang catches what a loader raises on every path but the tensor update's, where the scheduler would die.
+    """
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     setattr(Scheduler, CHECKSUM_METHOD, _write_checksums)
+    update = WeightUpdater.update_weights_from_tensor
+
+    def update_or_refuse(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        try:
+            result: tuple[bool, str] = update(self, *args, **kwargs)
+        except Exception as error:
+            return False, f"a tensor could not be loaded: {error}"
+        return result
+
+    WeightUpdater.update_weights_from_tensor = update_or_refuse
 
 
 def _write_checksums(scheduler: Any, path: str) -> None:
