@@ -196,8 +196,10 @@ class MegatronActor:
     def close(self) -> None:
         """Finish a pending checkpoint and leave the process group; collective. Safe to call twice."""
         if dist.is_initialized():
+            from megatron.core import parallel_state
+
             self.finish_checkpoint()
-            self.state.destroy_model_parallel()
+            parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
     # ------------------------------------------------------------------------------------------------ steps
