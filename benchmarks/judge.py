@@ -41,6 +41,21 @@ def program(case: str, i: int) -> str:
     return {"numpy": NUMPY, "sympy": SYMPY}[case].format(i=i)
 
 
+def _cpu_s(process: psutil.Process) -> float:
+    """0 for a process that ended while it was looked at."""
+    try:
+        return float(sum(process.cpu_times()[:4]))
+    except psutil.Error:
+        return 0.0
+
+
+def _memory_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0
+
+
 class Tree:
     """CPU seconds and memory of a process with all its descendants, ended ones included."""
 
@@ -51,11 +66,11 @@ class Tree:
         return [self.root, *self.root.children(recursive=True)] if self.root else []
 
     def cpu_s(self) -> float:
-        return sum(sum(p.cpu_times()[:4]) for p in self._members())
+        return sum(map(_cpu_s, self._members()))
 
     def memory_mb(self) -> float:
         """Shared pages counted once (PSS)."""
-        return sum(p.memory_full_info().pss for p in self._members()) / 1e6
+        return sum(map(_memory_bytes, self._members())) / 1e6
 
 
 def quantile(values: list[float], q: float) -> float | None:
@@ -116,23 +131,33 @@ async def soak(service: JudgeService, seconds: float, fault_every_s: float) -> d
     tree, root = Tree(service.process.pid), psutil.Process(service.process.pid)
     started, wrong, calls = time.monotonic(), 0, 0
     memory: list[int] = []
+    faults_done: Counter[str] = Counter()
 
     def victim(kind: str) -> psutil.Process:
-        family = root.children(recursive=True)
-        if kind == "redis":
-            return next(p for p in family if p.name() == "redis-server")
-        if kind == "worker":
-            return next(p for p in family if "worker" in p.cmdline())
-        return next(p for p in family if "zygote" in " ".join(p.cmdline()) and len(p.parents()) > 3)
+        for process in root.children(recursive=True):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            line = process.cmdline()
+            generation = len(process.parents()) - len(root.parents())
+            found = {
+                "redis": process.name() == "redis-server",
+                "worker": "worker" in line,
+                "slot": generation == 4,  # worker > launcher > zygote > slot
+            }
+            if found[kind]:
+                return process
+        raise psutil.NoSuchProcess(0, kind)
 
     async def fault() -> None:
         for kind in itertools.cycle(["worker", "redis", "slot"]):
             await asyncio.sleep(fault_every_s)
-            memory.append(round(tree.memory_mb()))
             try:
-                victim(kind).send_signal(signal.SIGKILL)
-            except (psutil.Error, StopIteration):
-                continue
+                memory.append(round(tree.memory_mb()))
+                target = victim(kind)
+                target.send_signal(signal.SIGKILL)
+                faults_done[kind] += 1
+            except psutil.Error as error:
+                print(f"no {kind} to kill: {error}", file=sys.stderr)
 
     async with JudgeClient(service.url, max_concurrency=32) as client:
         faults = asyncio.create_task(fault())
@@ -151,6 +176,7 @@ async def soak(service: JudgeService, seconds: float, fault_every_s: float) -> d
     return {
         "case": "soak",
         "seconds": seconds,
+        "faults": dict(faults_done),
         "calls": calls,
         "wrong": wrong,
         "memory_mb": memory,
@@ -164,7 +190,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256, 2000])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
     parser.add_argument("--time-limit-s", type=float, default=4.0)
     parser.add_argument("--soak-s", type=float, default=0.0)
     parser.add_argument("--fault-every-s", type=float, default=30.0)

@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
         help="running Redis; without it `all` starts one on loopback (environment: REDIS_URI)",
     )
     parser.add_argument(
-        "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: cores)"
+        "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: 8 a core)"
     )
     parser.add_argument("--time-limit-s", type=float, help="wall time of a call (MAX_EXECUTION_TIME; 10)")
     parser.add_argument("--memory-mb", type=int, help="memory of a call (MAX_MEMORY; 512)")
@@ -57,7 +57,7 @@ def limits_of(arguments: argparse.Namespace) -> CallLimits:
 def slots_of(arguments: argparse.Namespace) -> int:
     slots = arguments.workers
     if slots is None:
-        slots = int(os.environ.get("MAX_WORKERS") or os.cpu_count() or 1)
+        slots = int(os.environ.get("MAX_WORKERS") or 8 * (os.cpu_count() or 1))
     if not 1 <= slots <= 4096:
         raise ValueError(f"--workers {slots}: between 1 and 4096 execution slots")
     return slots

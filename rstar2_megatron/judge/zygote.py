@@ -15,11 +15,13 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rstar2_megatron.judge import cpp, isolation, linux
@@ -28,6 +30,7 @@ from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.outcome import Outcome, make_result
 
+_SCRATCH = "rstar2-judge-"
 _LENGTH = struct.Struct("<I")
 
 
@@ -182,6 +185,14 @@ def _run_zygote(
     Zygote(control, walls, groups, scratch).serve()
 
 
+def sweep_stale_scratch() -> None:
+    """Remove scratch directories whose launcher (the process id in the name) was killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        owner = path.name.removeprefix(_SCRATCH).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def launch(control_fd: int, slots: int) -> int:
     """The launcher. Returns the zygote's exit code when it has ended and its control groups are removed."""
     linux.die_with_parent(signal.SIGTERM)
@@ -202,7 +213,8 @@ def launch(control_fd: int, slots: int) -> int:
         walls.raised("memory_cgroup")
     except OSError as error:
         walls.lacks("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
-    scratch = tempfile.mkdtemp(prefix=f"rstar2-judge-{os.getpid()}-")
+    sweep_stale_scratch()
+    scratch = tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-")
     os.chmod(scratch, 0o711)
     owner = os.getpid()
     isolation.enter_namespaces(walls)
