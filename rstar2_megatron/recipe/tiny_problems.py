@@ -54,8 +54,8 @@ class Sizes:
 
 
 SIZES: dict[Level, Sizes] = {
-    "easy": Sizes(min_digits=1, max_digits=3, max_terms=3),  # SFT traces
-    "main": Sizes(min_digits=2, max_digits=4, max_terms=3),  # RL and held-out
+    "easy": Sizes(min_digits=1, max_digits=2, max_terms=3),  # SFT traces
+    "main": Sizes(min_digits=2, max_digits=3, max_terms=3),  # RL and held-out
 }
 
 
