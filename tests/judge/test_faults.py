@@ -73,11 +73,12 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0
         await asyncio.sleep(0.05)
 
 
-async def running(service: JudgeService, count: int) -> None:
+async def running(service: JudgeService, count: int, headers: dict[str, str] | None = None) -> None:
     """Until so many calls are being executed."""
 
     def there() -> bool:
-        workers = httpx.get(f"{service.url}/status", trust_env=False).json()["workers"].values()
+        answer = httpx.get(f"{service.url}/status", headers=headers, trust_env=False)
+        workers = answer.json()["workers"].values()
         return sum(w["running"] for w in workers) >= count
 
     await until(there, f"{count} calls running")
@@ -163,15 +164,25 @@ async def test_a_job_that_kills_its_slot_twice_is_an_internal_error(service: Jud
         assert "died twice" in result["stderr"]
 
 
-async def test_full_queue_is_429_and_queue_time_is_bounded() -> None:
+async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "sesame")
+    headers = {"Authorization": "Bearer sesame"}
     extra = ("--max-queued", "3", "--queue-time-limit-s", "1")
     with JudgeService(workers=1, time_limit_s=3.0, extra_arguments=extra) as service:
-        async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=30) as http:
+        assert httpx.get(f"{service.url}/ping", trust_env=False).status_code == 200
+        assert httpx.get(f"{service.url}/status", trust_env=False).status_code == 401
+        async with JudgeClient(service.url, token="sesame") as client:
+            assert (await client.run("1")).outcome is Outcome.OK
+        async with httpx.AsyncClient(
+            base_url=service.url, headers=headers, trust_env=False, timeout=60
+        ) as http:
             busy = asyncio.create_task(http.post("/run", json={"type": "python", "solution": SLOW}))
-            await running(service, 1)
+            await running(service, 1, headers)
             item = {"type": "python", "solution": "1"}
             waiting = asyncio.create_task(http.post("/run/batch", json={"submissions": [item] * 3}))
-            await until(lambda: httpx.get(f"{service.url}/status").json()["queue"] == 3, "three wait")
+            await until(
+                lambda: httpx.get(f"{service.url}/status", headers=headers).json()["queue"] == 3, "three wait"
+            )
             refused = await http.post("/run", json=item)
             assert refused.status_code == 429 and refused.headers["retry-after"]
             results = (await waiting).json()["results"]
@@ -226,15 +237,6 @@ def test_beyond_loopback_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
     with pytest.raises(JudgeServiceError, match="JUDGE_TOKEN"):
         JudgeService(host="0.0.0.0").start()
-
-
-async def test_token_and_missing_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_TOKEN", "sesame")
-    with JudgeService(workers=1) as service:
-        assert httpx.get(f"{service.url}/ping", trust_env=False).status_code == 200
-        assert httpx.get(f"{service.url}/status", trust_env=False).status_code == 401
-        async with JudgeClient(service.url, token="sesame") as client:
-            assert (await client.run("1")).outcome is Outcome.OK
 
 
 @pytest.mark.skipif(
