@@ -59,6 +59,9 @@ def child_environment(settings: RolloutSettings, environment: dict[str, str]) ->
     environment = environment | {"PYTHONPATH": ":".join(dict.fromkeys(paths))}
     if not torch.cuda.is_available():
         environment["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+        # waiting threads that spin starve everything when cores are shared (2 threads: 50 times slower)
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        environment.setdefault("GOMP_SPINCOUNT", "0")
         if settings.tensor_parallel_size > 1:
             ranks = range(settings.tensor_parallel_size)
             environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, ranks)))

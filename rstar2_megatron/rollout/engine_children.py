@@ -6,15 +6,23 @@ runs: a spawned child unpickles its arguments, and with them imports sglang, rig
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 from rstar2_megatron.cpu import sglang as shim
 
 shim.install()
 
+# A forked child must not hold its parent's connection open: its other end waits for the parent's death.
+inherited_descriptor: int | None = None
+
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Our hooks, then SGLang's own entry with the same arguments."""
+    if inherited_descriptor is not None:
+        os.close(inherited_descriptor)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the parent's handler ends the parent's children
     shim.prepare_scheduler()
     from rstar2_megatron.rollout import weight_hooks
     from rstar2_megatron.services import loopback

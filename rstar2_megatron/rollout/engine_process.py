@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -63,13 +64,21 @@ def _end_tree(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _create_engine(server_args: dict[str, Any]) -> Any:
+def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     from rstar2_megatron.rollout import engine_children
 
     class TokenEngine(Engine):
         run_scheduler_process_func = staticmethod(engine_children.run_scheduler)
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+            """Fork the scheduler where there is no GPU: it has all modules at once, 6 CPU seconds sooner."""
+            if server_args.get("device") == "cpu":
+                engine_children.inherited_descriptor = connection_fd
+                multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*args, **kwargs)
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
@@ -101,7 +110,7 @@ class _EngineServer:
         start = await read_message(reader)
         self._server_args: dict[str, Any] = start[2]["server_args"]
         # blocks the loop; nobody sends anything before the report below
-        self._engine = _create_engine(self._server_args)
+        self._engine = _create_engine(self._server_args, self._connection.fileno())
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
         scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
