@@ -30,7 +30,7 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and generation 
 _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
 # megatron-core name inside a layer -> (names in a Hugging Face layer, what a tensor-parallel rank holds)
-_LAYER: dict[str, tuple[tuple[str, ...], Kind]] = {
+LAYER_NAMES: dict[str, tuple[tuple[str, ...], Kind]] = {
     "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
     "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "whole"),
     "self_attention.linear_qkv.weight": (tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), "rows"),
@@ -43,7 +43,7 @@ _LAYER: dict[str, tuple[tuple[str, ...], Kind]] = {
     "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "columns"),
 }
-_OUTER: dict[str, tuple[str, Kind]] = {
+OUTER_NAMES: dict[str, tuple[str, Kind]] = {
     "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "rows"),
     "decoder.final_layernorm.weight": ("model.norm.weight", "whole"),
     "output_layer.weight": ("lm_head.weight", "rows"),
@@ -62,10 +62,10 @@ class Mapping:
     def of(cls, name: str, layer: int | None) -> Mapping:
         """Mapping of parameter `name`; `layer` is its layer's number in the whole model, from 0."""
         if layer is None:
-            hf_name, kind = _OUTER[name]
+            hf_name, kind = OUTER_NAMES[name]
             return cls((hf_name,), kind, False)
         inner = re.sub(r"^decoder\.layers\.\d+\.", "", name)
-        names, kind = _LAYER[inner]
+        names, kind = LAYER_NAMES[inner]
         return cls(
             tuple(f"model.layers.{layer}.{x}" for x in names), kind, "linear_qkv" in inner and len(names) == 3
         )

@@ -104,12 +104,17 @@ def save_then_train(
     batches: list[Batch],
     in_background: bool,
 ) -> tuple[list[dict[str, float]], bool]:
-    """Two steps, a checkpoint, the remaining steps. Also: was the directory there when training ended?"""
+    """Two steps, a checkpoint, the remaining steps (an export where none remain).
+
+    Also: was the directory there when training ended?
+    """
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:
         for batch in batches[:2]:
             actor.train_step(batch)
         actor.save_checkpoint(directory, wait=not in_background)
+        if not batches[2:]:
+            actor.export_hf(directory.with_name("exported"))
         later = [actor.train_step(batch) for batch in batches[2:]]
         actor.finish_checkpoint()
         return later, directory.exists()

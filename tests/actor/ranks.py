@@ -39,7 +39,7 @@ class RankPool:
         self._results: Any = self._context.Queue()
 
     def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0
     ) -> list[Any]:
         while len(self._processes) < world_size:
             requests = self._context.Queue()

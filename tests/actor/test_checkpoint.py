@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from rstar2_megatron.actor.convert import checkpoint_weights
+from rstar2_megatron.actor.model_config import ModelConfig
 from tests.actor import programs
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
@@ -69,3 +73,22 @@ def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path
     broken.mkdir(parents=True)
     with pytest.raises(RuntimeError, match="is not a complete checkpoint"):
         pool.run(programs.resume, 1, settings(), models["qwen2"], broken, BATCHES)
+
+
+@pytest.mark.parametrize(
+    "model, which", [({**TP2, **PP2}, "qwen2-tied"), (TP2, "qwen3")], ids=["TP2 PP2 tied", "TP2 Qwen3"]
+)
+def test_checkpoint_converts_without_ranks(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path, model: dict[str, Any], which: str
+) -> None:
+    ranks = 4 if "pipeline_model_parallel_size" in model else 2
+    arguments = (settings(model=model), models[which], tmp_path / "actor", BATCHES[:2], False)
+    pool.run(programs.save_then_train, ranks, *arguments)
+    config = ModelConfig.from_directory(models[which])
+    converted = dict(checkpoint_weights(tmp_path / "actor", config))
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert converted.keys() == exported.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(converted[name], tensor), name
+    with pytest.raises(ValueError, match="is not a complete checkpoint"):
+        next(checkpoint_weights(tmp_path / "nowhere", config))
