@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.trajectory import Problem
 from rstar2_megatron.training.rollouts import RolloutCoordinator
+from rstar2_megatron.trajectory import Problem
 
 
 @dataclass

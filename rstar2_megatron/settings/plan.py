@@ -371,7 +371,10 @@ def _plan_times(plan: Plan, settings: Settings, model: ModelConfig, world: int) 
         f"tokens a trajectory, {TRAIN_SHARE:.0%} of peak FLOP/s, {DECODE_SHARE:.0%} of bandwidth)",
     )
     if settings.actor.offload_optimizer and settings.actor.offload_weight:
-        plan.notes.append("collocated: actor and engine leave the GPU to each other, phase by phase")
+        plan.notes.append(
+            "collocated: the plan assumes that actor and engine leave the GPU to each other phase by phase; this hand-over "
+            "is not wired yet (docs/install.md), so lower rollout.gpu_memory_utilization until both fit together"
+        )
 
 
 def _parameters(number: int) -> str:
