@@ -32,6 +32,7 @@ def engine_arguments(
         "random_seed": seed,
         "sleep_on_idle": True,  # otherwise the scheduler spins on a core while the actor trains
         "grammar_backend": "none",
+        "schedule_policy": "lpm",  # rollouts of a group arrive together: compute their prompt once
         "log_level": "warning",
     }
     if context_length is not None:
