@@ -12,7 +12,6 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable
-from typing import Any
 
 import psutil
 from transformers import AutoTokenizer
@@ -68,7 +67,7 @@ async def run(options: argparse.Namespace) -> None:
     await engine.start()
     print(f"engine started in {time.monotonic() - start:.1f} s")
     wording = AgentLoopSettings(system_prompt="{tools}" if options.long_prompt else "", user_prefix="")
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     template = ChatTemplate(tokenizer, wording)
     sampling = SamplingParams(max_new_tokens=options.tokens)
     problems = [

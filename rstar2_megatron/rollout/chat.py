@@ -22,7 +22,7 @@ The wording is data: every piece can be replaced by `agentloop.*` keys of the YA
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from rstar2_megatron.rollout.tools import (
     ToolSchema,
@@ -64,14 +64,7 @@ Problem:
 GENERATION_PREFIX = f"{TURN_START}assistant\n<reason>"
 
 
-class Tokenizer(Protocol):
-    """What the rollout room needs of a Hugging Face tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
-
-    def convert_tokens_to_ids(self, tokens: str) -> int: ...
+Tokenizer = Any  # a Hugging Face tokenizer: encode, decode
 
 
 class ChatTemplate:
@@ -177,7 +170,8 @@ class ChatTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated tokens, special tokens shown, without the closing turn end."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False).removesuffix(TURN_END)
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text.removesuffix(TURN_END)
 
 
 def defuse(text: str) -> str:

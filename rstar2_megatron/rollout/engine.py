@@ -164,6 +164,13 @@ class EngineClient:
             self._log = None
 
     @property
+    def pid(self) -> int:
+        """The engine process. Raises EngineLost when there is none."""
+        if self._process is None:
+            raise EngineLost(self._lost_message())
+        return self._process.pid
+
+    @property
     def lost(self) -> bool:
         return bool(self._lost_reason)
 

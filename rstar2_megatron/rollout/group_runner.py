@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop
@@ -43,7 +43,7 @@ async def run_groups(
     *,
     group_size: int,
     on_trajectory: OnTrajectory | None = None,
-) -> AsyncIterator[Group]:
+) -> AsyncGenerator[Group, None]:
     """Roll out every problem that `next_problem` gives, `group_size` times each, until it gives None.
 
     Yields each group as its last rollout ends, with its trajectories in rollout order. `on_trajectory` is awaited

@@ -101,6 +101,11 @@ def make_loop(tokenizer, turns, judge=None, *, max_new_tokens=2000, timeout_s=20
     )
 
 
+def written(loop: AgentLoop) -> WrittenEngine:
+    assert isinstance(loop.engine, WrittenEngine)
+    return loop.engine
+
+
 PROBLEM = Problem("q", [{"role": "user", "content": "What is 2+2?"}], ["4"])
 
 
@@ -132,7 +137,7 @@ async def test_answer_after_a_tool_call_is_token_exact(tokenizer) -> None:
     assert covered == [i for i, kept in enumerate(trajectory.loss_mask) if kept]
     assert {span.version for span in trajectory.version_spans} == {3}
     # what the engine was asked to continue is exactly what it had been given and gave
-    second = loop.engine.seen[1]
+    second = written(loop).seen[1]
     assert second == whole[: len(second)]
 
 
@@ -165,7 +170,7 @@ async def test_bad_calls_reach_the_model_as_a_message(tokenizer, bad: str) -> No
     assert trajectory.finish_reason is FinishReason.ANSWERED
     assert [c.outcome for c in trajectory.tool_calls] == [ToolOutcome.MALFORMED]
     assert trajectory.num_tool_errors == 1 and judge.codes == []
-    assert "Tool call failure" in tokenizer.decode(loop.engine.seen[1])
+    assert "Tool call failure" in tokenizer.decode(written(loop).seen[1])
 
 
 async def test_calls_past_the_limit_are_told(tokenizer) -> None:
@@ -175,7 +180,7 @@ async def test_calls_past_the_limit_are_told(tokenizer) -> None:
     )
     assert judge.codes == ["1", "2"]
     assert len(trajectory.tool_calls) == 2
-    assert "1 further call" in tokenizer.decode(loop.engine.seen[1])
+    assert "1 further call" in tokenizer.decode(written(loop).seen[1])
 
 
 @pytest.mark.parametrize(
@@ -230,13 +235,13 @@ async def test_a_huge_tool_reply_is_cut(tokenizer) -> None:
 async def test_a_lost_engine_repeats_the_turn(tokenizer) -> None:
     trajectory, loop = await run(tokenizer, [call(), EngineLost("gone"), ANSWER])
     assert trajectory.finish_reason is FinishReason.ANSWERED
-    assert loop.engine.recovered == 1 and loop.stats.engine_retries == 1
-    assert loop.engine.seen[1] == loop.engine.seen[2]
+    assert written(loop).recovered == 1 and loop.stats.engine_retries == 1
+    assert written(loop).seen[1] == written(loop).seen[2]
 
 
 async def test_an_engine_that_stays_away(tokenizer) -> None:
     loop = make_loop(tokenizer, [EngineLost("gone")])
-    loop.engine.recover_error = EngineLost("restarted 2 times")
+    written(loop).recover_error = EngineLost("restarted 2 times")
     trajectory = await loop.run(PROBLEM, 0)
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "2 times" in trajectory.error
 
@@ -278,7 +283,7 @@ def giver(work: list[Problem]):
 @pytest.mark.parametrize("policy", ["static", "kv_reserve", "kv_adaptive"])
 async def test_groups_are_complete_and_ordered(tokenizer, policy: str) -> None:
     loop = make_loop(tokenizer, [ANSWER], max_new_tokens=300)
-    loop.engine.delay_s = 0.001
+    written(loop).delay_s = 0.001
     budget = make_budget(policy, 3000, 5)
     seen: list[str] = []
 
@@ -307,7 +312,7 @@ async def test_a_spoilt_trajectory_still_completes_its_group(tokenizer) -> None:
 
 async def test_leaving_early_cancels_the_rest(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
-    loop.engine.delay_s = 0.01
+    written(loop).delay_s = 0.01
     budget = make_budget("static", 9000, 3)
     groups = run_groups(giver(problems(50)), loop, budget, group_size=2)
     async for _ in groups:
@@ -325,7 +330,7 @@ async def test_trajectories_that_never_fit_are_an_error(tokenizer) -> None:
 
 async def test_repeated_query_id_is_an_error(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
-    loop.engine.delay_s = 0.05
+    written(loop).delay_s = 0.05
     with pytest.raises(ValueError, match="unique"):
         async for _ in run_groups(
             giver([PROBLEM, PROBLEM]), loop, make_budget("static", 9000, 9), group_size=2

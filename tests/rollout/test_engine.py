@@ -174,8 +174,8 @@ async def test_bad_weights_are_refused_and_good_ones_mend_it(engine: EngineClien
 
 async def test_idle_engine_sleeps(engine: EngineClient) -> None:
     family = [
-        psutil.Process(engine._process.pid),
-        *psutil.Process(engine._process.pid).children(recursive=True),
+        psutil.Process(engine.pid),
+        *psutil.Process(engine.pid).children(recursive=True),
     ]
     await asyncio.sleep(1.5)
     before = sum(sum(p.cpu_times()[:2]) for p in family)
@@ -190,7 +190,7 @@ async def test_killed_in_mid_generation_then_restarted(engine: EngineClient, tin
     sampling = {"max_new_tokens": 4000, "ignore_eos": True}
     waiting = [asyncio.create_task(engine.generate([i, 2, 3], sampling, timeout_s=120)) for i in range(4)]
     await asyncio.sleep(0.5)
-    scheduler = max(psutil.Process(engine._process.pid).children(), key=lambda p: p.memory_info().rss)
+    scheduler = max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss)
     scheduler.kill()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(r, EngineLost) and not isinstance(r, GenerationTimeout) for r in results)
@@ -207,7 +207,7 @@ async def test_no_progress_is_a_loss_and_restarts_are_bounded(engine: EngineClie
     for task in engine._tasks[1:]:
         task.cancel()
     engine._tasks[1:] = [asyncio.create_task(engine._watch())]
-    scheduler = max(psutil.Process(engine._process.pid).children(), key=lambda p: p.memory_info().rss)
+    scheduler = max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss)
     waiting = asyncio.create_task(
         engine.generate(PROMPT, {"max_new_tokens": 4000, "ignore_eos": True}, timeout_s=120)
     )

@@ -68,6 +68,7 @@ async def roll_out(loop: AgentLoop, names: list[str], group_size: int):
         name = next(iterator, None)
         return None if name is None else problem(name)
 
+    assert isinstance(loop.engine, EngineClient)
     budget = make_budget("kv_adaptive", loop.engine.kv_capacity_tokens, 8)
     groups = {
         g.problem.query_id: g async for g in run_groups(next_problem, loop, budget, group_size=group_size)
@@ -104,8 +105,7 @@ async def test_engine_killed_in_mid_rollout_loses_nothing(loop: AgentLoop) -> No
             loop.stats.tool_seconds == seconds_before
         ):  # until a tool has run: some turns are done, some not
             await asyncio.sleep(0.01)
-        assert engine._process is not None
-        psutil.Process(engine._process.pid).kill()
+        psutil.Process(engine.pid).kill()
 
     seconds_before = loop.stats.tool_seconds
     killer = asyncio.create_task(kill_soon())

@@ -50,7 +50,7 @@ def make_model(
         pad_token_id=fast.pad_token_id,
         initializer_range=0.08,
     )
-    model = Qwen2ForCausalLM(config).to(torch.float32)
+    model = Qwen2ForCausalLM(config).float()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.05)
