@@ -15,7 +15,7 @@ from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine import EngineClient
 from rstar2_megatron.rollout.group_runner import run_groups
-from rstar2_megatron.rollout.kv_budget import KVBudget
+from rstar2_megatron.rollout.kv_budget import KVBudget, make_budget
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import SamplingParams, Settings
 from rstar2_megatron.trajectory import Problem
@@ -27,6 +27,7 @@ class RolloutWorker(Worker):
         self._settings = settings
         self._device = device
         self._generating: asyncio.Task[Any] | None = None
+        self._budget: KVBudget | None = None
 
     async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
         """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity."""
@@ -92,12 +93,17 @@ class RolloutWorker(Worker):
             max_context_tokens=settings.runner.seq_length,
             timeout_s=settings.rollout.trajectory_timeout_s,
         )
-        budget = KVBudget(self._engine.kv_capacity_tokens, settings.rollout.max_running_requests)
+        if self._budget is None:  # kept over the steps: the adaptive policy learns lengths
+            self._budget = make_budget(
+                settings.rollout.scheduler,
+                self._engine.kv_capacity_tokens,
+                settings.rollout.max_running_requests,
+            )
 
         async def next_problem() -> Problem | None:
             return await channel.get(key=PROBLEMS, async_op=True).async_wait()
 
-        async for group in run_groups(next_problem, loop, budget, group_size=spec.samples):
+        async for group in run_groups(next_problem, loop, self._budget, group_size=spec.samples):
             await channel.put(group, key=GROUPS, async_op=True).async_wait()
         stats = loop.stats
         stats.wall_seconds = time.monotonic() - start

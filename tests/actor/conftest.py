@@ -15,7 +15,7 @@ hypothesis_settings.register_profile("actor", deadline=None)  # cores are shared
 hypothesis_settings.load_profile("actor")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks

@@ -26,6 +26,13 @@ def cluster() -> Iterator[TrainingCluster]:
         cluster.close()
 
 
+def processes_of(cluster: TrainingCluster) -> list[psutil.Process]:
+    """Everything the cluster runs; other tests' processes hang on pytest too, these hang on the Ray head."""
+    assert cluster._head is not None and cluster._head._process is not None
+    head = psutil.Process(cluster._head._process.pid)
+    return [head, *head.children(recursive=True)]
+
+
 @pytest.fixture(scope="module")
 def senders(cluster: TrainingCluster) -> Group:
     return cluster._launch(Sender, "Senders", "actor")
@@ -79,10 +86,10 @@ def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Gro
 
 
 def test_nothing_listens_beyond_loopback(cluster, senders: Group, receivers: Group) -> None:
-    family = psutil.Process().children(recursive=True)
+    family = processes_of(cluster)
     outside = {
         (p.name(), c.laddr.ip)
-        for p in family
+        for p in [psutil.Process(), *family]
         for c in p.net_connections("tcp")
         if c.status == psutil.CONN_LISTEN and c.laddr.ip.removeprefix("::ffff:") != "127.0.0.1"
     }
@@ -96,7 +103,7 @@ def test_a_dead_worker_is_reported_and_close_leaves_nothing(cluster) -> None:
     assert doomed.call("rank", timeout_s=60) == [0, 1]
     with pytest.raises(WorkerLost, match="Doomed"):
         doomed.call("die", timeout_s=60)
-    family = psutil.Process().children(recursive=True)
+    family = processes_of(cluster)
     cluster.close()
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
