@@ -21,7 +21,7 @@ ROWS: tuple[tuple[str, str, int], ...] = (
     ("rollout/tool_error_ratio", "tool errors per call, all", 3),
     ("rollout/response_length", "response length (tokens)", 0),
     ("rollout/num_turns", "turns", 2),
-    ("rollout/logprob_diff_mean", "mean |log-prob difference|", 7),
+    ("rollout/logprob_diff_mean", "log-prob difference, actor to engine", 8),
     ("rollout/tokens_per_second", "rollout tokens/s", 0),
     ("train/tokens_per_second", "train tokens/s", 0),
     ("time/step", "seconds a step", 2),
