@@ -28,6 +28,7 @@ class RolloutWorker(Worker):
         self._device = device
         self._generating: asyncio.Task[Any] | None = None
         self._budget: KVBudget | None = None
+        self._started = False
 
     async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
         """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity."""
@@ -57,6 +58,7 @@ class RolloutWorker(Worker):
             log_path=log,
             context_length=settings.runner.seq_length + 8,
         )
+        self._started = True
         await self._engine.start()
         return {
             "kv_capacity_tokens": float(self._engine.kv_capacity_tokens),
@@ -117,5 +119,6 @@ class RolloutWorker(Worker):
         if self._generating is not None and not self._generating.done():
             self._generating.cancel()
             await asyncio.wait([self._generating], timeout=5)
-        await self._engine.close()
-        await self._judge.close()
+        if self._started:  # otherwise the run failed before there was an engine
+            await self._engine.close()
+            await self._judge.close()

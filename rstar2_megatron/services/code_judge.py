@@ -17,6 +17,8 @@ from rstar2_megatron.settings.schema import CodeJudgeSettings
 
 logger = logging.getLogger(__name__)
 
+_SILENCE_S = 15.0  # how long a judge that the YAML names may keep silent
+
 
 class ServiceError(RuntimeError):
     """A service that a run needs did not start or does not answer."""
@@ -70,8 +72,11 @@ class CodeJudgeService:
                 self.url = json.loads(self._port_file.read_text())["url"]
             if self.url and self._answers():
                 return self.url
-            if self._process is None and time.monotonic() > self._deadline - self.start_timeout_s + 10:
-                break  # somebody else's judge: ten seconds of silence are enough
+            if (
+                self._process is None
+                and time.monotonic() > self._deadline - self.start_timeout_s + _SILENCE_S
+            ):
+                break  # somebody else's judge, which ought to be up already
             time.sleep(0.1)
         named = (
             f" named by tools.codejudge.host_addr={self.settings.host_addr}"

@@ -5,12 +5,14 @@ Small numbers of steps; the supervised start is short, done once, and shared thr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -205,9 +207,18 @@ def test_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: P
     ]
 
     def start_judge() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
         )
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=2),
+            ):
+                return process
+            time.sleep(0.2)
+        raise AssertionError("the judge did not start")
 
     judge = start_judge()
     run = RunProcess(
