@@ -49,7 +49,6 @@ def cache_dir(settings: Settings) -> Path:
         "seed": settings.cold_start.seed,
         "precision": settings.actor.model.precision,
         "max_tokens_per_mbs": settings.runner.max_tokens_per_mbs,
-        "evaluation": settings.evaluation.model_dump(),
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
     return Path(settings.cold_start.cache_dir).resolve() / f"sft-{key}"

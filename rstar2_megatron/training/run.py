@@ -208,6 +208,8 @@ class Run:
             )
             if result.reused:
                 self._say(f"SFT: reusing {result.model}")
+                if result.after is None and self._evaluates:
+                    result.after = self._evaluate("held-out after SFT").average
             self.table.update(before_sft=result.before, after_sft=result.after)
         elif self._evaluates:
             self.table["after_sft"] = self._evaluate("held-out before RL").average
