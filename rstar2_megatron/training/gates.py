@@ -31,6 +31,16 @@ def check_trained_tokens(trajectories: Sequence[Trajectory], sequences: Sequence
         )
 
 
+def check_actor_tokens(sequences: Sequence[TrainSequence], trained_tokens: float) -> None:
+    """The actor must have trained every marked token of the batch, on whatever ranks and micro-batches."""
+    batched = sum(sum(s.loss_mask) for s in sequences)
+    if round(trained_tokens) != batched:
+        raise GateError(
+            f"the training batch holds {batched} trained tokens but the actor trained {trained_tokens:.0f}; packing lost or "
+            "doubled some. This is a bug in the actor, please report it"
+        )
+
+
 def check_logprobs(
     sequences: Sequence[TrainSequence], actor_logprobs: Sequence[Sequence[float]], precision: str
 ) -> dict[str, float]:

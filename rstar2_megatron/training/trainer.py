@@ -63,6 +63,7 @@ class Trainer:
         clock.lap("rollout")
         resampled = self.resample(step, phase.groups)
         sequences = self.build_batch(resampled)
+        gates.check_trained_tokens([t for result in resampled for t in result.kept], sequences)
         clock.lap("resample")
         actor_metrics = self.train(sequences)
         clock.lap("training")
@@ -96,6 +97,7 @@ class Trainer:
             self._check_first_batch(sequences)
             self._gates_open = False
         metrics.update(self.actor.call("train_step", sequences, timeout_s=self.timeout_s)[0])
+        gates.check_actor_tokens(sequences, metrics["actor/trained_tokens"])
         return metrics
 
     def sync_weights(self, version: int) -> dict[str, float]:

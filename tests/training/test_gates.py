@@ -1,0 +1,60 @@
+"""Step-0 gates: each lets right input through and names the figures when it fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
+from rstar2_megatron.training import gates
+from rstar2_megatron.trajectory import FinishReason, Trajectory
+
+
+def trajectory() -> Trajectory:
+    return Trajectory(
+        query_id="q",
+        rollout_index=0,
+        prompt_ids=[1, 2],
+        response_ids=[3, 4, 5],
+        loss_mask=[1, 0, 1],
+        rollout_logprobs=[-0.5, 0.0, -0.25],
+        finish_reason=FinishReason.ANSWERED,
+        reward=1.0,
+    )
+
+
+def test_trained_tokens_agree_between_rollout_and_batch() -> None:
+    sequence = train_sequence(trajectory(), 1.0)
+    gates.check_trained_tokens([trajectory()], [sequence])
+    wrong = TrainSequence(sequence.input_ids, [0, 0, 1, 1, 1], sequence.rollout_logprobs, 1.0)
+    with pytest.raises(gates.GateError, match=r"2 trained tokens but the training batch holds 3"):
+        gates.check_trained_tokens([trajectory()], [wrong])
+
+
+def test_actor_trains_every_token_of_the_batch() -> None:
+    sequence = train_sequence(trajectory(), 1.0)
+    gates.check_actor_tokens([sequence, sequence], 4.0)
+    with pytest.raises(gates.GateError, match="holds 4 trained tokens but the actor trained 3"):
+        gates.check_actor_tokens([sequence, sequence], 3.0)
+
+
+def test_logprobs_agree_within_the_bound_of_the_precision() -> None:
+    sequence = train_sequence(trajectory(), 1.0)
+    close = [[0.0, 9.0, -0.5004, 9.0, -0.2501]]  # prompt and tool tokens do not count
+    figures = gates.check_logprobs([sequence], close, "fp32")
+    assert figures["max"] == pytest.approx(4e-4) and figures["mean"] == pytest.approx(2.5e-4)
+    far = [[0.0, 0.0, -0.51, 0.0, -0.25]]
+    with pytest.raises(gates.GateError, match=r"max 1.00e-02 over 2 tokens"):
+        gates.check_logprobs([sequence], far, "fp32")
+    gates.check_logprobs([sequence], far, "bf16")
+    with pytest.raises(gates.GateError):
+        gates.check_logprobs([sequence], [[0.0, 0.0, -0.7, 0.0, -0.25]], "bf16")
+    with pytest.raises(gates.GateError):
+        gates.check_logprobs([sequence], [[0.0, 0.0, float("nan"), 0.0, -0.25]], "fp32")
+
+
+def test_weights_must_be_the_same_tensors_with_the_same_content() -> None:
+    gates.check_weights({"a": 1, "b": 2}, {"a": 1, "b": 2}, 0)
+    with pytest.raises(gates.GateError, match=r"1 of 2 tensors of engine 3 .*'b'"):
+        gates.check_weights({"a": 1, "b": 2}, {"a": 1, "b": 5}, 3)
+    with pytest.raises(gates.GateError, match="different tensors"):
+        gates.check_weights({"a": 1, "b": 2}, {"a": 1}, 0)
