@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.settings.schema import Settings
@@ -45,8 +44,3 @@ def resolve_tiny(settings: Settings, progress: Callable[[str], None] = print) ->
         return value
 
     return Settings.model_validate(replace(settings.model_dump()))
-
-
-def built_root(settings: Settings) -> Path:
-    """Directory that everything made for these settings' model lies under."""
-    return Path(settings.rollout.model.model_path).parent

@@ -64,7 +64,7 @@ def find_cached(settings: Settings) -> ColdStartResult | None:
 
 
 def run_cold_start(
-    settings: Settings, actor: WorkerGroup, sync: Callable[[], None], evaluate: Evaluate | None
+    settings: Settings, actor: WorkerGroup, sync: Callable[[], object], evaluate: Evaluate | None
 ) -> ColdStartResult:
     """Train all phases, export the model, and evaluate before and after if `evaluate` is given.
 

@@ -203,7 +203,7 @@ class Run:
             result = self.cached_sft or run_cold_start(
                 settings,
                 self.actor,
-                lambda: self._synced(0),
+                lambda: self.trainer.sync_weights(version=0),
                 self._evaluate if self._evaluates else None,
             )
             if result.reused:
@@ -221,9 +221,6 @@ class Run:
             settings.runner.max_steps,
             timeout_s=settings.runner.step_timeout_s,
         )
-
-    def _synced(self, version: int) -> None:
-        self.trainer.sync_weights(version)
 
     def _resume(self, step: int, checkpoint: Path) -> int:
         """Load a checkpoint into actor, loader and engines; returns its step."""
