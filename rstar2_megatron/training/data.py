@@ -13,12 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
-
-
-class DataError(ValueError):
-    """A data file is missing, empty, or has a bad row; the message names file and line."""
 
 
 def read_problems(

@@ -1,0 +1,98 @@
+"""What a problem's text and answer must look like before it is trained on. Pure.
+
+Public sets wrap their problems in instructions of their own ("The last line of your response should be of the
+form Answer: $Answer"), which contradict the template that asks for \\boxed{} inside answer tags; they are taken
+off here. Answers are integers only, as in the paper (arXiv 2508.20722, section 3.2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+
+# Instructions before a problem, and after it; each match is removed until none is left.
+_BEFORE = tuple(
+    re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    for pattern in (
+        r"\s*Solve the following math problem (?:step by step|efficiently and clearly)\.?\s*"
+        r"(?:The last line of your response should be of the form\s+[\"']?Answer:\s*\$?\\?\w+\$?[\"']?"
+        r"\s*\(without quotes\)\s*where\s+\$?\\?\w+\$?\s+is the answer to the problem\.?)?",
+        r"\s*Please (?:solve|answer) the following (?:math )?(?:problem|question)\b[^\n]{0,120}?[:.]\s*\n+",
+        r"\s*(?:Problem|Question)\s*:\s*\n*",
+        r"\s*请?(?:一步一步|逐步)(?:地)?(?:解决|解答|推理)[^\n]{0,60}[。:\uff1a]\s*\n+",
+    )
+)
+_AFTER = tuple(
+    re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    for pattern in (
+        r"\s*Remember to put your answer on its own line after\s+[\"']?Answer:[\"']?"
+        r"(?:,? and you do not need to use a \\+boxed command)?\.?[\"']?\s*$",
+        r"\s*(?:Let'?s think|Please reason|Think|Reason) step[ -]by[ -]step[,.]?\s*(?:and)?\s*"
+        r"(?:(?:please )?(?:output|put|place|give|present|write) (?:the|your) (?:final )?answer"
+        r"[^\n]{0,40}\\+boxed\s*\{[^{}]*\})?\.?\s*$",
+        r"\s*(?:Please )?(?:put|place|give|write|output|return|enclose) (?:the|your) (?:final )?answer[^\n]{0,40}"
+        r"\\+boxed\s*\{[^{}]*\}\.?\s*$",
+        r"\s*Present the answer in LaTe?X format:\s*\\+boxed\{[^{}]*\}\.?\s*$",
+        r"\s*(?:The last line of your response should|Your final answer should) be of the form[^\n]*$",
+        r"\s*请?(?:把|将)(?:你的)?(?:最终)?答案[^\n]{0,20}\\+boxed\s*\{[^{}]*\}[^\n]{0,4}\s*$",
+    )
+)
+# What must not be left in a problem: it asks for another form of answer than the template does.
+_CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']Answer:[\"']", re.IGNORECASE)
+
+_WORDS = re.compile(r"[a-z0-9]+|[\u3400-\u9fff]")
+_INTEGER = re.compile(r"[+-]?\d+")
+
+
+def strip_wrappers(text: str) -> str:
+    """The problem without instructions about the form of the answer."""
+    text = text.strip()
+    previous = None
+    while text != previous:
+        previous = text
+        for pattern in _BEFORE:
+            if match := pattern.match(text):
+                text = text[match.end() :].strip()
+        for pattern in _AFTER:
+            if match := pattern.search(text):
+                text = text[: match.start()].strip()
+    return text
+
+
+def contradicts_template(text: str) -> bool:
+    """True when the text still asks for an answer in a form of its own."""
+    return bool(_CONTRADICTION.search(text))
+
+
+def integer_answer(answer: str, max_digits: int) -> str | None:
+    """The answer as a plain integer ("-12"), or None when it is none or has more than `max_digits` digits.
+
+    Reads $..$, \\boxed{..}, thousands separators (1,234 or 1{,}234 or 1\\,234), a plus, and a zero fraction.
+    """
+    text = unicodedata.normalize("NFKC", answer).strip().replace("\u2212", "-")
+    while (
+        inner := re.fullmatch(r"\$+(.*?)\$+|\\\((.*)\\\)|\\boxed\s*\{(.*)\}", text, re.DOTALL)
+    ) is not None:
+        text = next(group for group in inner.groups() if group is not None).strip()
+    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    if re.fullmatch(r"[+-]?\d{1,3}(?:, ?\d{3})+(?:\.0*)?", text):
+        text = text.replace(",", "").replace(" ", "")
+    text = re.sub(r"\.0*$", "", text)
+    if not _INTEGER.fullmatch(text) or not text.isascii():
+        return None
+    sign = "-" if text.startswith("-") else ""
+    digits = text.lstrip("+-").lstrip("0") or "0"
+    if len(digits) > max_digits:
+        return None
+    return digits if digits == "0" else sign + digits
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words and numbers, and single Chinese characters: what n-grams and duplicates are about."""
+    return _WORDS.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+def fingerprint(text_words: list[str]) -> str:
+    """Equal for problems that differ only in punctuation, case, spacing or LaTeX dressing; 16 hex digits."""
+    return hashlib.blake2b(" ".join(text_words).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,129 @@
+"""A long pass over many rows that goes on where it was killed.
+
+Accepted rows are appended to `{out}/.partial.jsonl`; every `SAVE_ROWS` rows the position in the sources, the
+counters and the length of that file are written to `{out}/.progress.json` by one rename. After a kill the file is
+cut back to the length that belongs to the position. Another configuration starts anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.data.rows import DataError
+
+SAVE_ROWS = 5000
+
+
+class ResumablePass:
+    """Position, counters and accepted rows of a pass under `out`."""
+
+    def __init__(self, out: Path, configuration: Mapping[str, Any], save_rows: int = SAVE_ROWS) -> None:
+        """configuration: whatever decides the result; a pass with another one is not gone on with."""
+        self.out = out
+        self.partial = out / ".partial.jsonl"
+        self._state_path = out / ".progress.json"
+        self._configuration = json.loads(json.dumps(configuration))
+        self._save_rows = save_rows
+        self.source = 0
+        """Index of the source that is being read."""
+        self.row = 0
+        """Rows of it that are done."""
+        self.counters: dict[str, Any] = {}
+        self.resumed = False
+        out.mkdir(parents=True, exist_ok=True)
+        state = self._load()
+        if state is not None:
+            self.source, self.row, self.counters = state["source"], state["row"], state["counters"]
+            self.resumed = True
+        length = state["bytes"] if state else 0
+        with self.partial.open("ab") as file:
+            file.truncate(length)
+        self._file = self.partial.open("a", encoding="utf-8")
+
+    def _load(self) -> dict[str, Any] | None:
+        if not self._state_path.is_file() or not self.partial.is_file():
+            return None
+        state = json.loads(self._state_path.read_text())
+        fits = state["configuration"] == self._configuration and self.partial.stat().st_size >= state["bytes"]
+        return state if fits else None
+
+    def accept(self, row: Mapping[str, Any]) -> None:
+        """Keep a row."""
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def advance(self) -> None:
+        """One more row of the source is done."""
+        self.row += 1
+        if self.row % self._save_rows == 0:
+            self.save()
+
+    def next_source(self) -> None:
+        self.source, self.row = self.source + 1, 0
+        self.save()
+
+    def save(self) -> None:
+        """Put everything so far on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        write_json(
+            self._state_path,
+            {
+                "configuration": self._configuration,
+                "source": self.source,
+                "row": self.row,
+                "counters": self.counters,
+                "bytes": self.partial.stat().st_size,
+            },
+        )
+
+    def accepted(self) -> Iterator[dict[str, Any]]:
+        """The rows kept so far."""
+        self._file.flush()
+        with self.partial.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def finish(self) -> None:
+        """The results are in place: forget the position."""
+        self.close()
+        self._state_path.unlink(missing_ok=True)
+        self.partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` so that `path` holds the old content or the new one, never a part."""
+    partial = path.with_name(path.name + ".unfinished")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_jsonl(path: Path, rows: Iterator[Mapping[str, Any]]) -> int:
+    """Write rows as `write_json` does; returns how many."""
+    partial = path.with_name(path.name + ".unfinished")
+    count = 0
+    with partial.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return count
+
+
+def check_writable(out: Path, force: bool, names: tuple[str, ...]) -> None:
+    """Raises DataError when results lie there already and `force` is not given."""
+    present = [name for name in names if (out / name).exists()]
+    if present and not force:
+        raise DataError(f"{out} already holds {', '.join(present)}; choose another --out or give --force")

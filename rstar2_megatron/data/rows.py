@@ -1,0 +1,173 @@
+"""Rows of a public data set, one at a time: from jsonl, json or parquet files, or from the Hugging Face hub.
+
+Every row comes with the place it was read from, so that an error can name file and row.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_BATCH_ROWS = 1024  # of parquet decoded at a time
+
+
+class DataError(ValueError):
+    """A data file is missing, empty, or has a bad row; the message names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row and where it stands: `file:line`, or `file row n` (from 1) of a parquet file or the hub."""
+
+    where: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A data set on the hub. `revision` pins what the numbers in a report belong to."""
+
+    repo: str
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.repo, *([self.config] if self.config else []), self.split]
+        return ":".join(parts) + (f"@{self.revision}" if self.revision else "")
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Files behind a path, a directory or a glob pattern, sorted. Raises DataError when there are none."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        found = [path]
+    elif path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+    else:
+        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    if not found:
+        raise DataError(f"{pattern}: no such file, nor files {', '.join(SUFFIXES)} below it")
+    wrong = [p for p in found if p.suffix not in SUFFIXES]
+    if wrong:
+        raise DataError(
+            f"{wrong[0]}: cannot read {wrong[0].suffix or 'this kind of'} files; give {', '.join(SUFFIXES)}"
+        )
+    return found
+
+
+def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
+    """Rows of one file after the first `skip`. Raises DataError with file and row.
+
+    columns: of a parquet file, the ones to read (those it has); the long solutions of a reasoning set stay on
+    the disk.
+    """
+    if path.suffix == ".jsonl":
+        yield from _jsonl_rows(path, skip)
+    elif path.suffix == ".json":
+        yield from _json_rows(path, skip)
+    else:
+        yield from _parquet_rows(path, columns, skip)
+
+
+def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        seen = 0
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            seen += 1
+            if seen <= skip:
+                continue
+            where = f"{path}:{number}"
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+            yield _row(where, values)
+
+
+def _json_rows(path: Path, skip: int) -> Iterator[Row]:
+    """A JSON array of objects, as some data sets are published."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
+    if not isinstance(values, list):
+        raise DataError(f"{path}: expected a JSON array of rows, got {type(values).__name__}")
+    for number, value in enumerate(values[skip:], skip + 1):
+        yield _row(f"{path} row {number}", value)
+
+
+def _parquet_rows(path: Path, columns: Sequence[str] | None, skip: int) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        present = set(file.schema_arrow.names)
+        wanted = None if columns is None else [c for c in columns if c in present]
+        number = 0
+        for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
+            if number + batch.num_rows <= skip:
+                number += batch.num_rows
+                continue
+            for values in batch.to_pylist():
+                number += 1
+                if number > skip:
+                    yield Row(f"{path} row {number}", values)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: not a readable parquet file ({error})") from None
+
+
+def _row(where: str, values: Any) -> Row:
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: expected an object, got {type(values).__name__}")
+    return Row(where, values)
+
+
+def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
+    """Rows of a hub data set, streamed; nothing but the wanted columns is downloaded where it is parquet.
+
+    Raises DataError when the hub or the data set cannot be reached.
+    """
+    import datasets
+
+    options: dict[str, Any] = {"split": name.split, "streaming": True, "revision": name.revision}
+    try:
+        stream = datasets.load_dataset(name.repo, name.config, **options)
+        features = getattr(stream, "column_names", None)
+        if columns is not None and features:
+            stream = stream.select_columns([c for c in columns if c in features])
+        number = skip
+        for values in stream.skip(skip) if skip else stream:
+            number += 1
+            yield Row(f"{name} row {number}", values)
+    except DataError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
+        raise DataError(
+            f"{name}: cannot be read from the hub ({type(error).__name__}: {str(error)[:300]}); download it and give "
+            "its files instead, NAME=PATH"
+        ) from error
+
+
+def count_rows(paths: Iterable[Path]) -> int | None:
+    """Rows of files as far as that is cheap to know (for a progress bar); None otherwise."""
+    total = 0
+    for path in paths:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as parquet
+
+            total += parquet.ParquetFile(path).metadata.num_rows
+        elif path.suffix == ".jsonl" and path.stat().st_size < 1 << 30:
+            with path.open("rb") as file:
+                total += sum(1 for line in file if line.strip())
+        else:
+            return None
+    return total

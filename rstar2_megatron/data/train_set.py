@@ -1,0 +1,337 @@
+"""Public mathematics sets to the problems that reinforcement learning trains on.
+
+    python data_process/process_train_dataset.py --out data/train --source dapo \\
+        --source openmathreasoning=/data/OpenMathReasoning/data --source project-euler=/data/euler.jsonl \\
+        --decontaminate /data/aime24.jsonl /data/math500.jsonl --validation 512
+
+Writes train.jsonl and validation.jsonl with `prompt`, `solutions`, `query_id`, `task`, and report.json: rows in, rows
+out, and why the others were dropped. A source is a shape and where it lies: NAME for the hub, NAME=PATH for jsonl, json
+or parquet files (a file, a directory, a glob). A pass that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rstar2_megatron.data.cleaning import (
+    contradicts_template,
+    fingerprint,
+    integer_answer,
+    strip_wrappers,
+    words,
+)
+from rstar2_megatron.data.decontaminate import NGramIndex
+from rstar2_megatron.data.math_sources import SOURCES, MathSource, find_source, problem_text
+from rstar2_megatron.data.resumable import ResumablePass, check_writable, write_json, write_jsonl
+from rstar2_megatron.data.rows import DataError, HubName, Row, count_rows, file_rows, find_files, hub_rows
+
+DEFAULT_MAX_DIGITS = 18
+_SHOWN_NGRAMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One file or hub split of a source."""
+
+    shape: str
+    path: str = ""
+    hub: HubName | None = None
+
+    @property
+    def label(self) -> str:
+        return self.path or str(self.hub)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What decides the result, apart from the inputs."""
+
+    ngram: int = 8
+    boilerplate: int = 0
+    max_answer_digits: int = DEFAULT_MAX_DIGITS
+    validation: int = 0
+    seed: int = 0
+    limit: int | None = None
+    """Rows read of each input; None reads all."""
+
+
+def parse_source(word: str, config: str | None = None, split: str | None = None) -> list[Input]:
+    """Inputs of NAME or NAME=PATH. Raises DataError for an unknown shape, configuration, split or path."""
+    name, equals, path = word.partition("=")
+    shape = find_source(name)
+    if equals:
+        if not path:
+            raise DataError(f"--source {word}: no path after '='")
+        return [Input(name, path=str(file)) for file in find_files(path)]
+    if shape.hub is None:
+        raise DataError(f"{name} is not on the hub under one name; give its files: --source {name}=PATH")
+    hub = shape.hub
+    if config is not None and shape.configs and len(shape.configs) > 1:
+        if config not in shape.configs:
+            raise DataError(f"{hub.repo} has the configurations {', '.join(shape.configs)}, not {config!r}")
+        hub = replace(hub, config=config)
+    if split is not None and len(shape.splits) > 1:
+        if split not in shape.splits:
+            raise DataError(f"{hub.repo} has the splits {', '.join(shape.splits)}, not {split!r}")
+        hub = replace(hub, split=split)
+    return [Input(name, hub=hub)]
+
+
+def read_input(source: Input, shape: MathSource, skip: int) -> Iterator[Row]:
+    if source.hub is not None:
+        return hub_rows(source.hub, columns=shape.columns, skip=skip)
+    return file_rows(Path(source.path), columns=shape.columns, skip=skip)
+
+
+@dataclass(slots=True)
+class Cleaner:
+    """Judges problems one by one; remembers what it has accepted."""
+
+    options: Options
+    contamination: NGramIndex
+    answers: dict[str, str]
+    """Answer of every accepted problem, by fingerprint."""
+    conflicting: set[str]
+    """Fingerprints of problems that were published with different answers."""
+
+    def judge(self, shape: MathSource, row: Row) -> tuple[dict[str, Any] | None, str, str]:
+        """(row to keep, "", "") or (None, why it is dropped, the n-gram it shares). Raises DataError."""
+        raw = shape.parse(row)
+        if raw.why_not:
+            return None, raw.why_not, ""
+        text = strip_wrappers(raw.text)
+        if not text or not raw.answer.strip():
+            return None, "no problem or no answer", ""
+        if contradicts_template(text):
+            return None, "asks for another form of answer", ""
+        answer = integer_answer(raw.answer, self.options.max_answer_digits)
+        if answer is None:
+            return None, "answer is no integer", ""
+        tokens = words(text)
+        if not tokens:
+            return None, "no problem or no answer", ""
+        key = fingerprint(tokens)
+        if key in self.answers:
+            if self.answers[key] != answer:
+                self.conflicting.add(key)
+            return None, "duplicate", ""
+        shared = self.contamination.match(tokens)
+        if shared is not None:
+            return None, "contaminated", shared
+        self.answers[key] = answer
+        return problem_row(shape.name, key, text, answer), "", ""
+
+
+def problem_row(task: str, key: str, text: str, answer: str) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": text}],
+        "solutions": [answer],
+        "query_id": f"{task}-{key}",
+        "task": task,
+    }
+
+
+def key_of(row: dict[str, Any]) -> str:
+    """The fingerprint inside a row's query_id."""
+    return str(row["query_id"]).rpartition("-")[2]
+
+
+def evaluation_texts(patterns: Sequence[str]) -> Iterator[str]:
+    """Problems of the evaluation sets to be kept out of training."""
+    for pattern in patterns:
+        for path in find_files(pattern):
+            yield from (problem_text(row) for row in file_rows(path))
+
+
+def process(
+    inputs: Sequence[Input],
+    out: Path,
+    options: Options,
+    *,
+    decontaminate: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+    save_rows: int = 5000,
+) -> dict[str, Any]:
+    """Run the pass, or go on with it; returns the report, which is also written. Raises DataError."""
+    index = NGramIndex(evaluation_texts(decontaminate), options.ngram, options.boilerplate)
+    if decontaminate:
+        say(f"decontamination: {index.num_problems} evaluation problems, {options.ngram}-grams")
+    configuration = {
+        "inputs": [asdict(source) for source in inputs],
+        "options": asdict(options),
+        "decontaminate": {str(f): f.stat().st_size for p in decontaminate for f in find_files(p)},
+    }
+    state = ResumablePass(out, configuration, save_rows)
+    try:
+        if state.resumed and state.source < len(inputs):
+            say(f"going on at row {state.row + 1} of {inputs[state.source].label}")
+        cleaner = Cleaner(options, index, {}, set(state.counters.get("conflicting", [])))
+        for row in state.accepted():
+            cleaner.answers[key_of(row)] = row["solutions"][0]
+        while state.source < len(inputs):
+            _read_source(inputs[state.source], state, cleaner, options.limit)
+            state.next_source()
+        report = _write_results(state, cleaner, inputs, options, index)
+    except BaseException:
+        state.close()
+        raise
+    state.finish()
+    return report
+
+
+def _read_source(source: Input, state: ResumablePass, cleaner: Cleaner, limit: int | None) -> None:
+    shape = SOURCES[source.shape]
+    total = count_rows([Path(source.path)]) if source.path else None
+    if limit is not None:
+        total = limit if total is None else min(total, limit)
+    counts = state.counters.setdefault("sources", {}).setdefault(source.label, {})
+    ngrams = state.counters.setdefault("ngrams", {})
+    with tqdm(total=total, initial=state.row, desc=source.label[-40:], unit="row", disable=None) as bar:
+        for row in read_input(source, shape, state.row):
+            if limit is not None and state.row >= limit:
+                break
+            kept, why, shared = cleaner.judge(shape, row)
+            counts["in"] = counts.get("in", 0) + 1
+            if kept is not None:
+                state.accept(kept)
+            else:
+                dropped = counts.setdefault("dropped", {})
+                dropped[why] = dropped.get(why, 0) + 1
+            if shared:
+                ngrams[shared] = ngrams.get(shared, 0) + 1
+            if len(cleaner.conflicting) != len(state.counters.get("conflicting", ())):
+                state.counters["conflicting"] = sorted(cleaner.conflicting)
+            state.advance()
+            bar.update()
+
+
+def _write_results(
+    state: ResumablePass, cleaner: Cleaner, inputs: Sequence[Input], options: Options, index: NGramIndex
+) -> dict[str, Any]:
+    keys = [key for key in cleaner.answers if key not in cleaner.conflicting]
+    if not keys:
+        raise DataError(
+            f"no problem is left of {sum(c.get('in', 0) for c in state.counters['sources'].values())} rows; "
+            f"dropped: {_dropped(state.counters['sources'])}"
+        )
+    # The hash decides: a problem stays in the validation set when others are added.
+    ordered = sorted(keys, key=lambda key: fingerprint([str(options.seed), key]))
+    held_out = set(ordered[: options.validation])
+    if len(held_out) >= len(keys):
+        raise DataError(f"--validation {options.validation} takes all of the {len(keys)} problems; lower it")
+    conflicts: Counter[str] = Counter()
+
+    def rows(validation: bool) -> Iterator[dict[str, Any]]:
+        for row in state.accepted():
+            key = key_of(row)
+            if key in cleaner.conflicting:
+                conflicts[str(row["task"])] += not validation
+            elif (key in held_out) is validation:
+                yield row
+
+    written = {"train.jsonl": write_jsonl(state.out / "train.jsonl", rows(False))}
+    if held_out:
+        written["validation.jsonl"] = write_jsonl(state.out / "validation.jsonl", rows(True))
+    shared = Counter(state.counters.get("ngrams", {}))
+    report = {
+        "rows_in": sum(counts.get("in", 0) for counts in state.counters["sources"].values()),
+        "rows_out": sum(written.values()),
+        "written": written,
+        "dropped": _dropped(state.counters["sources"])
+        | {"published with different answers": sum(conflicts.values())},
+        "sources": {
+            label: {**counts, "shape": next(s.shape for s in inputs if s.label == label)}
+            for label, counts in state.counters["sources"].items()
+        },
+        "evaluation_problems": index.num_problems,
+        "commonest_shared_ngrams": dict(shared.most_common(_SHOWN_NGRAMS)),
+        "options": asdict(options),
+    }
+    write_json(state.out / "report.json", report)
+    return report
+
+
+def _dropped(sources: dict[str, Any]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counts in sources.values():
+        total.update(counts.get("dropped", {}))
+    return dict(total.most_common())
+
+
+def render_report(report: dict[str, Any]) -> str:
+    """Rows in, rows out and why rows were dropped, as aligned text."""
+    lines = [f"{report['rows_in']:>10,} rows in"]
+    lines += [f"{count:>10,} dropped: {why}" for why, count in report["dropped"].items() if count]
+    lines += [f"{count:>10,} rows in {name}" for name, count in report["written"].items()]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser.add_argument(
+        "--source", action="append", required=True, metavar="NAME[=PATH]", help=f"of {', '.join(SOURCES)}"
+    )
+    parser.add_argument("--config", help="hub configuration of DAPO: en (default), cn, all")
+    parser.add_argument(
+        "--split", help="hub split of OpenMathReasoning: cot (default), tir, additional_problems"
+    )
+    parser.add_argument(
+        "--decontaminate",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="evaluation sets to keep out of training",
+    )
+    parser.add_argument(
+        "--ngram", type=int, default=8, help="words in common that drop a problem (default 8)"
+    )
+    parser.add_argument(
+        "--boilerplate",
+        type=int,
+        default=0,
+        help="n-grams that stand in so many evaluation problems do not count; 0 (default, as in the paper) counts all",
+    )
+    parser.add_argument(
+        "--max-answer-digits", type=int, default=DEFAULT_MAX_DIGITS, help=f"default {DEFAULT_MAX_DIGITS}"
+    )
+    parser.add_argument("--validation", type=int, default=0, help="problems held out into validation.jsonl")
+    parser.add_argument("--seed", type=int, default=0, help="of the split")
+    parser.add_argument("--limit", type=int, help="rows read of each input, for a try")
+    parser.add_argument("--force", action="store_true", help="replace results that lie in --out")
+    arguments = parser.parse_args(argv)
+    try:
+        check_writable(arguments.out, arguments.force, ("train.jsonl", "report.json"))
+        inputs = [
+            i for word in arguments.source for i in parse_source(word, arguments.config, arguments.split)
+        ]
+        options = Options(
+            ngram=arguments.ngram,
+            boilerplate=arguments.boilerplate,
+            max_answer_digits=arguments.max_answer_digits,
+            validation=arguments.validation,
+            seed=arguments.seed,
+            limit=arguments.limit,
+        )
+        report = process(inputs, arguments.out, options, decontaminate=arguments.decontaminate)
+    except (DataError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(render_report(report))
+    print(f"wrote {', '.join(str(arguments.out / name) for name in report['written'])} and report.json")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,269 @@
+"""The whole pass on small files of the shapes that the public sets have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+
+from rstar2_megatron.data import train_set
+from rstar2_megatron.data.resumable import ResumablePass
+from rstar2_megatron.data.rows import DataError, HubName
+from rstar2_megatron.data.train_set import Input, Options, main, parse_source, process
+from rstar2_megatron.training.data import read_problems
+from tests.data.test_cleaning import DAPO
+
+
+def ask(i: int) -> str:
+    return f"What is the {i}th value of the {i * 7}-sided sequence that begins with {i * 13} and {i + 5}?"
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def dapo_processed(i: int, answer: Any) -> dict[str, Any]:
+    """As open-r1/DAPO-Math-17k-Processed."""
+    return {
+        "prompt": ask(i),
+        "solution": answer,
+        "data_source": "math_dapo",
+        "source_prompt": [{"content": DAPO.format(ask(i)), "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"{i:08d}"},
+    }
+
+
+def dapo_original(i: int, answer: str) -> dict[str, Any]:
+    """As BytedTsinghua-SIA/DAPO-Math-17k: messages, wrapped, the answer only in reward_model."""
+    row = dapo_processed(i, answer)
+    return {
+        "data_source": "math_dapo",
+        "prompt": row["source_prompt"],
+        **{k: row[k] for k in ("ability", "reward_model", "extra_info")},
+    }
+
+
+def openmath(i: int, answer: str, kind: str = "has_answer_extracted") -> dict[str, Any]:
+    return {
+        "expected_answer": answer,
+        "problem_type": kind,
+        "problem_source": "aops_c6_high_school_olympiads",
+        "generation_model": "DeepSeek-R1",
+        "pass_rate_72b_tir": "0.65625",
+        "problem": ask(i),
+        "generated_solution": "<think>long</think>",
+        "inference_mode": "cot",
+        "used_in_kaggle": False,
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    sources = tmp_path / "in"
+    sources.mkdir()
+    parquet.write_table(
+        pyarrow.Table.from_pylist(
+            [dapo_processed(i, str(i)) for i in range(20)]
+            + [dapo_processed(20, "\\frac{1}{2}"), dapo_processed(21, "9" * 40), dapo_processed(22, None)]
+        ),
+        sources / "dapo.parquet",
+    )
+    write_jsonl(sources / "dapo-original.jsonl", [dapo_original(i, f"{i}.0") for i in range(15, 25)])
+    parquet.write_table(
+        pyarrow.Table.from_pylist(
+            [
+                *[openmath(i, str(i)) for i in range(30, 40)],
+                *[openmath(35, "35")] * 3,
+                openmath(36, "37"),  # another answer than above: neither can be trusted
+                openmath(50, "1", "no_answer_extracted"),
+                openmath(51, "2", "converted_proof"),
+            ]
+        ),
+        sources / "omr.parquet",
+    )
+    (sources / "euler.json").write_text(
+        json.dumps(
+            [
+                {"id": 1, "question": ask(60), "answer": 233168},
+                {"id": 2, "question": ask(61), "answer": "1.5"},
+            ]
+        )
+    )
+    write_jsonl(sources / "aime.jsonl", [{"problem": f"Contest: {ask(33)}", "answer": "1"}])
+    return {path.stem: path for path in sources.iterdir()}
+
+
+def sources_of(files: dict[str, Path]) -> list[Input]:
+    words = (
+        f"dapo={files['dapo']}",
+        f"dapo={files['dapo-original']}",
+        f"openmathreasoning={files['omr']}",
+        f"project-euler={files['euler']}",
+    )
+    return [source for word in words for source in parse_source(word)]
+
+
+def run(
+    files: dict[str, Path], out: Path, say: Callable[[str], None] = lambda line: None, **options: Any
+) -> dict:
+    return process(
+        sources_of(files), out, Options(**options), decontaminate=[str(files["aime"])], say=say, save_rows=3
+    )
+
+
+def test_shapes_are_read_cleaned_and_counted(files: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = run(files, out, validation=5)
+    assert report["rows_in"] == 23 + 10 + 16 + 2
+    assert report["dropped"] == {
+        "answer is no integer": 3,
+        "duplicate": 9,
+        "no problem or no answer": 1,
+        "answer not stated by the source": 2,
+        "contaminated": 1,
+        "published with different answers": 1,
+    }
+    assert report["written"] == {"train.jsonl": 29, "validation.jsonl": 5} and report["rows_out"] == 34
+    assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
+    assert list(report["commonest_shared_ngrams"].values()) == [1]
+    problems = read_problems([out / "train.jsonl", out / "validation.jsonl"])
+    answers = {p.prompt[0]["content"]: p.solutions for p in problems}
+    numbers = [*range(25), 30, 31, 32, 34, 35, 37, 38, 39]
+    assert answers == {ask(i): [str(i)] for i in numbers} | {ask(60): ["233168"]}
+    assert {p.task for p in problems} == {"dapo", "openmathreasoning", "project-euler"}
+    assert json.loads((out / "report.json").read_text()) == report
+
+
+def test_a_killed_pass_goes_on_to_the_same_result(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(files, tmp_path / "whole", validation=5)
+    judged = []
+    original = train_set.Cleaner.judge
+
+    def killed(self: Any, shape: Any, row: Any) -> Any:
+        judged.append(row.where)
+        if len(judged) == 31:  # in the second source, after rows that were not saved yet
+            raise KeyboardInterrupt
+        return original(self, shape, row)
+
+    monkeypatch.setattr(train_set.Cleaner, "judge", killed)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(files, out, validation=5)
+    assert not (out / "train.jsonl").exists()
+    said: list[str] = []
+    judged_before = len(judged)
+    assert run(files, out, said.append, validation=5) == whole
+    assert any("going on at row 7" in line for line in said)
+    assert len(judged) - judged_before == 51 - 29  # rows of whole saves are not read again
+    for name in ("train.jsonl", "validation.jsonl", "report.json"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert sorted(p.name for p in out.iterdir()) == ["report.json", "train.jsonl", "validation.jsonl"]
+
+
+def test_another_configuration_starts_anew(tmp_path: Path) -> None:
+    first = ResumablePass(tmp_path, {"ngram": 8}, save_rows=1)
+    first.accept({"a": 1})
+    first.advance()
+    first.close()
+    assert list(ResumablePass(tmp_path, {"ngram": 8}).accepted()) == [{"a": 1}]
+    other = ResumablePass(tmp_path, {"ngram": 9})
+    assert not other.resumed and list(other.accepted()) == [] and other.row == 0
+
+
+def test_limit_reads_that_many_rows_of_each_input(files: dict[str, Path], tmp_path: Path) -> None:
+    report = run(files, tmp_path / "out", limit=2)
+    assert [counts["in"] for counts in report["sources"].values()] == [2, 2, 2, 2]
+
+
+def test_a_problem_stays_in_the_validation_set_when_others_are_added(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    few = process(parse_source(f"dapo={files['dapo']}"), tmp_path / "a", Options(validation=19))
+    assert few["written"]["validation.jsonl"] == 19
+    run(files, tmp_path / "b", validation=19)
+    held = {p.query_id for p in read_problems([tmp_path / "a" / "train.jsonl"])}
+    assert not held & {p.query_id for p in read_problems([tmp_path / "b" / "validation.jsonl"])}
+
+
+@pytest.mark.parametrize(
+    ("source", "rows", "message"),
+    [
+        (
+            "dapo",
+            [{"prompt": "a", "solution": "1"}, {"problem": "b"}],
+            "in.jsonl:2: a row of dapo needs 'prompt'",
+        ),
+        (
+            "dapo",
+            [{"prompt": [{"role": "system", "content": "x"}], "solution": "1"}],
+            "in.jsonl:1: .* no user message",
+        ),
+        ("dapo", [{"prompt": "a", "reward_model": {"style": "x"}}], "in.jsonl:1: .*'ground_truth'"),
+        (
+            "openmathreasoning",
+            [{"problem": ["a"], "expected_answer": "1"}],
+            "in.jsonl:1: column 'problem' must be text",
+        ),
+        ("project-euler", [["a"]], "in.jsonl:1: expected an object, got list"),
+        ("dapo", [{"prompt": "a", "solution": "1/2"}], "no problem is left of 1 rows; dropped: .*no integer"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, source: str, rows: list[Any], message: str) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", rows)
+    with pytest.raises(DataError, match=message):
+        process(parse_source(f"{source}={path}"), tmp_path / "out", Options())
+
+
+def test_bad_row_of_a_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "omr.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"problem": ask(1)}]), path)
+    with pytest.raises(
+        DataError, match=r"omr.parquet row 1: a row of openmathreasoning needs 'expected_answer'"
+    ):
+        process(parse_source(f"openmathreasoning={path}"), tmp_path / "out", Options())
+
+
+def test_hub_names_and_their_configurations() -> None:
+    (dapo,) = parse_source("dapo", config="cn")
+    assert dapo.hub == HubName("open-r1/DAPO-Math-17k-Processed", "cn", "train")
+    (omr,) = parse_source("openmathreasoning", split="additional_problems", config="cn")
+    assert omr.hub == HubName("nvidia/OpenMathReasoning", "default", "additional_problems")
+    with pytest.raises(DataError, match="all, en, cn"):
+        parse_source("dapo", config="de")
+    with pytest.raises(DataError, match="give its files"):
+        parse_source("project-euler")
+    with pytest.raises(DataError, match="known shapes"):
+        parse_source("gsm8k")
+
+
+def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path) -> None:
+    """load_dataset on a directory takes the same way as on the hub: streaming, columns, skip."""
+    directory = tmp_path / "omr"
+    directory.mkdir()
+    (directory / "cot.parquet").write_bytes(files["omr"].read_bytes())
+    hub = Input("openmathreasoning", hub=HubName(str(directory), None, "train"))
+    rows = list(train_set.read_input(hub, train_set.SOURCES["openmathreasoning"], skip=3))
+    assert len(rows) == 13 and set(rows[0].values) == {"problem", "expected_answer", "problem_type"}
+    assert rows[0].where.endswith(":train row 4") and rows[0].values["expected_answer"] == "33"
+
+
+def test_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    command = ["--out", str(out), "--source", f"dapo={files['dapo']}", "--validation", "2"]
+    assert main(command) == 0
+    assert "23 rows in" in capsys.readouterr().out
+    assert main(command) == 2
+    assert "already holds train.jsonl" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+    assert main(["--out", str(tmp_path / "x"), "--source", "dapo=/nowhere"]) == 2
+    assert "/nowhere: no such file" in capsys.readouterr().err
