@@ -279,6 +279,15 @@ class MegatronActor:
         }
 
     @torch.no_grad()
+    def sft_validation(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+        """Summed cross entropy of the tokens of `loss_mask` under the current weights; collective, no update."""
+        for chunk in self.chunks:
+            chunk.eval()
+        plan = self._plan(sequences)
+        sums = self._reduce(self._run(sequences, plan, sft_loss(1.0), "trained", 1.0, forward_only=True))
+        return {"loss": sums["pg_loss"], "tokens": float(sum(s.num_trained_tokens for s in sequences))}
+
+    @torch.no_grad()
     def compute_logprobs(self, sequences: Sequence[TrainSequence]) -> list[list[float]]:
         """Log-prob of every token under the current weights, at the sampling temperature; collective.
 

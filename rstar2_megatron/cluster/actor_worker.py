@@ -59,6 +59,10 @@ class ActorWorker(Worker):
         """Several supervised steps in one call, so that short steps do not pay a call each; collective."""
         return [self.actor.sft_step(batch, lr=lr) for batch, lr in zip(batches, lrs, strict=True)]
 
+    def sft_validation(self, sequences: list[TrainSequence]) -> dict[str, float]:
+        """Summed cross entropy of the trained tokens, and how many they are; collective."""
+        return self.actor.sft_validation(sequences)
+
     def start_sft_phase(self, phase: SFTPhaseSettings) -> None:
         """A fresh optimizer with the phase's settings."""
         optim = self._settings.actor.optim.model_copy(

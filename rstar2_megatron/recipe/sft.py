@@ -1,53 +1,46 @@
-"""Supervised fine-tuning through the Megatron actor: phases of packed sequences, loss on the marked tokens.
+"""Supervised fine-tuning through the Megatron actor: packed conversations, loss on the marked tokens.
 
-A row of the data is {"segments": [[text, trained], ...]}: the texts of a conversation in order, with 1 for what the
-model is to learn to write. The same actor, packing and optimizer as in reinforcement learning are used.
+The same actor, packing and optimizer as in reinforcement learning are used. `run_phase` serves the tiny cold start
+and the full SFT of a recipe (`training/sft_run.py`).
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from tqdm import tqdm
 
-from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
-from rstar2_megatron.settings.schema import SFTPhaseSettings
+from rstar2_megatron.recipe.sft_data import SFTRows
+from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
 
 # Steps sent to the actor in one call: a call costs about 10 ms, a tiny step not much more.
 _STEPS_PER_CALL = 10
 
+Metrics = dict[str, float]
 
-def load_sft_rows(path: Path, tokenizer: Any, max_length: int) -> list[TrainSequence]:
-    """Tokenise the jsonl rows of `path`. Raises ValueError with file and line for a row that is not usable."""
-    sequences = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                segments = json.loads(line)["segments"]
-                ids: list[int] = []
-                mask: list[int] = []
-                for text, trained in segments:
-                    piece = tokenizer.encode(text, add_special_tokens=False)
-                    ids += piece
-                    mask += [int(trained)] * len(piece)
-            except (ValueError, KeyError, TypeError) as e:
-                raise ValueError(
-                    f'{path}:{number}: expected {{"segments": [[text, 0 or 1], ...]}}, got {line[:80]!r} ({e})'
-                ) from e
-            if not any(mask) or len(ids) < 2:
-                raise ValueError(f"{path}:{number}: no token of this row is trained")
-            mask[0] = 0  # nothing predicts the first token
-            ids, mask = ids[:max_length], mask[:max_length]
-            sequences.append(TrainSequence(ids, mask, [0.0] * len(ids), advantage=0.0))
-    if not sequences:
-        raise ValueError(f"{path}: no rows")
-    return sequences
+
+def phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
+    """The steps of whole epochs over `num_rows` conversations; the last batch of an epoch reaches into the next."""
+    steps = math.ceil(sft.epochs * num_rows / sft.batch_size)
+    if sft.max_steps is not None:
+        steps = min(steps, sft.max_steps)
+    return SFTPhaseSettings(
+        name="sft",
+        data_path="",
+        steps=steps,
+        batch_size=sft.batch_size,
+        lr=sft.lr,
+        min_lr_ratio=sft.min_lr_ratio,
+        warmup_steps=math.ceil(sft.warmup_ratio * steps),
+        decay="cosine",
+        adam_beta1=sft.adam_beta1,
+        adam_beta2=sft.adam_beta2,
+        weight_decay=sft.weight_decay,
+    )
 
 
 def learning_rate(phase: SFTPhaseSettings, step: int) -> float:
@@ -59,36 +52,66 @@ def learning_rate(phase: SFTPhaseSettings, step: int) -> float:
     return phase.lr * warmup * max(phase.min_lr_ratio, cosine)
 
 
-def batches(rows: list[TrainSequence], phase: SFTPhaseSettings, seed: int) -> Iterator[list[TrainSequence]]:
-    """`phase.steps` batches; rows in file order, or shuffled anew each time through."""
+def batches(num_rows: int, phase: SFTPhaseSettings, seed: int) -> Iterator[list[int]]:
+    """Row numbers of `phase.steps` batches; in file order, or shuffled anew each time through.
+
+    The same for the same arguments, so that a step number is all that a resumed run needs.
+    """
     rng = random.Random(seed)
     order: list[int] = []
     for _ in range(phase.steps):
-        batch: list[TrainSequence] = []
+        batch: list[int] = []
         while len(batch) < phase.batch_size:
             if not order:
-                order = list(range(len(rows)))
+                order = list(range(num_rows))
                 if phase.shuffle:
                     rng.shuffle(order)
                 order.reverse()  # taken from the end
-            batch.append(rows[order.pop()])
+            batch.append(order.pop())
         yield batch
 
 
 def run_phase(
-    actor: WorkerGroup, phase: SFTPhaseSettings, tokenizer: Any, max_length: int, seed: int, timeout_s: float
-) -> list[dict[str, float]]:
-    """Train one phase; returns the metrics of each step. Shows a progress bar with the loss."""
-    rows = load_sft_rows(Path(phase.data_path), tokenizer, max_length)
-    actor.call("start_sft_phase", phase, timeout_s=timeout_s)
-    history: list[dict[str, float]] = []
-    stream = batches(rows, phase, seed)
-    with tqdm(total=phase.steps, desc=f"sft {phase.name}", unit="step", leave=False, disable=None) as bar:
-        while len(history) < phase.steps:
-            count = min(_STEPS_PER_CALL, phase.steps - len(history))
-            chunk = [next(stream) for _ in range(count)]
-            lrs = [learning_rate(phase, len(history) + i) for i in range(count)]
-            history += actor.call("sft_steps", chunk, lrs, timeout_s=timeout_s)[0]
+    actor: WorkerGroup,
+    phase: SFTPhaseSettings,
+    rows: SFTRows,
+    seed: int,
+    timeout_s: float,
+    *,
+    start: int = 0,
+    pauses: Sequence[int] = (),
+    after: Callable[[int, list[Metrics]], None] = lambda done, steps: None,
+) -> list[Metrics]:
+    """Train the steps of a phase after the first `start`; returns their metrics. Shows a progress bar.
+
+    pauses: intervals in steps at whose multiples a call ends; after(done, metrics of the call) runs after each.
+    The actor's optimizer must stand at step `start`: fresh by `start_sft_phase`, or from a checkpoint.
+    """
+    stream = itertools.islice(batches(len(rows), phase, seed), start, None)
+    history: list[Metrics] = []
+    done = start
+    with tqdm(
+        total=phase.steps, initial=start, desc=f"sft {phase.name}", unit="step", leave=False, disable=None
+    ) as bar:
+        while done < phase.steps:
+            count = min(_STEPS_PER_CALL, phase.steps - done, *(e - done % e for e in pauses if e > 0))
+            chunk = [[rows[i] for i in next(stream)] for _ in range(count)]
+            lrs = [learning_rate(phase, done + i) for i in range(count)]
+            steps: list[Metrics] = actor.call("sft_steps", chunk, lrs, timeout_s=timeout_s)[0]
+            history += steps
+            done += count
             bar.update(count)
-            bar.set_postfix(loss=f"{history[-1]['sft/loss']:.3f}")
+            bar.set_postfix(loss=f"{steps[-1]['sft/loss']:.3f}")
+            after(done, steps)
     return history
+
+
+def validation_loss(actor: WorkerGroup, rows: SFTRows, batch_size: int, timeout_s: float) -> float:
+    """Mean cross entropy of the trained tokens of all rows under the current weights, in nats a token."""
+    total = tokens = 0.0
+    for first in range(0, len(rows), batch_size):
+        batch = [rows[i] for i in range(first, min(first + batch_size, len(rows)))]
+        summed = actor.call("sft_validation", batch, timeout_s=timeout_s)[0]
+        total += summed["loss"]
+        tokens += summed["tokens"]
+    return total / tokens

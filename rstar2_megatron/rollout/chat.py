@@ -37,11 +37,14 @@ from rstar2_megatron.trajectory import Problem
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
-SYSTEM_PROMPT = """\
+_INSTRUCTIONS = """\
 You are an assistant that solves problems for a user, and you can run Python code on the way.
 Think first, between <reason> and </reason>; call a tool whenever a computation or a check is worth it. When \
 you are sure, close your reasoning and give the result between <answer> and </answer>.
 
+"""
+
+TOOLS_PROMPT = """\
 # Tools
 
 These functions can be called. Each line between the <tools> tags is the JSON schema of one function:
@@ -54,6 +57,8 @@ To call one, write a JSON object with its name and arguments between <tool_call>
 {"name": <function name>, "arguments": <JSON object of arguments>}
 </tool_call>
 The outcome comes back between <tool_response> tags, and you go on from there."""
+
+SYSTEM_PROMPT = _INSTRUCTIONS + TOOLS_PROMPT
 
 USER_PREFIX = """\
 Solve the problem below. Write the result inside <answer> </answer> tags, with the final value in \\boxed{}: \

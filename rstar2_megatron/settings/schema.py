@@ -42,7 +42,10 @@ class LoggerSettings(Section):
 
 
 class RunnerSettings(Section):
-    task_type: str = "reasoning"
+    task_type: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
+    """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: count how often each
+    problem is solved, and leave out those that teach nothing.
+    """
     experiment_name: str
     output_dir: str = "results"
     """Everything a run writes lies under {output_dir}/{experiment_name}/."""
@@ -309,6 +312,31 @@ class SFTPhaseSettings(Section):
     """False keeps the order of the file (a curriculum)."""
 
 
+class SFTSettings(Section):
+    """A whole supervised fine-tuning, `runner.task_type: sft`; the paper's settings by default."""
+
+    train_data_paths: list[str] = []
+    """jsonl of {"messages": [...], "tools": [...]} rows (data_process/build_sft_dataset.py) or of {"segments"...}."""
+    val_data_paths: list[str] = []
+    epochs: float = Field(3.0, gt=0)
+    batch_size: int = Field(128, ge=1)
+    """Conversations of one optimizer step."""
+    max_steps: int | None = Field(None, ge=1)
+    """Ends before the epochs do."""
+    lr: float = Field(5e-6, gt=0)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    warmup_ratio: float = Field(0.04, ge=0, le=1)
+    """Share of the steps; cosine to min_lr_ratio over all of them."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    weight_decay: float = Field(0.01, ge=0)
+    max_length: int | None = Field(None, ge=8)
+    """Tokens of a conversation; longer ones are cut. null takes runner.seq_length."""
+    val_interval: int = -1
+    """Steps between validation losses; -1 takes one before and one after."""
+    seed: int = 1234
+
+
 class ColdStartSettings(Section):
     """SFT before RL. The result is cached under its configuration's hash."""
 
@@ -344,4 +372,5 @@ class Settings(Section):
     agentloop: AgentLoopSettings = AgentLoopSettings()
     tools: ToolsSettings = ToolsSettings()
     cold_start: ColdStartSettings = ColdStartSettings()
+    sft: SFTSettings = SFTSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

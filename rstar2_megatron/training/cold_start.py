@@ -20,6 +20,7 @@ from typing import Any
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
 from rstar2_megatron.recipe.sft import run_phase
+from rstar2_megatron.recipe.sft_data import load_sft_rows
 from rstar2_megatron.settings.schema import Settings
 
 Evaluate = Callable[[str], HeldOutResult]
@@ -79,14 +80,10 @@ def run_cold_start(
     losses = {}
     for phase in settings.cold_start.phases:
         lap = time.perf_counter()
-        history = run_phase(
-            actor,
-            phase,
-            tokenizer,
-            settings.runner.seq_length,
-            settings.cold_start.seed,
-            settings.runner.step_timeout_s,
-        )
+        timeout = settings.runner.step_timeout_s
+        rows = load_sft_rows([phase.data_path], tokenizer, settings.runner.seq_length)
+        actor.call("start_sft_phase", phase, timeout_s=timeout)
+        history = run_phase(actor, phase, rows, settings.cold_start.seed, timeout)
         if history:
             losses[phase.name] = history[-1]["sft/loss"]
             print(

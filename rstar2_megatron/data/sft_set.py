@@ -1,0 +1,256 @@
+"""Public conversation sets to the data of supervised fine-tuning, in the paper's proportions.
+
+    python data_process/build_sft_dataset.py --out data/sft                       every source from the hub
+    python data_process/build_sft_dataset.py --out data/sft --source toolace=/data/toolace.json --source ...
+
+Writes train.jsonl and validation.jsonl with `messages` (JSON tool calls), `tools` and `source`, and report.json. The
+mixture is 165 K function-calling and code, 30 K instruction and 27 K chat conversations (`--scale 0.1`: a tenth of
+each; `--count glaive=2000`: another number). What is trained is decided when SFT renders them: assistant turns only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rstar2_megatron.data.resumable import ResumablePass, check_writable, write_json, write_jsonl
+from rstar2_megatron.data.rows import DataError, Row, count_rows, file_rows, find_files, hub_rows
+from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What decides the result, apart from the inputs."""
+
+    counts: Mapping[str, int]
+    """Conversations wanted of each source."""
+    validation: int = 0
+    max_chars: int = 32_000
+    seed: int = 0
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    name: str
+    path: str = ""
+    """A file; empty reads the hub."""
+
+    @property
+    def label(self) -> str:
+        return self.path or str(SFT_SOURCES[self.name].hub)
+
+    def rows(self, skip: int) -> Iterator[Row]:
+        source = SFT_SOURCES[self.name]
+        if self.path:
+            return file_rows(Path(self.path), columns=source.columns, skip=skip)
+        return hub_rows(source.hub, columns=source.columns, skip=skip)
+
+
+def parse_source(word: str) -> list[Input]:
+    """Inputs of NAME or NAME=PATH. Raises DataError."""
+    name, _, path = word.partition("=")
+    if name not in SFT_SOURCES:
+        raise DataError(f"unknown source {name!r}; known are {', '.join(SFT_SOURCES)}")
+    return [Input(name, str(file)) for file in find_files(path)] if path else [Input(name)]
+
+
+def place(conversation: Mapping[str, Any], seed: int) -> str:
+    """Where a conversation stands in the order that decides which are taken: a hash of what the users say."""
+    said = [m["content"] for m in conversation["messages"] if m["role"] == "user"]
+    return hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=12).hexdigest()
+
+
+@dataclass(slots=True)
+class Selection:
+    """Of each source the conversations with the smallest places: a uniform sample of fixed size in one pass."""
+
+    counts: Mapping[str, int]
+    _heaps: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    """Places of all conversations that were ever among the smallest, of any source."""
+
+    def offer(self, source: str, where: str) -> bool:
+        """True when the conversation is among the smallest so far."""
+        heap = self._heaps.setdefault(source, [])
+        entry = (-int(where, 16), where)
+        if len(heap) < self.counts[source]:
+            heapq.heappush(heap, entry)
+            return True
+        if not heap or entry < heap[0]:
+            return False
+        heapq.heapreplace(heap, entry)
+        return True
+
+    def chosen(self) -> set[tuple[str, str]]:
+        return {(source, where) for source, heap in self._heaps.items() for _, where in heap}
+
+
+def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: int = 5000) -> dict[str, Any]:
+    """Run the pass, or go on with it; returns the report, which is also written. Raises DataError."""
+    configuration = {"inputs": [asdict(source) for source in inputs], "options": asdict(options)}
+    state = ResumablePass(out, configuration, save_rows)
+    selection = Selection(options.counts)
+    try:
+        for row in state.accepted():
+            where = place(row, options.seed)
+            selection.offer(row["source"], where)
+            selection.seen.add(where)
+        while state.source < len(inputs):
+            _read_source(inputs[state.source], state, selection, options)
+            state.next_source()
+        report = _write_results(state, selection, options)
+    except BaseException:
+        state.close()
+        raise
+    state.finish()
+    return report
+
+
+def _read_source(source: Input, state: ResumablePass, selection: Selection, options: Options) -> None:
+    total = count_rows([Path(source.path)]) if source.path else None
+    if options.limit is not None:
+        total = options.limit if total is None else min(total, options.limit)
+    counts = state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
+    with tqdm(total=total, initial=state.row, desc=source.label[-40:], unit="row", disable=None) as bar:
+        for row in source.rows(state.row):
+            if options.limit is not None and state.row >= options.limit:
+                break
+            counts["in"] += 1
+            try:
+                conversation = SFT_SOURCES[source.name].parse(row)
+                if sum(map(len, _texts(conversation))) > options.max_chars:
+                    raise Unusable("too long")
+                where = place(conversation, options.seed)
+                if where in selection.seen:
+                    raise Unusable("duplicate")
+                counts["usable"] += 1
+                if selection.offer(source.name, where):
+                    selection.seen.add(where)
+                    state.accept(conversation)
+            except Unusable as why:
+                counts["dropped"][str(why)] = counts["dropped"].get(str(why), 0) + 1
+            state.advance()
+            bar.update()
+
+
+def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:
+    for message in conversation["messages"]:
+        yield message["content"]
+        for call in message.get("tool_calls", []):
+            yield json.dumps(call, ensure_ascii=False)
+    for tool in conversation["tools"]:
+        yield json.dumps(tool, ensure_ascii=False)
+
+
+def _write_results(state: ResumablePass, selection: Selection, options: Options) -> dict[str, Any]:
+    chosen = selection.chosen()
+    if len(chosen) <= options.validation:
+        raise DataError(
+            f"{len(chosen)} conversations are left, --validation {options.validation} takes them all; dropped: "
+            + "; ".join(f"{name}: {c['dropped']}" for name, c in state.counters.items())
+        )
+    # Sources mixed, in an order that is the same for the same seed; the first are held out.
+    order = sorted(chosen, key=lambda item: item[1])
+    held_out = set(order[: options.validation])
+    rows = {
+        key: row for row in state.accepted() if (key := (row["source"], place(row, options.seed))) in chosen
+    }
+    written = {
+        "train.jsonl": write_jsonl(state.out / "train.jsonl", (rows[k] for k in order if k not in held_out))
+    }
+    if held_out:
+        kept = (rows[k] for k in order if k in held_out)
+        written["validation.jsonl"] = write_jsonl(state.out / "validation.jsonl", kept)
+    taken = Counter(source for source, _ in chosen)
+    report = {
+        "rows_in": sum(counts["in"] for counts in state.counters.values()),
+        "rows_out": sum(written.values()),
+        "written": written,
+        "sources": {
+            name: {**counts, "wanted": options.counts[name], "taken": taken[name]}
+            for name, counts in state.counters.items()
+        },
+        "options": asdict(options),
+    }
+    write_json(state.out / "report.json", report)
+    return report
+
+
+def render_report(report: dict[str, Any]) -> str:
+    lines = [f"{'source':<12}{'rows in':>12}{'usable':>12}{'wanted':>12}{'taken':>12}  dropped"]
+    for name, counts in report["sources"].items():
+        dropped = ", ".join(f"{count:,} {why}" for why, count in sorted(counts["dropped"].items()))
+        lines.append(
+            f"{name:<12}{counts['in']:>12,}{counts['usable']:>12,}{counts['wanted']:>12,}{counts['taken']:>12,}  {dropped}"
+        )
+    return "\n".join(lines)
+
+
+def _parse_counts(words: Sequence[str], scale: float) -> dict[str, int]:
+    counts = {name: max(1, round(source.count * scale)) for name, source in SFT_SOURCES.items()}
+    for word in words:
+        name, _, number = word.partition("=")
+        if name not in counts or not number.isdecimal():
+            raise DataError(f"--count {word}: write SOURCE=NUMBER with a source of {', '.join(counts)}")
+        counts[name] = int(number)
+    return counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser.add_argument(
+        "--source",
+        action="append",
+        metavar="NAME[=PATH]",
+        help=f"of {', '.join(SFT_SOURCES)}; default all, from the hub",
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's numbers (default 1)")
+    parser.add_argument(
+        "--count", nargs="+", default=[], metavar="NAME=N", help="another number for a source"
+    )
+    parser.add_argument(
+        "--validation", type=int, default=0, help="conversations held out into validation.jsonl"
+    )
+    parser.add_argument("--max-chars", type=int, default=32_000, help="longer conversations are left out")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice and the order")
+    parser.add_argument("--limit", type=int, help="rows read of each input, for a try")
+    parser.add_argument("--force", action="store_true", help="replace results that lie in --out")
+    arguments = parser.parse_args(argv)
+    try:
+        check_writable(arguments.out, arguments.force, ("train.jsonl", "report.json"))
+        inputs = [i for word in arguments.source or list(SFT_SOURCES) for i in parse_source(word)]
+        options = Options(
+            counts=_parse_counts(arguments.count, arguments.scale),
+            validation=arguments.validation,
+            max_chars=arguments.max_chars,
+            seed=arguments.seed,
+            limit=arguments.limit,
+        )
+        report = process(inputs, arguments.out, options)
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(render_report(report))
+    print(
+        f"wrote {', '.join(f'{n} rows to {arguments.out / name}' for name, n in report['written'].items())}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

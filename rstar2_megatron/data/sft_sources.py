@@ -1,0 +1,258 @@
+"""Shapes of public conversation sets, and how a row of each becomes one conversation with JSON tool calls.
+
+| source | what | on the hub | rows in the paper |
+|---|---|---|---|
+| toolace | function calling | Team-ACE/ToolACE | 11 K |
+| apigen-mt | function calling, many turns | Salesforce/APIGen-MT-5k | 5 K |
+| glaive | function calling | glaiveai/glaive-function-calling-v2 | 101 K |
+| magicoder | Python, as a call of the Python tool | ise-uiuc/Magicoder-OSS-Instruct-75K | 48 K |
+| tulu3 | instructions (the paper rewrote the answers) | allenai/tulu-3-sft-mixture | 30 K |
+| nemotron | chat (the paper rewrote the answers) | nvidia/Llama-Nemotron-Post-Training-Dataset: chat | 27 K |
+
+A conversation is {"messages": [...], "tools": [...], "source": name}; a message has `role` (system, user, assistant,
+tool), `content`, and an assistant's may have `tool_calls`: [{"name": ..., "arguments": {...}}].
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rstar2_megatron.data.rows import DataError, HubName, Row
+from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
+from rstar2_megatron.rollout.tools import STANDARD_IO, TOOL_SCHEMAS
+
+Message = dict[str, Any]
+SPECIAL = "<|"  # of special tokens: an assistant's turn that writes them would end itself
+
+
+class Unusable(ValueError):
+    """A row that is well formed and cannot be trained on; the message is the reason that is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SFTSource:
+    """One shape: its columns, its reader and its share."""
+
+    name: str
+    columns: tuple[str, ...]
+    """The first group is needed, the others may be absent."""
+    needs: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], tuple[list[Message], list[dict[str, Any]]]]
+    hub: HubName
+    count: int
+    """Conversations in the paper's mixture (arXiv 2508.20722, section 3.1)."""
+
+    def parse(self, row: Row) -> dict[str, Any]:
+        """A conversation. Raises Unusable with a reason, or DataError for a row of another shape."""
+        missing = [name for name in self.needs if name not in row.values]
+        if missing:
+            raise DataError(
+                f"{row.where}: a row of {self.name} needs {', '.join(map(repr, missing))}; it has "
+                f"{', '.join(sorted(row.values)) or 'nothing'}"
+            )
+        try:
+            messages, tools = self.read(row.values)
+        except Unusable:
+            raise
+        except (TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{row.where}: not as {self.name} writes its rows ({type(error).__name__}: {error})"
+            ) from error
+        except ValueError as error:  # of tool_text
+            raise Unusable("tool call or schema cannot be read") from error
+        check_conversation(messages, tools)
+        return {"messages": messages, "tools": tools, "source": self.name}
+
+
+def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> None:
+    """Raises Unusable for a conversation that would teach something wrong."""
+    roles = [m["role"] for m in messages]
+    if "user" not in roles or roles[-1] != "assistant":
+        raise Unusable("does not end with the assistant")
+    schemas = {schema["function"]["name"]: schema["function"] for schema in tools}
+    previous = ""
+    for number, message in enumerate(messages):
+        role, calls = message["role"], message.get("tool_calls", [])
+        if role == "system" and number:
+            raise Unusable("system message in the middle")
+        if role == "assistant":
+            if previous == "assistant":
+                raise Unusable("two assistant turns in a row")
+            if not message["content"].strip() and not calls:
+                raise Unusable("empty assistant turn")
+            if SPECIAL in message["content"] or "<tool_call>" in message["content"]:
+                raise Unusable("special tokens in an assistant turn")
+        if role == "tool" and previous not in ("assistant", "tool"):
+            raise Unusable("tool response without a call")
+        for call in calls:
+            if call["name"] not in schemas:
+                raise Unusable("calls a tool that is not described")
+            required = schemas[call["name"]]["parameters"].get("required") or []
+            if isinstance(required, list) and any(name not in call["arguments"] for name in required):
+                raise Unusable("call without a required argument")
+            if SPECIAL in json.dumps(call, ensure_ascii=False):
+                raise Unusable("special tokens in an assistant turn")
+        previous = role
+
+
+def _message(role: str, content: Any) -> Message:
+    if not isinstance(content, str):
+        content = "" if content is None else json.dumps(content, ensure_ascii=False)
+    return {"role": role, "content": content.strip()}
+
+
+def _read_toolace(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+    functions = next((v for v in json_values(values["system"]) if isinstance(v, list) and v), [])
+    tools = [tool_schema(function) for function in functions if isinstance(function, dict)]
+    messages: list[Message] = []
+    for turn in values["conversations"]:
+        role, text = turn["from"], turn["value"]
+        if role == "assistant" and tools and re.match(r"\[\s*[^\s\[{(\"'][^(\[\]{]*\(", text.strip()):
+            messages.append({"role": "assistant", "content": "", "tool_calls": python_calls(text)})
+        else:
+            messages.append(_message(role, text))
+    return messages, tools
+
+
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "system": "system"}
+
+
+def _read_apigen(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+    described = values["tools"]
+    tools = [tool_schema(f) for f in (json.loads(described) if isinstance(described, str) else described)]
+    system = values.get("system")
+    messages = [_message("system", system)] if system else []
+    for turn in values["conversations"]:
+        if turn["from"] == "function_call":
+            messages.append({"role": "assistant", "content": "", "tool_calls": [json_call(turn["value"])]})
+        else:
+            messages.append(_message(_SHAREGPT[turn["from"]], turn["value"]))
+    return messages, tools
+
+
+_GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):[ \t]*")
+_GLAIVE_ROLE = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+
+
+def _read_glaive(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+    tools = [tool_schema(v) for v in json_values(values["system"]) if isinstance(v, dict) and "name" in v]
+    parts = _GLAIVE_TURN.split(values["chat"].replace("<|endoftext|>", ""))
+    messages: list[Message] = []
+    for speaker, text in zip(parts[1::2], parts[2::2], strict=True):
+        message = _message(_GLAIVE_ROLE[speaker], text)
+        if message["role"] == "assistant" and "<functioncall>" in message["content"]:
+            content, _, call = message["content"].partition("<functioncall>")
+            message = {
+                "role": "assistant",
+                "content": content.strip(),
+                "tool_calls": [json_call(call.strip())],
+            }
+        messages.append(message)
+    return messages, tools
+
+
+_PYTHON_BLOCK = re.compile(r"```python[^\n]*\n(.*?)```", re.DOTALL)
+
+
+def _read_magicoder(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+    """The solution's program becomes a call of the Python tool: code as a JSON string is what is learnt."""
+    if values.get("lang") not in (None, "python"):
+        raise Unusable("not Python")
+    problem = values.get("problem") or values.get("instruction")
+    solution = values.get("solution") or values.get("response")
+    if not isinstance(problem, str) or not isinstance(solution, str):
+        raise Unusable("no problem or no solution")
+    blocks = _PYTHON_BLOCK.findall(solution)
+    if len(blocks) != 1:
+        raise Unusable("not one Python program")
+    code = blocks[0].strip("\n")
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Unusable("not one Python program") from None
+    before = solution.partition("```")[0].strip()
+    call = {"name": STANDARD_IO, "arguments": {"code": code, "input": ""}}
+    return (
+        [_message("user", problem), {"role": "assistant", "content": before, "tool_calls": [call]}],
+        [TOOL_SCHEMAS[STANDARD_IO]],
+    )
+
+
+def _read_messages(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+    return [_message(m["role"], m["content"]) for m in values["messages"]], []
+
+
+def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Only answers without reasoning: the paper's SFT is a non-reasoning one."""
+    if values.get("reasoning") == "on":
+        raise Unusable("a reasoning answer")
+    given = values["input"]
+    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = [_message(m["role"], m["content"]) for m in turns]
+    output = re.sub(r"\A\s*<think>.*?</think>\s*", "", values["output"], flags=re.DOTALL)
+    if "<think>" in output:
+        raise Unusable("a reasoning answer")
+    system = values.get("system_prompt") or ""
+    if system and "detailed thinking" not in system and messages[0]["role"] != "system":
+        messages.insert(0, _message("system", system))
+    return [*messages, _message("assistant", output)], []
+
+
+SFT_SOURCES: dict[str, SFTSource] = {
+    source.name: source
+    for source in (
+        SFTSource(
+            "toolace",
+            ("system", "conversations"),
+            ("system", "conversations"),
+            _read_toolace,
+            HubName("Team-ACE/ToolACE"),
+            11_000,
+        ),
+        SFTSource(
+            "apigen-mt",
+            ("system", "conversations", "tools"),
+            ("conversations", "tools"),
+            _read_apigen,
+            HubName("Salesforce/APIGen-MT-5k"),
+            5_000,
+        ),
+        SFTSource(
+            "glaive",
+            ("system", "chat"),
+            ("system", "chat"),
+            _read_glaive,
+            HubName("glaiveai/glaive-function-calling-v2"),
+            101_000,
+        ),
+        SFTSource(
+            "magicoder",
+            ("lang", "problem", "solution", "instruction", "response"),
+            (),
+            _read_magicoder,
+            HubName("ise-uiuc/Magicoder-OSS-Instruct-75K"),
+            48_000,
+        ),
+        SFTSource(
+            "tulu3",
+            ("messages",),
+            ("messages",),
+            _read_messages,
+            HubName("allenai/tulu-3-sft-mixture"),
+            30_000,
+        ),
+        SFTSource(
+            "nemotron",
+            ("input", "output", "reasoning", "system_prompt"),
+            ("input", "output"),
+            _read_nemotron,
+            HubName("nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat"),
+            27_000,
+        ),
+    )
+}

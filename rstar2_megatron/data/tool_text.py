@@ -1,0 +1,168 @@
+"""Tool calls and tool schemas out of the texts that public function-calling sets write them in. Pure.
+
+ToolACE writes calls as Python does, `[Get Weather(city="Oslo", days=[1, 2])]`, with names that no Python would take;
+Glaive writes JSON whose arguments are JSON again between single quotes. Whatever cannot be read exactly raises
+ValueError, and the conversation is left out: a guessed argument would be trained on.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Call = dict[str, Any]
+_OPENING, _CLOSING = "([{", ")]}"
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_TYPES = {
+    "dict": "object",
+    "float": "number",
+    "double": "number",
+    "int": "integer",
+    "long": "integer",
+    "str": "string",
+    "char": "string",
+    "bool": "boolean",
+    "list": "array",
+    "tuple": "array",
+    "arraylist": "array",
+}
+
+
+def python_calls(text: str) -> list[Call]:
+    """Calls of `[name(key=value, ...), ...]`. Raises ValueError for anything else."""
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        raise ValueError("no list of calls")
+    calls = [_python_call(part) for part in _split(text[1:-1], ",")]
+    if not calls:
+        raise ValueError("an empty list of calls")
+    return calls
+
+
+def _python_call(text: str) -> Call:
+    name, parenthesis, rest = text.strip().partition("(")
+    if not parenthesis or not rest.endswith(")") or not name.strip():
+        raise ValueError(f"no call: {text[:60]!r}")
+    arguments: dict[str, Any] = {}
+    for part in _split(rest[:-1], ","):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"no key=value: {part[:60]!r}")
+        arguments[key.strip().strip("'\"")] = _value(value.strip())
+    return {"name": name.strip(), "arguments": arguments}
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise ValueError(f"no literal: {text[:60]!r}") from None
+    return value
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Parts between separators that stand outside brackets and quotes. Raises ValueError when unbalanced."""
+    parts: list[str] = []
+    start = depth = 0
+    quote = ""
+    position = 0
+    while position < len(text):
+        char = text[position]
+        if quote:
+            if char == "\\":
+                position += 1
+            elif char == quote:
+                quote = ""
+        elif char in "\"'" and text[:position].rstrip()[-1:] in ("=", ",", ":", *_OPENING):
+            quote = char  # an apostrophe inside a name opens no string
+        elif char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            depth -= 1
+            if depth < 0:
+                raise ValueError("brackets do not match")
+        elif char == separator and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+        position += 1
+    if quote or depth:
+        raise ValueError("a quote or bracket is not closed")
+    if text[start:].strip() or parts:
+        parts.append(text[start:])
+    return [part.strip() for part in parts]
+
+
+def json_call(text: str) -> Call:
+    """A call written as JSON, with arguments as an object or as text that holds one. Raises ValueError."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        # Glaive: {"name": "f", "arguments": '{"a": "it\'s"}'}
+        match = re.fullmatch(
+            r"""\{\s*"name"\s*:\s*("[^"]*")\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}""", text.strip(), re.DOTALL
+        )
+        if match is None:
+            raise ValueError(f"no call: {text[:60]!r}") from None
+        call = {"name": json.loads(match.group(1)), "arguments": match.group(2).replace("\\'", "'")}
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError(f"no call: {text[:60]!r}")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments are no object: {text[:60]!r}")
+    return {"name": call["name"], "arguments": arguments}
+
+
+def json_values(text: str) -> Iterator[Any]:
+    """Every JSON object or array in a text, in order; what stands between them is skipped."""
+    decoder = json.JSONDecoder()
+    position = 0
+    while (found := re.compile(r"[\[{]").search(text, position)) is not None:
+        try:
+            value, position = decoder.raw_decode(text, found.start())
+        except ValueError:
+            position = found.start() + 1
+            continue
+        yield value
+
+
+def tool_schema(function: Any) -> dict[str, Any]:
+    """An OpenAI-style schema of a function description, with JSON Schema's names of types. Raises ValueError."""
+    if isinstance(function, dict) and isinstance(function.get("function"), dict):
+        function = function["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"no function description: {str(function)[:60]!r}")
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": str(function.get("description") or ""),
+            "parameters": _json_schema(parameters),
+        },
+    }
+
+
+def _json_schema(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_json_schema(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _TYPES.get(value.lower(), value)
+        if key == "type" and isinstance(value, str)
+        else _json_schema(value)
+        for key, value in node.items()
+        if value is not None
+    }
