@@ -13,10 +13,11 @@ from rstar2_megatron.cluster.keys import GROUPS, PROBLEMS
 from rstar2_megatron.cluster.weights import WeightRoute, receive_weights
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.rollout.agent_loop import AgentLoop
-from rstar2_megatron.rollout.engine import EngineClient
+from rstar2_megatron.rollout.engine import EngineClient, MemoryTag
 from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import KVBudget, make_budget
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import SamplingParams, Settings
 from rstar2_megatron.trajectory import Problem
 
@@ -57,6 +58,7 @@ class RolloutWorker(Worker):
             name=f"engine {self._rank}",
             log_path=log,
             context_length=settings.runner.seq_length + 8,
+            memory_saver=collocated(settings.cluster, slots_of(settings.cluster, visible_gpus())),
         )
         self._started = True
         await self._engine.start()
@@ -69,6 +71,21 @@ class RolloutWorker(Worker):
         """Take the actor's weights and load them into the engine as `version`."""
         weights = await receive_weights(self, route)
         await self._engine.update_weights(weights.items(), version)
+
+    async def release_memory(self) -> dict[str, float]:
+        """Leave the device to a collocated actor: KV cache and weights. Nothing runs until `resume_memory`.
+
+        Returns the seconds it took. Raises EngineError while trajectories are being generated.
+        """
+        start = time.monotonic()
+        await self._engine.release_memory()
+        return {"release_seconds": time.monotonic() - start}
+
+    async def resume_memory(self, tags: list[MemoryTag]) -> dict[str, float]:
+        """Take memory again: `["weights"]` before `receive_weights`, `["kv_cache"]` once the actor has made room."""
+        start = time.monotonic()
+        await self._engine.resume_memory(tags)
+        return {"resume_seconds": time.monotonic() - start}
 
     async def weights_checksum(self) -> dict[str, int]:
         return await self._engine.weights_checksum()
@@ -110,7 +127,7 @@ class RolloutWorker(Worker):
         stats = loop.stats
         stats.wall_seconds = time.monotonic() - start
         return {
-            **{name.removeprefix("rollout/"): value for name, value in stats.metrics().items()},
+            **stats.sums(),
             "engine_restarts": float(self._engine.restarts),
         }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine import EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
 from rstar2_megatron.rollout.tool_response import ToolRun, format_refusal, format_tool_response, truncate

@@ -15,9 +15,16 @@ _CPU_KV_TOKENS = 65536
 
 
 def engine_arguments(
-    settings: RolloutSettings, *, seed: int = 0, context_length: int | None = None
+    settings: RolloutSettings,
+    *,
+    seed: int = 0,
+    context_length: int | None = None,
+    memory_saver: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` has the last word."""
+    """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` has the last word.
+
+    `memory_saver` lets a GPU engine give its memory back; there is nothing of the kind on a CPU.
+    """
     from rstar2_megatron.rollout.weight_hooks import LOADER
 
     arguments: dict[str, Any] = {
@@ -41,7 +48,9 @@ def engine_arguments(
         arguments["max_total_tokens"] = settings.max_total_tokens
     if settings.sglang.attention_backend != "auto":
         arguments["attention_backend"] = settings.sglang.attention_backend
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        arguments["enable_memory_saver"] = memory_saver
+    else:
         arguments |= {
             "device": "cpu",
             "sampling_backend": "pytorch",

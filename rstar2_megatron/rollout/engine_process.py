@@ -29,7 +29,7 @@ from rstar2_megatron.rollout.engine_protocol import (
     REPORT_ID,
     EngineInfo,
     EngineReport,
-    GeneratePayload,
+    GenerateResult,
     read_message,
     write_message,
 )
@@ -103,6 +103,8 @@ class _EngineServer:
             "flush_cache": self._flush_cache,
             "checksums": self._checksums,
             "info": self._info,
+            "release_memory": self._release_memory,
+            "resume_memory": self._resume_memory,
         }
 
     async def run(self) -> None:
@@ -145,7 +147,7 @@ class _EngineServer:
             message = [request_id, f"{type(error).__name__}: {error}", None]
         write_message(self._writer, message)
 
-    async def _generate(self, params: dict[str, Any]) -> GeneratePayload:
+    async def _generate(self, params: dict[str, Any]) -> GenerateResult:
         output = await self._engine.async_generate(
             input_ids=params["input_ids"],
             sampling_params=params["sampling"],
@@ -162,7 +164,7 @@ class _EngineServer:
         spans = meta.get("weight_versions") if tokens else []
         if spans is None:
             spans = [{"start": 0, "end": len(tokens), "version": meta["weight_version"]}]
-        return GeneratePayload(
+        return GenerateResult(
             token_ids=[token[1] for token in tokens],
             logprobs=[token[0] for token in tokens],
             finish_reason=reason["type"],
@@ -203,6 +205,16 @@ class _EngineServer:
 
     async def _flush_cache(self, params: None) -> bool:
         return bool((await self._manager.flush_cache()).success)
+
+    async def _release_memory(self, params: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=params["tags"]))
+
+    async def _resume_memory(self, params: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=params["tags"]))
 
     async def _checksums(self, params: None) -> dict[str, int]:
         from rstar2_megatron.rollout.weight_hooks import CHECKSUM_METHOD

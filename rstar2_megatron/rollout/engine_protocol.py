@@ -1,5 +1,7 @@
 """Messages between `EngineClient` and the engine's process: length-prefixed msgpack over a Unix socket pair.
 
+Also the results and errors that callers of an engine meet; nothing here imports torch or SGLang.
+
 A request is [id, method, params]; its reply is [id, error or null, result]. Id 0 is the child's own: a report
 (`EngineReport`) when the engine is up and then once a second.
 """
@@ -35,16 +37,33 @@ class EngineInfo(msgspec.Struct):
     cache_hit_rate: float = 0.0
 
 
-class GeneratePayload(msgspec.Struct):
-    """Result of one generation on the wire."""
+class GenerateResult(msgspec.Struct):
+    """Generated tokens; `token_ids` and `logprobs` (temperature applied) have one entry per token."""
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str
-    version_spans: list[tuple[int, int, int]]  # start, end, version
+    finish_reason: str  # stop | length | abort
+    version_spans: list[tuple[int, int, int]]  # start, end, version: which weights made which tokens
     prompt_tokens: int
-    cached_tokens: int
-    retractions: int  # times the engine evicted this request and computed it again
+    cached_tokens: int  # of the prompt, found in the KV cache
+    retractions: int = 0  # times the engine evicted this request and computed it again
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the last token."""
+        return self.version_spans[-1][2] if self.version_spans else 0
+
+
+class EngineLost(RuntimeError):
+    """The engine died, made no progress, or was closed while somebody waited for it."""
+
+
+class GenerationTimeout(EngineLost):
+    """One request missed its deadline; the engine itself is still there and the request was aborted."""
+
+
+class EngineError(RuntimeError):
+    """The engine is well and refused a call."""
 
 
 _encoder = msgspec.msgpack.Encoder()

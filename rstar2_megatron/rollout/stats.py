@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
 from rstar2_megatron.trajectory import Trajectory
@@ -40,19 +41,22 @@ class RolloutStats:
             setattr(self, f.name, mine + theirs)
         return self
 
-    @property
-    def prefix_hit_rate(self) -> float:
-        total = self.prefill_tokens + self.cached_tokens
-        return self.cached_tokens / total if total else 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """Flat values under `rollout/`, counters one key each."""
+    def sums(self) -> dict[str, float]:
+        """Flat values, counters one key each. They add up over workers; ratios do not, see `combine`."""
         values = {
-            f"rollout/{f.name}": float(getattr(self, f.name))
+            f.name: float(getattr(self, f.name))
             for f in fields(self)
             if f.name not in ("tool_calls", "endings")
         }
-        values["rollout/prefix_hit_rate"] = self.prefix_hit_rate
-        values |= {f"rollout/tool_calls/{name}": float(n) for name, n in sorted(self.tool_calls.items())}
-        values |= {f"rollout/endings/{name}": float(n) for name, n in sorted(self.endings.items())}
+        values |= {f"tool_calls/{name}": float(n) for name, n in sorted(self.tool_calls.items())}
+        values |= {f"endings/{name}": float(n) for name, n in sorted(self.endings.items())}
         return values
+
+
+def combine(workers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sums over the workers of one phase, and the ratios that follow from them."""
+    totals: Counter[str] = Counter()
+    for sums in workers:
+        totals.update(sums)
+    prompts = totals["prefill_tokens"] + totals["cached_tokens"]
+    return {**totals, "prefix_hit_rate": totals["cached_tokens"] / prompts if prompts else 0.0}

@@ -106,6 +106,12 @@ def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]
     return slots
 
 
+def collocated(cluster: ClusterSettings, slots: Slots) -> bool:
+    """True when an engine stands on a slot of the actor, so that the two must take turns with its memory."""
+    places = component_slots(cluster, slots.count)
+    return bool(set(places.get("actor", [])) & set(places.get("rollout", [])))
+
+
 def parse_slots(component: str, value: str | int, total: int) -> list[int]:
     """Slot numbers of one placement string. Raises ValueError naming the value and the slots there are."""
     text = str(value).strip()

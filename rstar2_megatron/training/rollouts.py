@@ -13,6 +13,7 @@ from rstar2_megatron.cluster.calls import ChannelReader, PendingCall
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.cluster.keys import GRADED, GROUPS, PROBLEMS
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.stats import combine
 from rstar2_megatron.trajectory import Group, Problem
 
 
@@ -60,10 +61,7 @@ class RolloutCoordinator:
                 group = self._graded.get(left, while_waiting=check)
                 arrived[group.problem.query_id] = group
                 bar.update()
-        stats: dict[str, float] = {}
-        for worker_stats in pending.result(60.0):
-            for name, value in worker_stats.items():
-                stats[name] = stats.get(name, 0.0) + value
+        stats = combine(pending.result(60.0))
         ordered = [arrived[problem.query_id] for problem in problems]
         return RolloutPhase(ordered, time.perf_counter() - start, stats)
 

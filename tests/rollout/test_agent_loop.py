@@ -19,7 +19,7 @@ from rstar2_megatron.judge.client import JudgeResult, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine import EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import make_budget
 from rstar2_megatron.rollout.tools import STANDARD_IO

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rstar2_megatron.rollout.engine import EngineClient, EngineError, EngineLost, GenerationTimeout
+from rstar2_megatron.rollout.engine import EngineClient
+from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerationTimeout
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SGLangSettings
 from rstar2_megatron.weights_checksum import weights_checksum
 
@@ -172,6 +173,38 @@ async def test_bad_weights_are_refused_and_good_ones_mend_it(engine: EngineClien
     assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == 8
 
 
+async def test_memory_is_released_and_taken_again(engine: EngineClient, tiny_model: Path) -> None:
+    """The order of a collocated step. A CPU frees nothing; the states and SGLang's own calls are the GPU's."""
+    weights = load_file(tiny_model / "model.safetensors")
+    sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+    running = asyncio.create_task(engine.generate(PROMPT, sampling, timeout_s=120))
+    await asyncio.sleep(0.3)
+    with pytest.raises(EngineError, match="1 calls under way"):
+        await engine.release_memory()
+    await engine.abort_all()
+    await running
+
+    await engine.release_memory()
+    await engine.release_memory()  # twice is once
+    with pytest.raises(EngineError, match="resume_memory first"):
+        await engine.generate(PROMPT, STOP, timeout_s=60)
+    with pytest.raises(EngineError, match="resume_memory first"):
+        await engine.update_weights(weights.items(), version=1)
+    await engine.resume_memory(["weights"])
+    await engine.update_weights(weights.items(), version=2)
+    with pytest.raises(EngineError, match="kv_cache"):
+        await engine.generate(PROMPT, STOP, timeout_s=60)
+    await engine.resume_memory(["kv_cache"])
+    assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == 2
+    assert await engine.weights_checksum() == weights_checksum(weights.items())
+
+    await engine.release_memory()  # weights that nobody sent again are not there
+    await engine.resume_memory()
+    with pytest.raises(EngineLost, match="weights"):
+        await engine.generate(PROMPT, STOP, timeout_s=60)
+    await engine.update_weights(weights.items(), version=3)
+
+
 async def test_idle_engine_sleeps(engine: EngineClient) -> None:
     family = [
         psutil.Process(engine.pid),
@@ -203,10 +236,10 @@ async def test_killed_in_mid_generation_then_restarted(engine: EngineClient, tin
 
 
 async def test_no_progress_is_a_loss_and_restarts_are_bounded(engine: EngineClient) -> None:
-    engine.settings = engine.settings.model_copy(update={"no_progress_timeout_s": 2.0})
-    for task in engine._tasks[1:]:
-        task.cancel()
-    engine._tasks[1:] = [asyncio.create_task(engine._watch())]
+    child = engine._child
+    assert child is not None
+    child.settings = engine.settings.model_copy(update={"no_progress_timeout_s": 2.0})
+    await asyncio.sleep(1.1)  # the watch looks again
     scheduler = max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss)
     waiting = asyncio.create_task(
         engine.generate(PROMPT, {"max_new_tokens": 4000, "ignore_eos": True}, timeout_s=120)
