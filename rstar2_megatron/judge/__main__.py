@@ -13,6 +13,7 @@ from dataclasses import replace
 from rstar2_megatron.judge.limits import CallLimits
 
 log = logging.getLogger("judge")
+_SESSIONS_PER_CORE = 32
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,6 +29,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: 8 a core)"
     )
+    parser.add_argument(
+        "--sessions", type=int, default=_SESSIONS_PER_CORE * (os.cpu_count() or 1),
+        help="live interpreters of this node, most at a time (default: 32 a core)",
+    )  # fmt: skip
+    parser.add_argument("--session-ttl-s", type=float, default=900.0, help="an unused session ends (900)")
     parser.add_argument("--time-limit-s", type=float, help="wall time of a call (MAX_EXECUTION_TIME; 10)")
     parser.add_argument("--memory-mb", type=int, help="memory of a call (MAX_MEMORY; 512)")
     parser.add_argument("--output-chars", type=int, help="output returned (MAX_STDOUT_ERROR_LENGTH; 1000)")
@@ -63,6 +69,13 @@ def slots_of(arguments: argparse.Namespace) -> int:
     return slots
 
 
+def check_sessions(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.sessions <= 4096:
+        raise ValueError(f"--sessions {arguments.sessions}: between 0 and 4096 live interpreters")
+    if not arguments.session_ttl_s > 0:
+        raise ValueError(f"--session-ttl-s {arguments.session_ttl_s}: must be above 0")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command until a signal. Returns 0 after a clean stop, 1 on an error that is told in one line."""
     arguments = _parser().parse_args(argv)
@@ -77,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command != "serve":
             arguments.workers = slots_of(arguments)
+            check_sessions(arguments)
         limits = limits_of(arguments)
         with contextlib.suppress(ImportError):
             import uvloop

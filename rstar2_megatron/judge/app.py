@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 from rstar2_megatron.judge.broker import Broker, Ticket
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.models import BatchSubmission, Submission
+from rstar2_megatron.judge.options import check_session_name
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
 
 DEFAULT_QUEUE_TIME_LIMIT_S = 50.0  # below the 60 s after which known clients give up
@@ -41,6 +42,7 @@ class _Metrics:
         )
         self.queued = Gauge("judge_queued", "Jobs that wait", registry=self.registry)
         self.slots = Gauge("judge_slots", "Execution slots of live workers", registry=self.registry)
+        self.sessions = Gauge("judge_sessions", "Open sessions of live workers", registry=self.registry)
         self.rejected = Counter("judge_rejected", "Requests refused, queue full", registry=self.registry)
         self.abandoned = Counter("judge_abandoned", "Requests whose client left", registry=self.registry)
 
@@ -125,6 +127,8 @@ class JudgeServer:
         return {
             "queue": told["queue"],
             "num_workers": sum(w["slots"] for w in workers.values()),
+            "sessions": sum(w["sessions"] for w in workers.values()),
+            "session_room": sum(w["session_room"] for w in workers.values()),
             "isolation": min(levels, key=order.index) if levels else None,
             "workers": workers,
             "limits": self.broker.limits.as_dict(),
@@ -139,6 +143,7 @@ class JudgeServer:
         told = await self.broker.queue.status()
         self.metrics.queued.set(told["queue"])
         self.metrics.slots.set(sum(w["slots"] for w in told["workers"].values()))
+        self.metrics.sessions.set(sum(w["sessions"] for w in told["workers"].values()))
         return generate_latest(self.metrics.registry)
 
 
@@ -265,6 +270,15 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
     @app.post("/judge/long-batch")
     async def judge_batch(request: Request, batch: BatchSubmission) -> Response:
         return await server.batch(request, batch, output=False)
+
+    @app.delete("/session/{name}")
+    async def end_session(name: str) -> Response:
+        """End a live interpreter. No error when it has ended already."""
+        try:
+            ended = await server.broker.queue.end_session(check_session_name(name))
+        except ValueError as error:
+            return JSONResponse({"detail": str(error)}, 422)
+        return JSONResponse({"session": name, "ended": ended})
 
     @app.post("/run/stream")
     async def run_stream(request: Request, batch: BatchSubmission) -> Response:

@@ -16,8 +16,9 @@ from redis.exceptions import RedisError
 
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.models import Submission
+from rstar2_megatron.judge.options import check_files, check_session
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import LEASE_S, JobQueue, until_redis_answers
+from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, until_redis_answers
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
@@ -75,14 +76,16 @@ class Broker:
     def _ticket(self, submission: Submission, client: str) -> Ticket:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         sub_id = submission.sub_id or uuid.uuid4().hex
-        why = ""
+        options = submission.options or {}
         try:
-            limits = self.limits.with_options(submission.options or {}, ceiling=self._ceiling())
+            limits = self.limits.with_options(options, ceiling=self._ceiling())
+            session, must_exist = check_session(options, submission.type)
+            files = check_files(options, submission.type)
         except ValueError as error:
-            why = f"options: {error}"
+            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, f"options: {error}"))
+            return Ticket(sub_id, None, answer)
         if submission.type == "math":
             why = "submissions of type math are graded by the project's reward pool, not here"
-        if why:
             answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, why))
             return Ticket(sub_id, None, answer)
         request: dict[str, Any] = {
@@ -93,10 +96,17 @@ class Broker:
             "expected_output": submission.expected_output,
             "limits": limits.as_dict(),
         }
+        if files:
+            request["files"] = files
+        place = ""
+        if session is not None:
+            request |= {"session": session, "session_must_exist": must_exist}
+            place = f"{'=' if must_exist else '@'}{session}"
         if submission.sub_id is None:
-            key = f"{client}/u{sub_id}"
+            key = f"{client}/u{sub_id}{place}"
         else:  # the same id with the same content is the same job, for as long as its answer is kept
-            key = f"{client}/k{hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()}"
+            digest = hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()
+            key = f"{client}/k{digest}{place}"
         request["queued_at"] = time.time()
         self.waiting.setdefault(key, []).append(answer)
         self.payloads.setdefault(key, orjson.dumps(request))
@@ -165,7 +175,8 @@ class Broker:
     # ----------------------------------------------------------------------------------------- answers
 
     def _make(self, sub_id: str | None, outcome: Outcome, why: str) -> bytes:
-        return orjson.dumps(make_result(sub_id, outcome, stderr=why))
+        session = "lost" if outcome is Outcome.SESSION_LOST else None
+        return orjson.dumps(make_result(sub_id, outcome, stderr=why, session=session))
 
     def _settle(self, key: str, answer: bytes) -> None:
         self.payloads.pop(key, None)
@@ -184,9 +195,12 @@ class Broker:
                 await self._submit_pending_again()
                 continue
             for key, answer in answers:
-                if answer is None:
+                if answer == POISON:
                     why = "the worker of this job died twice"
                     answer = self._make(self._sub_id(key), Outcome.INTERNAL_ERROR, why)
+                elif answer == LOST:
+                    why = "the session is open on no worker: its time to live is over, or its worker ended"
+                    answer = self._make(self._sub_id(key), Outcome.SESSION_LOST, why)
                 self._settle(key, answer)
 
     def _sub_id(self, key: str) -> str | None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +23,13 @@ from rstar2_megatron.judge import cpp, isolation, linux, snippet
 from rstar2_megatron.judge.cgroup import SlotGroup
 from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
-from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.output import SANDBOX_FAILED, Output, report
 
 _SLICE_S = 0.3  # a call that has used this much CPU is demoted, so that short calls pass it
 _DEMOTED_NICENESS = 10
 _WATCH_S = 0.1  # between two looks at a call that runs longer than a slice
-_READ_SIZE = 1 << 16
-_SANDBOX_FAILED = 250  # exit code of a child whose walls could not be raised
+_CHANNEL = 3  # where a live interpreter finds the socket that its cells come through
 
 
 def own_address_space() -> int:
@@ -36,52 +37,8 @@ def own_address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Output:
-    """What one stream of the call wrote, bounded."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.parts: list[bytes] = []
-        self.size = 0
-
-    def read(self) -> bool:
-        """Take what is there. False at the end of the stream."""
-        try:
-            data = os.read(self.fd, _READ_SIZE)
-        except BlockingIOError:
-            return True
-        self.parts.append(data)
-        self.size += len(data)
-        return bool(data)
-
-    def drain(self, limit: int) -> None:
-        """Take what is left in the pipe without waiting for writers that may live on."""
-        os.set_blocking(self.fd, False)
-        with contextlib.suppress(OSError):
-            while self.size <= limit:
-                before = self.size
-                if not self.read() or self.size == before:
-                    break
-        os.close(self.fd)
-
-    def text(self) -> str:
-        return b"".join(self.parts).decode("utf-8", "backslashreplace")
-
-
-def shorten(text: str, limit: int) -> tuple[str, bool]:
-    """At most `limit` characters, head and tail kept around a note. Returns whether it was cut."""
-    if len(text) <= limit:
-        return text, False
-    note = f"\n... [{len(text) - limit} characters left out] ...\n"
-    room = limit - len(note)
-    if room < 20:
-        return text[:limit], True
-    head = room - room // 2
-    return text[:head] + note + text[len(text) - room // 2 :], True
-
-
-class CallRunner:
-    """Runs the calls of one slot, one after another."""
+class Sandbox:
+    """Forks programs into the walls of one slot, watches and ends them."""
 
     def __init__(
         self,
@@ -104,50 +61,49 @@ class CallRunner:
         self.address_space = own_address_space()
         self.resident_at_start = _resident_bytes(os.getpid())
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        # A program may choose any exit code, so it takes this word too to say that the walls failed.
+        self.failure_mark = os.urandom(8).hex()
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Run `job` (type, solution, input, expected_output, limits) and return a SubmissionResult."""
-        limits = CallLimits.from_dict(job["limits"])
-        if self.group is not None:
-            self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
-        directory = isolation.CALL_DIRECTORY
-        if "private_tmpfs" not in self.walls.active:
-            directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
-            if self.walls.uid_base is not None:
-                os.chown(directory, self.walls.uid_base + self.slot, -1)
-        try:
-            return self._run(job, limits, directory)
-        finally:
-            if directory != isolation.CALL_DIRECTORY:
-                shutil.rmtree(directory, ignore_errors=True)
+        """Run `job` (type, solution, input, expected_output, files, limits) and return a SubmissionResult."""
+        raise NotImplementedError
 
-    def _run(self, job: dict[str, Any], limits: CallLimits, directory: str) -> dict[str, Any]:
-        kills_before = self.group.kills() if self.group is not None else 0
-        started = time.monotonic()
-        pid, out, err = self._fork(job, limits, directory)
-        time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
-        verdict = self._watch(pid, out, err, started + time_limit_s, limits)
-        self._end(pid)
-        _, status, usage = os.wait4(pid, 0)
-        if self.own_pid_namespace < 0:
-            self._end_orphans()
-        cost = time.monotonic() - started
-        output_limit = limits.output_limit_mb * MEGABYTE
-        out.drain(output_limit)
-        err.drain(output_limit)
-        if self.group is not None and verdict is None and self.group.kills() > kills_before:
-            verdict = Outcome.MEMORY
-        code = os.waitstatus_to_exitcode(status)
-        return self._report(job, limits, code, verdict, cost, out.text(), err.text(), usage.ru_maxrss * 1024)
+    def close(self) -> None:
+        """End what lives on between calls."""
 
-    def _fork(self, job: dict[str, Any], limits: CallLimits, directory: str) -> tuple[int, Output, Output]:
+    def _limit_memory(self, limits: CallLimits) -> int:
+        """Set the group's limit. Returns how often the kernel has enforced it so far."""
+        if self.group is None:
+            return 0
+        self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
+        return self.group.kills()
+
+    def _ran_out_of_memory(self, kills_before: int) -> bool:
+        return self.group is not None and self.group.kills() > kills_before
+
+    def _make_directory(self) -> str:
+        if "private_tmpfs" in self.walls.active:
+            return isolation.CALL_DIRECTORY
+        directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
+        if self.walls.uid_base is not None:
+            os.chown(directory, self.walls.uid_base + self.slot, -1)
+        return directory
+
+    def _remove_directory(self, directory: str) -> None:
+        if directory != isolation.CALL_DIRECTORY:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _fork(
+        self,
+        job: dict[str, Any],
+        limits: CallLimits,
+        directory: str,
+        channel: socket.socket | None = None,
+    ) -> tuple[int, Output, Output]:
+        """Start the job's program, or with a `channel` an interpreter that takes its cells from there."""
         stdin = self.null
-        if job.get("input"):
-            stdin = os.memfd_create("stdin", os.MFD_CLOEXEC)
-            data = memoryview(job["input"].encode("utf-8", "surrogatepass"))
-            while data:
-                data = data[os.write(stdin, data) :]
-            os.lseek(stdin, 0, os.SEEK_SET)
+        if channel is None and job.get("input"):
+            stdin = snippet.memory_file(job["input"])
         out_reader, out_writer = os.pipe()
         err_reader, err_writer = os.pipe()
         if self.own_pid_namespace >= 0:
@@ -157,22 +113,35 @@ class CallRunner:
             if pid == 0:
                 for source, target in ((stdin, 0), (out_writer, 1), (err_writer, 2)):
                     os.dup2(source, target)
-                self._become(job, limits, directory)
+                if channel is not None:
+                    os.dup2(channel.fileno(), _CHANNEL)
+                self._become(job, limits, directory, live=channel is not None)
         finally:
             if self.own_pid_namespace >= 0:
                 linux.setns(self.own_pid_namespace, linux.CLONE_NEWPID)
             for fd in (out_writer, err_writer, *([stdin] if stdin != self.null else [])):
                 os.close(fd)
-        return pid, Output(out_reader), Output(err_reader)
+        kept = limits.output_limit_mb * MEGABYTE
+        return pid, Output(out_reader, kept), Output(err_reader, kept)
 
-    def _become(self, job: dict[str, Any], limits: CallLimits, directory: str) -> NoReturn:
+    def _become(self, job: dict[str, Any], limits: CallLimits, directory: str, *, live: bool) -> NoReturn:
         """The child: raise the walls and run the program. Ends this process."""
-        code = _SANDBOX_FAILED
         try:
-            linux.close_from(3)
+            linux.close_from(_CHANNEL + 1 if live else _CHANNEL)
             os.setsid()
             address_space = self.address_space + limits.memory_mb * MEGABYTE
-            isolation.confine_call(self.walls, limits, self.slot, directory, address_space)
+            isolation.confine_call(
+                self.walls, limits, self.slot, directory, address_space, cpu_limit=not live
+            )
+            if not live:
+                snippet.write_files(job.get("files"))
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                os.write(2, f"{self.failure_mark}: {error!r}\n".encode())
+            os._exit(SANDBOX_FAILED)
+        self.failure_mark = ""
+        code = 1
+        try:
             if job["type"] == "cpp":
                 code = cpp.build_and_run(job["solution"], limits)
             else:
@@ -180,25 +149,26 @@ class CallRunner:
                 sys.path[0] = directory
                 sys.argv[:] = [snippet.FILE_NAME]
                 reseed()
-                code = snippet.run_program(job["solution"], counter)
-        except BaseException as error:
-            with contextlib.suppress(BaseException):
-                os.write(2, f"the sandbox could not start the program: {error!r}\n".encode())
+                if live:
+                    snippet.serve_cells(socket.socket(fileno=_CHANNEL), counter)
+                else:
+                    code = snippet.run_program(job["solution"], counter)
         finally:
             os._exit(code)
 
     def _watch(
-        self, pid: int, out: Output, err: Output, deadline: float, limits: CallLimits
+        self, pid: int, out: Output, err: Output, deadline: float, limits: CallLimits, done: int = -1
     ) -> Outcome | None:
-        """Wait for the process's end. Returns why it has to be ended, or None when it ended by itself."""
+        """Wait for the process's end, or for `done` to become readable.
+
+        Returns why it has to be ended, or None when it came to its end by itself.
+        """
         watched = os.pidfd_open(pid)
         poller = select.poll()
         streams = {out.fd: out, err.fd: err}
-        for fd in (watched, out.fd, err.fd, self.cancellation):
-            if fd < 0:
-                continue
-            poller.register(fd, select.POLLIN)
-        output_limit = limits.output_limit_mb * MEGABYTE
+        for fd in (watched, out.fd, err.fd, self.cancellation, done):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
         next_look = time.monotonic() + _SLICE_S
         demoted = False
         try:
@@ -218,25 +188,33 @@ class CallRunner:
                         next_look = deadline  # the control group watches memory: nothing left to look at
                 wait_s = min(deadline, next_look) - now
                 for fd, _ in poller.poll(wait_s * 1000 + 1):
-                    if fd == watched:
+                    if fd in (watched, done):
                         return None
                     if fd == self.cancellation:
                         return Outcome.KILLED
                     if not streams[fd].read():
                         poller.unregister(fd)
-                    elif streams[fd].size > output_limit:
+                    elif streams[fd].is_too_much:
                         return Outcome.OUTPUT_LIMIT
         finally:
             os.close(watched)
 
-    def _memory_used(self, pid: int) -> int:
-        """Resident bytes of the call's processes beyond what each inherited."""
-        total, stack = 0, [pid]
+    def _family(self, pid: int) -> Iterator[int]:
+        """A process and its descendants, parents first."""
+        stack = [pid]
         while stack:
             current = stack.pop()
+            yield current
+            for task in Path(f"/proc/{current}/task").glob("*/children"):
+                with contextlib.suppress(OSError, ValueError):
+                    stack += map(int, task.read_text().split())
+
+    def _memory_used(self, pid: int) -> int:
+        """Resident bytes of the call's processes beyond what each inherited."""
+        total = 0
+        for member in self._family(pid):
             with contextlib.suppress(OSError, ValueError):
-                total += max(0, _resident_bytes(current) - self.resident_at_start)
-                stack += map(int, Path(f"/proc/{current}/task/{current}/children").read_text().split())
+                total += max(0, _resident_bytes(member) - self.resident_at_start)
         return total
 
     def _end(self, pid: int) -> None:
@@ -258,48 +236,48 @@ class CallRunner:
                     os.kill(int(child), signal.SIGKILL)
                     os.waitpid(int(child), 0)
 
-    def _report(
-        self,
-        job: dict[str, Any],
-        limits: CallLimits,
-        code: int,
-        verdict: Outcome | None,
-        cost: float,
-        stdout: str,
-        stderr: str,
-        peak_memory_bytes: int,
+
+class CallRunner(Sandbox):
+    """Runs the calls of one slot, one after another, each in a process of its own."""
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        limits = CallLimits.from_dict(job["limits"])
+        kills_before = self._limit_memory(limits)
+        directory = self._make_directory()
+        try:
+            return self._run(job, limits, directory, kills_before)
+        finally:
+            self._remove_directory(directory)
+
+    def _run(
+        self, job: dict[str, Any], limits: CallLimits, directory: str, kills_before: int
     ) -> dict[str, Any]:
-        ended_by = -code if code < 0 else None
-        if verdict is None:
-            if code == 0:
-                verdict = Outcome.OK
-            elif code == _SANDBOX_FAILED:
-                verdict = Outcome.INTERNAL_ERROR
-            elif ended_by == signal.SIGXCPU:
-                verdict = Outcome.TIMEOUT
-            elif ended_by is not None:
-                verdict = Outcome.KILLED
-            elif "MemoryError" in stderr[stderr.rstrip().rfind("\n") + 1 :]:
-                verdict = Outcome.MEMORY
-            else:
-                verdict = Outcome.ERROR
-        expected = job.get("expected_output")
-        success = verdict is Outcome.OK and (expected is None or stdout.strip() == expected.strip())
-        shown_out, cut_out = shorten(stdout, limits.output_chars)
-        shown_err, cut_err = shorten(stderr, limits.output_chars)
-        return make_result(
-            job.get("sub_id"),
+        started = time.monotonic()
+        pid, out, err = self._fork(job, limits, directory)
+        time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
+        verdict = self._watch(pid, out, err, started + time_limit_s, limits)
+        self._end(pid)
+        _, status, usage = os.wait4(pid, 0)
+        if self.own_pid_namespace < 0:
+            self._end_orphans()
+        cost = time.monotonic() - started
+        out.close()
+        err.close()
+        if verdict is None and self._ran_out_of_memory(kills_before):
+            verdict = Outcome.MEMORY
+        code = os.waitstatus_to_exitcode(status)
+        stderr = err.text()
+        if code == SANDBOX_FAILED and stderr.startswith(self.failure_mark):
+            verdict = Outcome.INTERNAL_ERROR
+        return report(
+            job,
+            limits,
+            code,
             verdict,
             cost=cost,
-            stdout=shown_out,
-            stderr=shown_err,
-            exit_code=code if code >= 0 else 128 - code,
-            signal=ended_by,
-            truncated=cut_out or cut_err,
-            peak_memory_bytes=peak_memory_bytes,
-            queue_seconds=job.get("queue_seconds"),
-            worker=job.get("worker"),
-            success=success,
+            stdout=out.text(),
+            stderr=stderr,
+            peak_memory_bytes=usage.ru_maxrss * 1024,
         )
 
 

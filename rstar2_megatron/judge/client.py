@@ -8,18 +8,19 @@ itself did wrong (error, timeout, memory) is a result and never retried.
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 import tenacity
 
-from rstar2_megatron.judge.outcome import REASONS, Outcome
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.result import JudgeResult
 
-_OUTCOME_OF_REASON = {reason: outcome for outcome, reason in REASONS.items()}
 _RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx
 _OVERLOAD = ("http_429", "queue_timeout")
 _FIRST_WAIT_S = 0.1
@@ -41,57 +42,6 @@ class _TryAgain(Exception):
         super().__init__(f"{kind}: {detail}")
         self.kind = kind
         self.wait_s = wait_s
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeResult:
-    """One call's result."""
-
-    outcome: Outcome
-    stdout: str
-    stderr: str
-    exit_code: int | None  # None where the server does not tell
-    seconds: float  # running time as the server measured it
-    reason: str = ""  # the wire's word: '', worker_timeout, queue_timeout, internal_error, invalid_input
-    success: bool = False  # run_success, and stdout as expected where expected_output was given
-    truncated: bool = False
-    signal: int | None = None
-    peak_memory_bytes: int | None = None
-    queue_seconds: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.outcome is Outcome.OK
-
-    @property
-    def is_infrastructure(self) -> bool:
-        """True when the service failed, not the program."""
-        return self.outcome in (Outcome.INTERNAL_ERROR, Outcome.QUEUE_TIMEOUT)
-
-    @classmethod
-    def from_wire(cls, fields: dict[str, Any]) -> JudgeResult:
-        """From a SubmissionResult; the public server's lacks our extra fields."""
-        reason = fields.get("reason") or ""
-        run_success = bool(fields.get("run_success"))
-        if "outcome" in fields:
-            outcome = Outcome(fields["outcome"])
-        elif reason:
-            outcome = _OUTCOME_OF_REASON.get(reason, Outcome.INTERNAL_ERROR)
-        else:
-            outcome = Outcome.OK if run_success else Outcome.ERROR
-        return cls(
-            outcome=outcome,
-            stdout=fields.get("stdout") or "",
-            stderr=fields.get("stderr") or "",
-            exit_code=fields.get("exit_code"),
-            seconds=float(fields.get("cost") or 0.0),
-            reason=reason,
-            success=bool(fields.get("success")),
-            truncated=bool(fields.get("truncated")),
-            signal=fields.get("signal"),
-            peak_memory_bytes=fields.get("peak_memory_bytes"),
-            queue_seconds=fields.get("queue_seconds"),
-        )
 
 
 class JudgeClient:
@@ -131,6 +81,7 @@ class JudgeClient:
         self._down_since: float | None = None
         self._session: aiohttp.ClientSession | None = None
         self._gate: asyncio.Semaphore | None = None
+        self._sessions: dict[str, bool] = {}  # name -> the judge has said that it is open
 
     # ------------------------------------------------------------------------------------------- calls
 
@@ -141,21 +92,58 @@ class JudgeClient:
         *,
         kind: str = "python",
         expected_output: str | None = None,
-        options: dict[str, str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
+        session: str | None = None,
     ) -> JudgeResult:
-        """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected."""
+        """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
+
+        `files` lie in its working directory. Calls with the same `session` (choose a unique name) share one
+        live interpreter, from the first until `close_session`; they run in the order they are sent. Should the
+        judge lose it in between, the next call is an infrastructure outcome, SESSION_LOST: never a program that
+        runs without the names it was promised. A program that ends its own interpreter (memory, os._exit) gets
+        `result.session == "lost"`, and the next call a new one.
+        """
         submission = self._submission(code, stdin, kind, expected_output, options)
+        if files:
+            submission["options"]["files"] = {path: _wire_content(content) for path, content in files.items()}
+        if session is not None:
+            submission["options"]["session"] = session
+            is_open = self._sessions.setdefault(session, False)
+            submission["options"]["session_must_exist"] = str(is_open).lower()
         self._counts["calls"] += 1
         if self._gate is None:
             self._gate = asyncio.Semaphore(self.max_concurrency)
         async with self._gate:
             (result,) = await self._persist("/run", submission)
-            if result.outcome is Outcome.INTERNAL_ERROR:  # once more, as a new job
-                self._counts["retries"] += 1
+            if result.outcome is Outcome.INTERNAL_ERROR and not (session and self._sessions.get(session)):
+                self._counts["retries"] += 1  # once more, as a new job
                 self._counts["internal_errors"] += 1
                 (result,) = await self._persist("/run", {**submission, "sub_id": uuid.uuid4().hex})
         self._counts[f"outcome_{result.outcome}"] += 1
+        if session is not None:
+            self._note_session(session, result)
         return result
+
+    def _note_session(self, session: str, result: JudgeResult) -> None:
+        if result.session in ("new", "kept"):
+            self._sessions[session] = True
+        elif result.session == "lost" or result.is_infrastructure:
+            self._sessions[session] = False
+        elif result.outcome is not Outcome.INVALID_INPUT:
+            raise JudgeRejected(
+                f"the judge at {self.base_url} keeps no sessions (the public server does not)"
+            )
+
+    async def close_session(self, session: str) -> None:
+        """End a session's interpreter. Never raises for a judge that is away: its time to live ends it too."""
+        if self._sessions.pop(session, None) is None:
+            return
+        try:
+            async with self._open().delete(f"{self.base_url}/session/{session}") as response:
+                await response.read()
+        except (TimeoutError, aiohttp.ClientError):
+            self._counts["sessions_left_to_expire"] += 1
 
     async def run_batch(self, codes: list[str], *, kind: str = "python") -> list[JudgeResult]:
         """Run programs together in one request (`/run/long-batch`): all are answered, in order, or none.
@@ -169,9 +157,14 @@ class JudgeClient:
         return results
 
     def _submission(
-        self, code: str, stdin: str, kind: str, expected_output: str | None, options: dict[str, str] | None
+        self,
+        code: str,
+        stdin: str,
+        kind: str,
+        expected_output: str | None,
+        options: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        submission = {
+        submission: dict[str, Any] = {
             "sub_id": uuid.uuid4().hex,
             "type": kind,
             "solution": code,
@@ -297,6 +290,10 @@ class JudgeClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _wire_content(content: str | bytes) -> str | dict[str, str]:
+    return content if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
 
 
 def _asked_wait_s(state: tenacity.RetryCallState) -> float:

@@ -45,6 +45,8 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     worker = Worker(
         JobQueue(uri),
         slots=arguments.workers,
+        sessions=arguments.sessions,
+        session_ttl_s=arguments.session_ttl_s,
         require_isolation=arguments.require_isolation,
         name=arguments.name,
     )
@@ -128,6 +130,8 @@ class _WorkerProcess:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         command = [sys.executable, "-m", "rstar2_megatron.judge", "worker", "--name", self.name]
         command += ["--workers", str(self.arguments.workers), "--drain-s", "0", "--exit-with-parent"]
+        command += ["--sessions", str(self.arguments.sessions)]
+        command += ["--session-ttl-s", str(self.arguments.session_ttl_s)]
         command += ["--require-isolation", self.arguments.require_isolation]
         command += ["--log-level", self.arguments.log_level]
         environment = {**os.environ, "REDIS_URI": self.uri}

@@ -253,10 +253,19 @@ def _mount_call_directory(limits: CallLimits, uid: int | None) -> None:
     linux.mount("tmpfs", CALL_DIRECTORY, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
 
 
-def confine_call(walls: Walls, limits: CallLimits, slot: int, directory: str, address_space: int) -> None:
+def confine_call(
+    walls: Walls,
+    limits: CallLimits,
+    slot: int,
+    directory: str,
+    address_space: int,
+    *,
+    cpu_limit: bool = True,
+) -> None:
     """In the call's own process, before the snippet: raise every layer that stands. OSError if one falls.
 
     `directory` is the working directory where there is no private tmpfs; `address_space` is in bytes.
+    `cpu_limit` is off for a process that serves many calls.
     """
     uid = None if walls.uid_base is None else walls.uid_base + slot
     if "private_tmpfs" in walls.active:
@@ -266,7 +275,7 @@ def confine_call(walls: Walls, limits: CallLimits, slot: int, directory: str, ad
     os.chdir(directory)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
-    cpu_seconds = int(limits.time_limit_s) + 2
+    cpu_seconds = int(limits.time_limit_s) + 2 if cpu_limit else resource.RLIM_INFINITY
     for kind, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, address_space),

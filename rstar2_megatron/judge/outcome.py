@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """What became of a call. Only the last two are the service's doing, never the snippet's."""
+    """What became of a call. Only the last three are the service's doing, never the snippet's."""
 
     OK = "ok"
     ERROR = "error"  # the program ended with a non-zero exit code
@@ -18,13 +18,17 @@ class Outcome(StrEnum):
     INVALID_INPUT = "invalid_input"  # the submission cannot be run (no such type, bad option)
     QUEUE_TIMEOUT = "queue_timeout"
     INTERNAL_ERROR = "internal_error"
+    SESSION_LOST = "session_lost"  # the interpreter that the call relied on is gone (its worker, its time)
 
+
+INFRASTRUCTURE = (Outcome.QUEUE_TIMEOUT, Outcome.INTERNAL_ERROR, Outcome.SESSION_LOST)
 
 # The wire's `reason` knows fewer words.
 REASONS = {
     Outcome.TIMEOUT: "worker_timeout",
     Outcome.QUEUE_TIMEOUT: "queue_timeout",
     Outcome.INTERNAL_ERROR: "internal_error",
+    Outcome.SESSION_LOST: "internal_error",
     Outcome.INVALID_INPUT: "invalid_input",
 }
 
@@ -42,9 +46,14 @@ def make_result(
     peak_memory_bytes: int | None = None,
     queue_seconds: float | None = None,
     worker: str | None = None,
+    session: str | None = None,
     success: bool | None = None,
 ) -> dict[str, Any]:
-    """A SubmissionResult. `run_success` is exit code 0; `success` adds the comparison with expected_output."""
+    """A SubmissionResult. `run_success` is exit code 0; `success` adds the comparison with expected_output.
+
+    `session` is None for a call without one; "new" when its interpreter began with this call, "kept" when it
+    holds what earlier calls left, "lost" when it ended with this call.
+    """
     run_success = outcome is Outcome.OK
     return {
         "sub_id": sub_id,
@@ -61,4 +70,5 @@ def make_result(
         "peak_memory_bytes": peak_memory_bytes,
         "queue_seconds": queue_seconds,
         "worker": worker,
+        "session": session,
     }

@@ -26,7 +26,8 @@ KEEP_ANSWER_S = 600
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
 _CONNECTIONS = 32
-_POISON = b"!poison"
+# What Redis itself says in place of a result: a job's worker died twice; its session is open nowhere.
+POISON, LOST = b"!poison", b"!lost"
 
 
 class QueueFull(Exception):
@@ -65,6 +66,9 @@ class JobQueue:
         self._cancel = self.redis.register_script(scripts.CANCEL)
         self._heartbeat = self.redis.register_script(scripts.HEARTBEAT)
         self._reap = self.redis.register_script(scripts.REAP)
+        self._claim_sessions = self.redis.register_script(scripts.CLAIM_SESSIONS)
+        self._forget_sessions = self.redis.register_script(scripts.FORGET_SESSIONS)
+        self._end_session = self.redis.register_script(scripts.END_SESSION)
 
     async def close(self) -> None:
         await self.redis.aclose()
@@ -102,8 +106,12 @@ class JobQueue:
         known = await self.redis.hmget(f"{self.prefix}jobs", keys)
         return [key for key, payload in zip(keys, known, strict=True) if payload is None]
 
-    async def replies(self, reply: str, many: bool) -> list[tuple[str, bytes | None]]:
-        """Wait a little for answers: (job key, result JSON, or None for a poison job)."""
+    async def end_session(self, session: str) -> bool:
+        """Have its worker end a session. False when no worker has it."""
+        return bool(await self._end_session(args=[self.prefix, session]))
+
+    async def replies(self, reply: str, many: bool) -> list[tuple[str, bytes]]:
+        """Wait a little for answers: (job key, result JSON, or POISON, or LOST)."""
         name = f"{self.prefix}replies:{reply}"
         first = await self.redis.blpop([name], timeout=_BLOCK_S)
         if first is None:
@@ -111,10 +119,10 @@ class JobQueue:
         raw = [first[1]]
         if many:
             raw += await self.redis.lpop(name, 256) or []
-        answers: list[tuple[str, bytes | None]] = []
+        answers = []
         for item in raw:
             key, _, body = item.partition(b"\n")
-            answers.append((key.decode(), None if body == _POISON else body))
+            answers.append((key.decode(), body))
         return answers
 
     async def status(self) -> dict[str, Any]:
@@ -127,14 +135,17 @@ class JobQueue:
 
     # ------------------------------------------------------------------------------------ for workers
 
-    async def take(self, worker: str, count: int) -> list[Job]:
-        """Lease up to `count` jobs."""
-        flat = await self._take(args=[self.prefix, worker, count])
+    async def take(self, worker: str, count: int, session_room: int = 0) -> list[Job]:
+        """Lease up to `count` jobs, of which `session_room` may open a session."""
+        flat = await self._take(args=[self.prefix, worker, count, session_room])
         return [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
 
-    async def wait_for_bell(self) -> None:
+    async def wait_for_bell(self, worker: str, may_open_sessions: bool) -> None:
         """Until jobs may be there, or a little while."""
-        await self.redis.blpop([f"{self.prefix}bell"], timeout=_BLOCK_S)
+        bells = [f"{self.prefix}bell:{worker}", f"{self.prefix}bell"]
+        if may_open_sessions:
+            bells.append(f"{self.prefix}sbell")
+        await self.redis.blpop(bells, timeout=_BLOCK_S)
 
     async def finish(self, worker: str, answers: list[tuple[str, bytes]]) -> int:
         """Ack jobs with their answers. Returns how many were still this worker's."""
@@ -152,8 +163,17 @@ class JobQueue:
                 if message is not None:
                     yield message["data"].decode()
 
-    async def heartbeat(self, worker: str, info: dict[str, Any]) -> None:
-        await self._heartbeat(args=[self.prefix, worker, LEASE_S, orjson.dumps(info)])
+    async def heartbeat(self, worker: str, info: dict[str, Any]) -> int:
+        """This worker is alive. Returns how many sessions Redis knows it to hold."""
+        return int(await self._heartbeat(args=[self.prefix, worker, LEASE_S, orjson.dumps(info)]))
+
+    async def claim_sessions(self, worker: str, sessions: list[str]) -> None:
+        """Exactly these sessions are open at `worker`."""
+        await self._claim_sessions(args=[self.prefix, worker, *sessions])
+
+    async def forget_sessions(self, worker: str, sessions: list[str]) -> None:
+        """These sessions have ended at `worker`."""
+        await self._forget_sessions(args=[self.prefix, worker, *sessions])
 
     async def retire(self, worker: str) -> None:
         """This worker is gone: whoever reaps next puts its jobs back at once."""

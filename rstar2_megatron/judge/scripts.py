@@ -4,69 +4,157 @@ Keys below the prefix P: `queue:CLIENT` job keys waiting, one list a client; `ri
 served in turn; `queued` how many wait; `jobs` key -> payload; `owner`, `tries` of jobs taken; `taken:WORKER`
 what a worker holds; `alive:WORKER` its heartbeat; `workers` all of them; `waiters` key -> reply lists;
 `replies:SERVER` answers; `done:KEY` kept answers; `bell` wakes an idle worker.
-A job key reads CLIENT/k... (answer kept for a later retry) or CLIENT/u... (not kept).
+Sessions: `sessions` name -> worker, `held:WORKER` the names it holds; calls of an open session wait in
+`pinned:WORKER` (`bell:WORKER` wakes it), calls that open one in `squeue:CLIENT`, `sring`, `sbell`.
+A job key reads CLIENT/k... (answer kept for a later retry) or CLIENT/u... (not kept); `@NAME` at its end is a
+session, `=NAME` one that must be open already.
+"""
+
+# Puts a job where it is to wait, at the tail or (again) at the head. False when its session is open nowhere.
+_PLACE = """
+local function place(P, key, push)
+  local client = string.match(key, '^(.-)/')
+  local sort, session = string.match(key, '([@=])([^@=]+)$')
+  local holder = session and redis.call('HGET', P..'sessions', session)
+  if holder and redis.call('EXISTS', P..'alive:'..holder) == 1 then
+    redis.call(push, P..'pinned:'..holder, key)
+    if redis.call('LLEN', P..'bell:'..holder) == 0 then redis.call('RPUSH', P..'bell:'..holder, '1') end
+  elseif sort == '=' then
+    return false
+  else
+    local s = session and 's' or ''
+    if redis.call(push, P..s..'queue:'..client, key) == 1 then redis.call('RPUSH', P..s..'ring', client) end
+    if redis.call('LLEN', P..s..'bell') == 0 then redis.call('RPUSH', P..s..'bell', '1') end
+  end
+  redis.call('INCR', P..'queued')
+  return true
+end
+"""
+
+# Ends a job: whoever waits for it gets `answer`.
+_SETTLE = """
+local function settle(P, key, answer)
+  redis.call('HDEL', P..'jobs', key)
+  redis.call('HDEL', P..'owner', key)
+  redis.call('HDEL', P..'tries', key)
+  local waiting = redis.call('HGET', P..'waiters', key)
+  redis.call('HDEL', P..'waiters', key)
+  for reply in string.gmatch(waiting or '', '%S+') do
+    redis.call('RPUSH', P..'replies:'..reply, key..'\\n'..answer)
+    redis.call('EXPIRE', P..'replies:'..reply, 60)
+  end
+end
 """
 
 # ARGV: prefix, reply list, most jobs that may wait, then key and payload of each job.
 # Returns the number of jobs now waiting, or -1 when they do not fit.
-ENQUEUE = """
+ENQUEUE = (
+    _PLACE
+    + _SETTLE
+    + """
 local P, reply, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local queued = tonumber(redis.call('GET', P..'queued') or '0')
 if queued + (#ARGV - 3) / 2 > most then return -1 end
 for i = 4, #ARGV, 2 do
   local key, payload = ARGV[i], ARGV[i + 1]
-  local client, kept = string.match(key, '^(.-)/(.)')
-  local answer = kept == 'k' and redis.call('GET', P..'done:'..key)
+  local answer = string.match(key, '/(.)') == 'k' and redis.call('GET', P..'done:'..key)
   if answer then
     redis.call('RPUSH', P..'replies:'..reply, key..'\\n'..answer)
     redis.call('EXPIRE', P..'replies:'..reply, 60)
   else
-    if redis.call('HSETNX', P..'jobs', key, payload) == 1 then
-      if redis.call('RPUSH', P..'queue:'..client, key) == 1 then redis.call('RPUSH', P..'ring', client) end
-      queued = redis.call('INCR', P..'queued')
-    end
     local waiting = redis.call('HGET', P..'waiters', key)
     if not waiting then
       redis.call('HSET', P..'waiters', key, reply)
     elseif not string.find(' '..waiting..' ', ' '..reply..' ', 1, true) then
       redis.call('HSET', P..'waiters', key, waiting..' '..reply)
     end
-  end
-end
-if queued > 0 and redis.call('LLEN', P..'bell') == 0 then redis.call('RPUSH', P..'bell', '1') end
-return queued
-"""
-
-# ARGV: prefix, worker, how many. Returns key, payload, tries of each job, in fair turns between clients.
-TAKE = """
-local P, worker, n = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local out = {}
-while #out < n * 3 do
-  local client = redis.call('LPOP', P..'ring')
-  if not client then break end
-  local key = redis.call('LPOP', P..'queue:'..client)
-  if key then
-    if redis.call('DECR', P..'queued') < 0 then redis.call('SET', P..'queued', '0') end
-    if redis.call('LLEN', P..'queue:'..client) > 0 then redis.call('RPUSH', P..'ring', client) end
-    local payload = redis.call('HGET', P..'jobs', key)
-    if payload then
-      redis.call('HSET', P..'owner', key, worker)
-      redis.call('SADD', P..'taken:'..worker, key)
-      out[#out + 1] = key
-      out[#out + 1] = payload
-      out[#out + 1] = redis.call('HINCRBY', P..'tries', key, 1)
+    if redis.call('HSETNX', P..'jobs', key, payload) == 1 and not place(P, key, 'RPUSH') then
+      settle(P, key, '!lost')
     end
   end
 end
-if redis.call('LLEN', P..'ring') > 0 and redis.call('LLEN', P..'bell') == 0 then
-  redis.call('RPUSH', P..'bell', '1')
+return tonumber(redis.call('GET', P..'queued') or '0')
+"""
+)
+
+# ARGV: prefix, worker, how many, how many sessions it may open. Returns key, payload, tries of each job: in turns
+# between calls of the worker's own sessions, calls that open one, and the others; among these between clients.
+TAKE = """
+local P, worker, n, room = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local out = {}
+local function waiting(key)
+  if redis.call('DECR', P..'queued') < 0 then redis.call('SET', P..'queued', '0') end
+  return redis.call('HGET', P..'jobs', key)
+end
+local function lease(key, payload)
+  redis.call('HSET', P..'owner', key, worker)
+  redis.call('SADD', P..'taken:'..worker, key)
+  out[#out + 1] = key
+  out[#out + 1] = payload
+  out[#out + 1] = redis.call('HINCRBY', P..'tries', key, 1)
+end
+local function turn(s)
+  local client = redis.call('LPOP', P..s..'ring')
+  if not client then return nil end
+  local key = redis.call('LPOP', P..s..'queue:'..client)
+  if redis.call('LLEN', P..s..'queue:'..client) > 0 then redis.call('RPUSH', P..s..'ring', client) end
+  return key or ''
+end
+local function pinned()
+  local key = redis.call('LPOP', P..'pinned:'..worker)
+  local payload = key and waiting(key)
+  if payload then lease(key, payload) end
+  return key
+end
+local function opening()
+  if room <= 0 then return nil end
+  local key = turn('s')
+  local payload = key and waiting(key)
+  if payload then
+    local session = string.match(key, '@([^@=]+)$')
+    local holder = redis.call('HGET', P..'sessions', session)
+    if holder and holder ~= worker and redis.call('EXISTS', P..'alive:'..holder) == 1 then
+      redis.call('RPUSH', P..'pinned:'..holder, key)
+      redis.call('RPUSH', P..'bell:'..holder, '1')
+      redis.call('INCR', P..'queued')
+    else
+      if holder ~= worker then room = room - 1 end
+      redis.call('HSET', P..'sessions', session, worker)
+      redis.call('SADD', P..'held:'..worker, session)
+      lease(key, payload)
+    end
+  end
+  return key
+end
+local function plain()
+  local key = turn('')
+  local payload = key and waiting(key)
+  if payload then lease(key, payload) end
+  return key
+end
+local more = true
+while #out < n * 3 and more do
+  more = false
+  for _, source in ipairs({pinned, opening, plain}) do
+    if #out < n * 3 and source() then more = true end
+  end
+end
+for _, s in ipairs({'', 's'}) do
+  if redis.call('LLEN', P..s..'ring') > 0 and redis.call('LLEN', P..s..'bell') == 0 then
+    redis.call('RPUSH', P..s..'bell', '1')
+  end
+end
+if redis.call('LLEN', P..'pinned:'..worker) > 0 and redis.call('LLEN', P..'bell:'..worker) == 0 then
+  redis.call('RPUSH', P..'bell:'..worker, '1')
 end
 return out
 """
 
 # ARGV: prefix, worker, seconds an answer is kept, then key and answer of each job.
 # An answer from a worker that no longer holds the job is dropped.
-FINISH = """
+FINISH = (
+    _SETTLE
+    + """
 local P, worker, keep = ARGV[1], ARGV[2], ARGV[3]
 local accepted = 0
 for i = 4, #ARGV, 2 do
@@ -74,20 +162,13 @@ for i = 4, #ARGV, 2 do
   redis.call('SREM', P..'taken:'..worker, key)
   if redis.call('HGET', P..'owner', key) == worker then
     accepted = accepted + 1
-    redis.call('HDEL', P..'jobs', key)
-    redis.call('HDEL', P..'owner', key)
-    redis.call('HDEL', P..'tries', key)
-    local waiting = redis.call('HGET', P..'waiters', key)
-    redis.call('HDEL', P..'waiters', key)
-    for reply in string.gmatch(waiting or '', '%S+') do
-      redis.call('RPUSH', P..'replies:'..reply, key..'\\n'..answer)
-      redis.call('EXPIRE', P..'replies:'..reply, 60)
-    end
+    settle(P, key, answer)
     if string.match(key, '/(.)') == 'k' then redis.call('SET', P..'done:'..key, answer, 'EX', keep) end
   end
 end
 return accepted
 """
+)
 
 # ARGV: prefix, then job keys. Takes back jobs that have not started; returns 1 for each of those.
 WITHDRAW = """
@@ -106,67 +187,108 @@ end
 return out
 """
 
-# ARGV: prefix, then key of each job nobody waits for any more. A worker that runs one is told.
+# ARGV: prefix, then key of each job nobody waits for any more. A worker that runs one is told; only a session's
+# call runs to its end, because a retry under the same id must find its answer and not run it twice.
 CANCEL = """
 local P = ARGV[1]
 for i = 2, #ARGV do
   local key = ARGV[i]
   local owner = redis.call('HGET', P..'owner', key)
   redis.call('HDEL', P..'waiters', key)
-  redis.call('HDEL', P..'jobs', key)
-  redis.call('HDEL', P..'tries', key)
-  if owner then
-    redis.call('HDEL', P..'owner', key)
-    redis.call('PUBLISH', P..'cancel:'..owner, key)
+  if not (owner and string.find(key, '[@=]')) then
+    redis.call('HDEL', P..'jobs', key)
+    redis.call('HDEL', P..'tries', key)
+    if owner then
+      redis.call('HDEL', P..'owner', key)
+      redis.call('PUBLISH', P..'cancel:'..owner, key)
+    end
   end
 end
 return 1
 """
 
-# ARGV: prefix, worker, seconds of life. The worker is alive and known.
+# ARGV: prefix, worker, seconds of life, what it tells of itself. Returns how many sessions it is known to hold.
 HEARTBEAT = """
 local P, worker = ARGV[1], ARGV[2]
 redis.call('SET', P..'alive:'..worker, ARGV[4], 'EX', ARGV[3])
 redis.call('SADD', P..'workers', worker)
+return redis.call('SCARD', P..'held:'..worker)
+"""
+
+# ARGV: prefix, worker, sessions that have ended there.
+FORGET_SESSIONS = """
+local P, worker = ARGV[1], ARGV[2]
+for i = 3, #ARGV do
+  redis.call('SREM', P..'held:'..worker, ARGV[i])
+  if redis.call('HGET', P..'sessions', ARGV[i]) == worker then redis.call('HDEL', P..'sessions', ARGV[i]) end
+end
 return 1
 """
 
-# ARGV: prefix, most tries. Jobs of dead workers go back to the head of their queue, or fail as poison.
-# Returns {jobs put back, jobs failed}.
-REAP = """
+# ARGV: prefix, worker, all sessions that are open there.
+CLAIM_SESSIONS = """
+local P, worker = ARGV[1], ARGV[2]
+for _, session in ipairs(redis.call('SMEMBERS', P..'held:'..worker)) do
+  redis.call('HDEL', P..'sessions', session)
+end
+redis.call('DEL', P..'held:'..worker)
+for i = 3, #ARGV do
+  redis.call('HSET', P..'sessions', ARGV[i], worker)
+  redis.call('SADD', P..'held:'..worker, ARGV[i])
+end
+return 1
+"""
+
+# ARGV: prefix, session. Its worker is told to end it. Returns 1, or 0 when no worker has it.
+END_SESSION = """
+local P, session = ARGV[1], ARGV[2]
+local holder = redis.call('HGET', P..'sessions', session)
+if not holder then return 0 end
+redis.call('PUBLISH', P..'cancel:'..holder, '@'..session)
+return 1
+"""
+
+# ARGV: prefix, most tries. Jobs of dead workers go back to the head of their queue, or fail as poison, or as lost
+# with their session. Returns {jobs put back, jobs failed}.
+REAP = (
+    _PLACE
+    + _SETTLE
+    + """
 local P, most = ARGV[1], tonumber(ARGV[2])
 local back, failed = 0, 0
+local function again(key)
+  if redis.call('HEXISTS', P..'jobs', key) == 0 then return end
+  if place(P, key, 'LPUSH') then
+    back = back + 1
+  else
+    failed = failed + 1
+    settle(P, key, '!lost')
+  end
+end
 for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
   if redis.call('EXISTS', P..'alive:'..worker) == 0 then
+    for _, session in ipairs(redis.call('SMEMBERS', P..'held:'..worker)) do
+      if redis.call('HGET', P..'sessions', session) == worker then redis.call('HDEL', P..'sessions', session) end
+    end
+    for _, key in ipairs(redis.call('LRANGE', P..'pinned:'..worker, 0, -1)) do
+      redis.call('DECR', P..'queued')
+      again(key)
+    end
     for _, key in ipairs(redis.call('SMEMBERS', P..'taken:'..worker)) do
       if redis.call('HGET', P..'owner', key) == worker then
         redis.call('HDEL', P..'owner', key)
         if tonumber(redis.call('HGET', P..'tries', key) or '0') >= most then
           failed = failed + 1
-          redis.call('HDEL', P..'jobs', key)
-          redis.call('HDEL', P..'tries', key)
-          local waiting = redis.call('HGET', P..'waiters', key)
-          redis.call('HDEL', P..'waiters', key)
-          for reply in string.gmatch(waiting or '', '%S+') do
-            redis.call('RPUSH', P..'replies:'..reply, key..'\\n!poison')
-            redis.call('EXPIRE', P..'replies:'..reply, 60)
-          end
-        elseif redis.call('HEXISTS', P..'jobs', key) == 1 then
-          back = back + 1
-          local client = string.match(key, '^(.-)/')
-          if redis.call('LPUSH', P..'queue:'..client, key) == 1 then
-            redis.call('RPUSH', P..'ring', client)
-          end
-          redis.call('INCR', P..'queued')
+          settle(P, key, '!poison')
+        else
+          again(key)
         end
       end
     end
-    redis.call('DEL', P..'taken:'..worker)
+    redis.call('DEL', P..'taken:'..worker, P..'held:'..worker, P..'pinned:'..worker, P..'bell:'..worker)
     redis.call('SREM', P..'workers', worker)
   end
 end
-if redis.call('LLEN', P..'ring') > 0 and redis.call('LLEN', P..'bell') == 0 then
-  redis.call('RPUSH', P..'bell', '1')
-end
 return {back, failed}
 """
+)

@@ -55,11 +55,17 @@ class Slot:
 
 
 class SlotPool:
-    """Starts the sandbox, hands out free slots, takes in new ones when the zygote replaces a dead one."""
+    """Starts the sandbox, hands out free slots, takes in new ones when the zygote replaces a dead one.
 
-    def __init__(self, count: int) -> None:
+    Slots for sessions are numbered behind the others and started on demand (`open_session_slot`).
+    """
+
+    def __init__(self, count: int, sessions: int = 0) -> None:
         self.count = count
+        self.sessions = sessions
         self.free: asyncio.Queue[Slot] = asyncio.Queue()
+        self._session_slots = list(range(count, count + sessions))  # numbers that no session uses
+        self._opening: dict[int, asyncio.Future[Slot]] = {}
         self.description: dict[str, Any] = {}
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -69,7 +75,8 @@ class SlotPool:
         """Start the sandbox and wait for its first slot. Raises SandboxFailed."""
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rstar2_megatron.judge.zygote", str(theirs.fileno()), str(self.count)],
+            [sys.executable, "-m", "rstar2_megatron.judge.zygote"]
+            + [str(n) for n in (theirs.fileno(), self.count, self.sessions)],
             pass_fds=[theirs.fileno()],
             cwd=_PROJECT,
             env=isolation.ENVIRONMENT,
@@ -117,7 +124,37 @@ class SlotPool:
 
     async def _adopt(self, index: int, fd: int) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
-        self.free.put_nowait(Slot(index, reader, writer))
+        slot = Slot(index, reader, writer)
+        if index < self.count:
+            self.free.put_nowait(slot)
+        elif index in self._opening:
+            self._opening.pop(index).set_result(slot)
+        else:
+            slot.close()
+
+    @property
+    def session_room(self) -> int:
+        """Sessions that may be opened now."""
+        return len(self._session_slots)
+
+    async def open_session_slot(self, timeout_s: float = 10.0) -> Slot:
+        """A slot for one session. Raises SlotDied when the sandbox does not start it."""
+        assert self._control is not None
+        index = self._session_slots.pop(0)
+        waiting = self._opening[index] = asyncio.get_running_loop().create_future()
+        try:
+            self._control.send(_LENGTH.pack(index))
+            async with asyncio.timeout(timeout_s):
+                return await waiting
+        except (TimeoutError, OSError) as error:
+            self._opening.pop(index, None)
+            self._session_slots.append(index)
+            raise SlotDied(f"session slot {index} did not start ({error!r})") from None
+
+    def close_session_slot(self, slot: Slot) -> None:
+        """End a session's process; its number goes to the next session."""
+        slot.close()
+        self._session_slots.append(slot.index)
 
     @property
     def alive(self) -> bool:

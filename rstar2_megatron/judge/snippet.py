@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import ast
 import atexit
+import base64
 import contextlib
 import io
+import json
 import linecache
+import os
+import signal
+import socket
+import struct
 import sys
 import threading
 import traceback
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 FILE_NAME = "source.py"
+CELL_HEADER = struct.Struct("<III")  # bytes of a cell's program, its standard input, its files as JSON
+CELL_DONE = struct.Struct("<i")  # its exit code
 _LAST_VALUE = "__last_value__"
 
 
@@ -36,9 +44,7 @@ class CountingFile(io.FileIO):
 def open_standard_streams() -> CountingFile:
     """Give this process fresh text streams over descriptors 0, 1, 2. Returns stdout's counter."""
     counter = CountingFile(1, "w", closefd=False)
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
-        io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8", errors="replace"
-    )
+    _open_standard_input()
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(  # type: ignore[misc]
         io.BufferedWriter(counter), encoding="utf-8", errors="backslashreplace"
     )
@@ -49,6 +55,12 @@ def open_standard_streams() -> CountingFile:
         line_buffering=True,
     )
     return counter
+
+
+def _open_standard_input() -> None:
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(  # type: ignore[misc]
+        io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8", errors="replace"
+    )
 
 
 def compile_snippet(source: str, file_name: str = FILE_NAME) -> types.CodeType:
@@ -127,3 +139,75 @@ def run_program(source: str, counter: CountingFile) -> int:
         with contextlib.suppress(BaseException):
             stream.flush()
     return code
+
+
+# -------------------------------------------------------------------------------------- live interpreters
+
+
+def memory_file(text: str) -> int:
+    """Descriptor of an anonymous file that holds `text`, to be read from its start."""
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    data = memoryview(text.encode("utf-8", "surrogatepass"))
+    while data:
+        data = data[os.write(fd, data) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def write_files(files: dict[str, str] | None) -> None:
+    """Put a submission's small inputs (path -> base64) into the working directory."""
+    for path, content in (files or {}).items():
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(content))
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(min(size - len(data), 1 << 20))
+        if not part:
+            os._exit(0)  # the slot has gone
+        data += part
+    return data
+
+
+def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
+    """Run the cells that come through `channel` in one namespace, one after another, until it closes.
+
+    A cell that is interrupted (SIGINT at its time limit) leaves the namespace as it is. Standard streams are
+    the session's own again at the start of each cell; standard input is the cell's.
+    """
+    namespace = new_main_module()
+    streams = sys.stdout, sys.stderr
+    interpreter = os.getpid()
+    number = 0
+    while True:
+        try:
+            sizes = CELL_HEADER.unpack(_receive_exactly(channel, CELL_HEADER.size))
+            program, stdin, files = (_receive_exactly(channel, size) for size in sizes)
+        except KeyboardInterrupt:  # it came just as the last cell ended
+            continue
+        number += 1
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.stdout, sys.stderr = streams
+            _set_standard_input(stdin.decode("utf-8", "surrogatepass"))
+            write_files(json.loads(files))
+            code = run_cell(program.decode("utf-8", "surrogatepass"), namespace, counter, f"cell_{number}.py")
+            for stream in (sys.stdout, sys.stderr, *streams):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+        except BaseException as error:
+            _print_exception(error)
+        if os.getpid() != interpreter:  # the cell forked: its child ends where the cell ends
+            os._exit(code)
+        channel.sendall(CELL_DONE.pack(code))
+
+
+def _set_standard_input(text: str) -> None:
+    source = memory_file(text)
+    os.dup2(source, 0)
+    os.close(source)
+    _open_standard_input()

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, Job, JobQueue, until_redis_answers
+from rstar2_megatron.judge.sessions import SessionGone, Sessions
 from rstar2_megatron.judge.slots import Slot, SlotDied, SlotPool
 
 log = logging.getLogger(__name__)
@@ -34,16 +35,25 @@ class Worker:
     """Runs jobs until told to stop."""
 
     def __init__(
-        self, queue: JobQueue, *, slots: int, require_isolation: str = "any", name: str | None = None
+        self,
+        queue: JobQueue,
+        *,
+        slots: int,
+        sessions: int = 0,
+        session_ttl_s: float = 900.0,
+        require_isolation: str = "any",
+        name: str | None = None,
     ) -> None:
         self.queue = queue
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.pool = SlotPool(slots)
+        self.pool = SlotPool(slots, sessions)
+        self.sessions = Sessions(self.pool, session_ttl_s)
         self.require_isolation = require_isolation
         self.running: dict[str, asyncio.Task[None]] = {}
         self.in_slot: dict[str, Slot] = {}
         self.calls = 0
         self.stopping = asyncio.Event()
+        self._differed = False
 
     async def start(self) -> None:
         """Start the sandbox and check its walls. Raises SandboxFailed, IsolationMissing."""
@@ -70,6 +80,8 @@ class Worker:
         return {
             "slots": self.pool.count,
             "running": len(self.running),
+            "sessions": len(self.sessions),
+            "session_room": self.pool.session_room,
             "calls": self.calls,
             "cpp": self.pool.description.get("cpp", False),
             "isolation": self.pool.description.get("isolation", {}),
@@ -94,7 +106,9 @@ class Worker:
         try:
             if not self.stopping.is_set():
                 jobs = await until_redis_answers(
-                    "take", lambda: self.queue.take(self.name, len(slots)), self.stopping
+                    "take",
+                    lambda: self.queue.take(self.name, len(slots), self.pool.session_room),
+                    self.stopping,
                 )
         except RedisError as error:
             if not self.stopping.is_set():
@@ -111,7 +125,11 @@ class Worker:
 
     async def _wait_for_work(self) -> None:
         try:
-            await until_redis_answers("bell", self.queue.wait_for_bell, self.stopping)
+            await until_redis_answers(
+                "bell",
+                lambda: self.queue.wait_for_bell(self.name, self.pool.session_room > 0),
+                self.stopping,
+            )
         except RedisError:
             await asyncio.sleep(0.5)
 
@@ -123,15 +141,25 @@ class Worker:
         limits = CallLimits.from_dict(request["limits"])
         compile_s = limits.compile_time_s if request["type"] == "cpp" else 0.0
         deadline_s = limits.time_limit_s + compile_s + _GRACE_S
-        answer: bytes | None = None
+        body = orjson.dumps(request)
+        if "session" in request:
+            answer = await self._run_in_session(job, request, body, slot, deadline_s)
+        else:
+            answer = await self._run(job, request, body, slot, deadline_s)
+        self.calls += 1
+        await until_redis_answers("finish", lambda: self.queue.finish(self.name, [(job.key, answer)]))
+
+    async def _run(
+        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, deadline_s: float
+    ) -> bytes:
         for attempt in range(2):
             if attempt:
                 slot = await self.pool.free.get()
             self.in_slot[job.key] = slot
             try:
-                answer = await slot.run(orjson.dumps(request), deadline_s)
+                answer = await slot.run(body, deadline_s)
                 self.pool.free.put_nowait(slot)
-                break
+                return answer
             except SlotDied as error:
                 log.warning("%s, job %s, attempt %d", error, job.key, attempt + 1)
             except TimeoutError:
@@ -139,14 +167,51 @@ class Worker:
                 slot.close()
             finally:
                 self.in_slot.pop(job.key, None)
-        if answer is None:
-            why = "the process that ran this job died twice"
-            answer = orjson.dumps(
-                make_result(request.get("sub_id"), Outcome.INTERNAL_ERROR, stderr=why, worker=self.name)
-            )
-        self.calls += 1
-        done = answer
-        await until_redis_answers("finish", lambda: self.queue.finish(self.name, [(job.key, done)]))
+        return self._failed(request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
+
+    async def _run_in_session(
+        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, deadline_s: float
+    ) -> bytes:
+        """Run a cell. `slot` is its leave to use the machine: the session has a process of its own."""
+        name, must_exist = request["session"], request["session_must_exist"]
+        leave: Slot | None = slot
+        if self.sessions.is_busy(name):  # waits without holding others up
+            self.pool.free.put_nowait(slot)
+            leave = None
+        async with self.sessions.turn(name):
+            leave = leave or await self.pool.free.get()
+            try:
+                for attempt in range(2):
+                    is_new = name not in self.sessions
+                    try:
+                        return await self.sessions.run(name, must_exist, body, deadline_s)
+                    except SessionGone:
+                        why = (
+                            f"session {name} is not open here: its time to live is over, or its worker ended"
+                        )
+                        return self._failed(request, Outcome.SESSION_LOST, why)
+                    except (SlotDied, TimeoutError) as error:
+                        log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
+                        if must_exist or not is_new:
+                            why = f"the process of session {name} died"
+                            return self._failed(request, Outcome.SESSION_LOST, why)
+                return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
+            finally:
+                self.pool.free.put_nowait(leave)
+                if name not in self.sessions:
+                    await self._forget_sessions([name])
+
+    def _failed(self, request: dict[str, Any], outcome: Outcome, why: str) -> bytes:
+        session = "lost" if "session" in request else None
+        return orjson.dumps(
+            make_result(request.get("sub_id"), outcome, stderr=why, worker=self.name, session=session)
+        )
+
+    async def _forget_sessions(self, names: list[str]) -> None:
+        try:
+            await self.queue.forget_sessions(self.name, names)
+        except (RedisError, OSError) as error:
+            log.warning("%d ended sessions are still known in Redis: %s", len(names), error)
 
     async def _keep_alive(self) -> None:
         while True:
@@ -163,17 +228,30 @@ class Worker:
                 os._exit(70)
 
     async def _beat(self) -> None:
-        await self.queue.heartbeat(self.name, self.information())
+        known = await self.queue.heartbeat(self.name, self.information())
+        if ended := self.sessions.end_idle():
+            await self.queue.forget_sessions(self.name, ended)
+        # A restarted Redis may have forgotten the last second. A difference that lasts is no call under way.
+        differs = known != len(self.sessions.names)
+        if differs and self._differed:
+            await self.queue.claim_sessions(self.name, self.sessions.names)
+        self._differed = differs
 
     async def _hear_cancellations(self) -> None:
         while True:
             try:
                 async for key in self.queue.cancellations(self.name):
-                    if key in self.in_slot:
+                    if key.startswith("@"):
+                        await self._end_session(key[1:])
+                    elif key in self.in_slot:
                         self.in_slot[key].cancel()
             except (RedisError, OSError) as error:
                 log.debug("listening for cancellations failed: %s", error)
                 await asyncio.sleep(0.5)
+
+    async def _end_session(self, name: str) -> None:
+        if self.sessions.end(name):
+            await self._forget_sessions([name])
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Stop taking jobs, let running ones end for `drain_s`, end the sandbox, give back the rest."""

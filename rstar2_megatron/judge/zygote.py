@@ -3,8 +3,10 @@
 Started fresh by a worker with a clean environment:
 launcher (makes namespaces and control groups, removes them at the end)
   -> zygote (PID 1 of its namespace: when it ends, everything ends)
-    -> one slot process for each call that may run at once -> the calls.
-The worker speaks with each slot over a socket of its own, which it receives over the control socket.
+    -> one slot process for each call that may run at once -> the calls
+    -> one slot process for each open session -> its interpreter.
+The worker speaks with each slot over a socket of its own, which it receives over the control socket. It asks
+for a session's slot by sending its number; closing the slot's socket ends the session.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rstar2_megatron.judge import cpp, isolation, linux
-from rstar2_megatron.judge.call import CallRunner
+from rstar2_megatron.judge.call import CallRunner, Sandbox
 from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
+from rstar2_megatron.judge.interpreter import SessionRunner
 from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.outcome import Outcome, make_result
 
@@ -58,7 +61,7 @@ def receive_message(sock: socket.socket) -> dict[str, Any]:
     return message
 
 
-def serve_slot(sock: socket.socket, runner: CallRunner) -> NoReturn:
+def serve_slot(sock: socket.socket, runner: Sandbox) -> NoReturn:
     """Run jobs as they come, until the worker closes the socket."""
     try:
         while True:
@@ -77,6 +80,7 @@ def serve_slot(sock: socket.socket, runner: CallRunner) -> NoReturn:
                 )
             send_message(sock, result)
     except (EOFError, OSError):
+        runner.close()
         os._exit(0)
 
 
@@ -84,28 +88,42 @@ class Zygote:
     """Forks slots, and forks them again when they die."""
 
     def __init__(
-        self, control: socket.socket, walls: Walls, groups: list[SlotGroup | None], scratch: str
+        self, control: socket.socket, walls: Walls, groups: list[SlotGroup | None], slots: int, scratch: str
     ) -> None:
+        """The first `slots` of the groups are for calls, the rest for sessions."""
         self.scratch = scratch
         self.control = control
         self.walls = walls
         self.groups = groups
+        self.num_slots = slots
         self.slots: dict[int, int] = {}  # process id -> slot
+        self.wanted: set[int] = set()  # session slots to start when their last process has ended
 
     def serve(self) -> NoReturn:
         """Until the worker closes the control socket, or dies (the kernel then kills this process)."""
         wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        for slot in range(len(self.groups)):
+        for slot in range(self.num_slots):
             self.start_slot(slot)
         while True:
             ready, _, _ = select.select([self.control.fileno(), wake_reader], [], [])
-            if self.control.fileno() in ready and not self.control.recv(1):
-                os._exit(0)
+            if self.control.fileno() in ready:
+                self.open_session_slot()
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_reader, 4096)
             self.reap()
+
+    def open_session_slot(self) -> None:
+        """The worker asks for a session's slot, or has gone."""
+        asked = self.control.recv(_LENGTH.size, socket.MSG_WAITALL)
+        if len(asked) < _LENGTH.size:
+            os._exit(0)
+        (slot,) = _LENGTH.unpack(asked)
+        if slot in self.slots.values():
+            self.wanted.add(slot)
+        else:
+            self.start_slot(slot)
 
     def start_slot(self, slot: int) -> None:
         ours, theirs = socket.socketpair()
@@ -127,7 +145,8 @@ class Zygote:
         group = self.groups[slot]
         if group is not None:
             group.join()
-        serve_slot(ours, CallRunner(self.walls, slot, group, self.scratch, ours))
+        runner = CallRunner if slot < self.num_slots else SessionRunner
+        serve_slot(ours, runner(self.walls, slot, group, self.scratch, ours))
 
     def reap(self) -> None:
         """Collect the dead; start a slot anew when one died; end what a dead slot left behind."""
@@ -144,7 +163,9 @@ class Zygote:
                     for orphan in map(int, children.read().split()):
                         if orphan not in self.slots:
                             os.kill(orphan, signal.SIGKILL)
-                self.start_slot(slot)
+                if slot < self.num_slots or slot in self.wanted:
+                    self.wanted.discard(slot)
+                    self.start_slot(slot)
 
 
 def import_libraries() -> None:
@@ -169,7 +190,7 @@ def import_libraries() -> None:
 
 
 def _run_zygote(
-    control: socket.socket, walls: Walls, groups: list[SlotGroup | None], scratch: str
+    control: socket.socket, walls: Walls, groups: list[SlotGroup | None], slots: int, scratch: str
 ) -> NoReturn:
     linux.die_with_parent(signal.SIGKILL)
     isolation.build_private_root(walls)
@@ -182,7 +203,7 @@ def _run_zygote(
             "cpp": cpp.compiler() is not None,
         },
     )
-    Zygote(control, walls, groups, scratch).serve()
+    Zygote(control, walls, groups, slots, scratch).serve()
 
 
 def sweep_stale_scratch() -> None:
@@ -193,7 +214,7 @@ def sweep_stale_scratch() -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def launch(control_fd: int, slots: int) -> int:
+def launch(control_fd: int, slots: int, sessions: int) -> int:
     """The launcher. Returns the zygote's exit code when it has ended and its control groups are removed."""
     linux.die_with_parent(signal.SIGTERM)
     os.environ.clear()
@@ -206,9 +227,9 @@ def launch(control_fd: int, slots: int) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
     walls = Walls()
     tree: GroupTree | None = None
-    groups: list[SlotGroup | None] = [None] * slots
+    groups: list[SlotGroup | None] = [None] * (slots + sessions)
     try:
-        tree = GroupTree(slots)
+        tree = GroupTree(slots + sessions)
         groups = list(tree.slots)
         walls.raised("memory_cgroup")
     except OSError as error:
@@ -218,13 +239,13 @@ def launch(control_fd: int, slots: int) -> int:
     os.chmod(scratch, 0o711)
     owner = os.getpid()
     isolation.enter_namespaces(walls)
-    isolation.choose_uids(walls, slots, owner)
+    isolation.choose_uids(walls, slots + sessions, owner)
     if not walls.in_user_namespace and "own_uid" not in walls.active:
         walls.notes["uid"] = f"calls run as uid {os.geteuid()}"
     child = os.fork()
     if child == 0:
         try:
-            _run_zygote(socket.socket(fileno=control_fd), walls, groups, scratch)
+            _run_zygote(socket.socket(fileno=control_fd), walls, groups, slots, scratch)
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 os.write(2, f"judge zygote: {error!r}\n".encode())
@@ -240,10 +261,9 @@ def launch(control_fd: int, slots: int) -> int:
     _, status = os.waitpid(child, 0)
     if tree is not None:
         tree.remove()
-    with contextlib.suppress(OSError):
-        os.rmdir(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
     return abs(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":
-    raise SystemExit(launch(int(sys.argv[1]), int(sys.argv[2])))
+    raise SystemExit(launch(*map(int, sys.argv[1:4])))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.judge.client import JudgeClient, JudgeRejected, JudgeResult, JudgeUnavailable
+from rstar2_megatron.judge.client import JudgeClient, JudgeRejected, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.result import JudgeResult
 from rstar2_megatron.judge.service import JudgeService
 
 

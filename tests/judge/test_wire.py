@@ -18,6 +18,7 @@ EXTRA_FIELDS = {
     "peak_memory_bytes",
     "queue_seconds",
     "worker",
+    "session",
 }
 
 
@@ -169,3 +170,31 @@ def test_single_submission_in_a_long_batch(http: httpx.Client) -> None:
     (result,) = http.post("/run/long-batch", json=body).json()["results"]
     # an expected output that is given counts, an empty one too
     assert result["run_success"] and not result["success"]
+
+
+def test_files_lie_in_the_working_directory(http: httpx.Client) -> None:
+    files = {"data/table.csv": "a,ü\n", "x.bin": {"base64": "AP8="}}
+    program = "print(open('data/table.csv').read() + repr(open('x.bin', 'rb').read()))"
+    for given in (files, json.dumps(files)):
+        result = http.post("/run", json=submission(program, options={"files": given})).json()
+        assert result["stdout"] == "a,ü\nb'\\x00\\xff'\n", result["stderr"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"/etc/x": ""},
+        {"../x": ""},
+        {"a/../../x": ""},
+        {"": ""},
+        {"x": 3},
+        {"x": {"base64": "é"}},
+        {"x": "y" * (2 << 20)},
+        {str(i): "" for i in range(65)},
+        "no json",
+        ["x"],
+    ],
+)
+def test_bad_files_are_invalid_input(http: httpx.Client, files: Any) -> None:
+    result = http.post("/run", json=submission("1", options={"files": files})).json()
+    assert result["outcome"] == "invalid_input" and "files" in result["stderr"]

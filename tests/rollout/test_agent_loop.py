@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rstar2_megatron.judge.client import JudgeResult, JudgeUnavailable
+from rstar2_megatron.judge.client import JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.result import JudgeResult
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
