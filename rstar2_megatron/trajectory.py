@@ -91,6 +91,7 @@ class Trajectory:
     finish_reason: FinishReason | None = None
     reward: float | None = None  # None until graded
     grade_detail: str = ""  # why the grader said so (answer extracted, timeout, no box, ...)
+    answer: str | None = None  # what the grader read as the answer
     seconds: float = 0.0  # wall time of the whole trajectory
     error: str = ""  # message of an infrastructure failure
 

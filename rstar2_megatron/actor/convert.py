@@ -10,6 +10,7 @@ the layout that saved the checkpoint does not matter.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
         )
 
 
+def convert(checkpoint: Path, model: Path, output: Path) -> None:
+    """Write the Hugging Face directory `output`, whole or not at all. Raises ValueError."""
+    config = ModelConfig.from_directory(model)
+    weights = checkpoint_weights(checkpoint, config)
+    first = next(weights)
+    dtype = str(first[1].dtype).removeprefix("torch.")
+    write_hf_directory(itertools.chain([first], weights), output, model, dtype, write=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,16 +84,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("output", type=Path)
     args = parser.parse_args()
-    config = ModelConfig.from_directory(args.model)
-    weights = checkpoint_weights(args.checkpoint, config)
-    first = next(weights)
-    dtype = str(first[1].dtype).removeprefix("torch.")
-
-    def all_weights() -> Iterator[tuple[str, Tensor]]:
-        yield first
-        yield from weights
-
-    write_hf_directory(all_weights(), args.output, args.model, dtype, write=True)
+    convert(args.checkpoint, args.model, args.output)
     print(f"wrote {args.output}")
 
 

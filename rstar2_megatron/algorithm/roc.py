@@ -34,8 +34,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rstar2_megatron.response_text import response_text
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.trajectory import FinishReason, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory import ToolOutcome, Trajectory
 
 NO_TOOL_PENALTY = 0.5  # p_err of a trajectory without a tool call (paper)
 NO_ANSWER_PENALTY = 1.0  # p_format of a trajectory without an answer (paper)
@@ -189,33 +190,6 @@ def released_penalty(trajectory: Trajectory) -> Penalty:
     if opened != pairs or closed != pairs or turns == 0:
         return Penalty(error, 1.0, pairs)
     return Penalty(error, min((pairs - 1) / turns, 1.0), pairs)
-
-
-def response_text(trajectory: Trajectory) -> str:
-    """The response as the public code decodes it: after the first turn's header, special tokens shown.
-
-    A tool response that did not fit the budget never became part of it, and a turn that the budget cut has no
-    end. With several calls in a turn the surplus stands before the last turn; counts do not depend on it.
-    """
-    turns = [turn.removesuffix("<|im_end|>") for turn in trajectory.assistant_texts]
-    shown = [call.response_text for call in trajectory.tool_calls]
-    cut = trajectory.finish_reason is FinishReason.LENGTH_LIMIT
-    num_gaps = max(len(turns) - 1, 0)
-    if cut and len(shown) > num_gaps:
-        turns.append("")  # the budget ended before the first token of the next turn
-        num_gaps += 1
-    if trajectory.finish_reason is FinishReason.TOOL_RESPONSE_TOO_LONG:
-        shown = shown[:num_gaps]
-    pieces: list[str] = []
-    for i, turn in enumerate(turns):
-        pieces.append(turn)
-        if i < num_gaps:
-            responses = shown[i:] if i == num_gaps - 1 else shown[i : i + 1]
-            body = "".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
-            pieces.append(f"<|im_end|><|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n<reason>")
-        elif not cut:
-            pieces.append("<|im_end|>")
-    return "".join(pieces)
 
 
 # -------------------------------------------------------------------------------------------- choice

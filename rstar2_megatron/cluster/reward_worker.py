@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from rlinf.scheduler import Channel, Worker
 
 from rstar2_megatron.cluster.keys import GRADED, GROUPS
+from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.settings.schema import RewardSettings
 from rstar2_megatron.trajectory import Group
@@ -16,7 +16,7 @@ from rstar2_megatron.trajectory import Group
 class RewardWorker(Worker):
     def __init__(self, settings: RewardSettings) -> None:
         super().__init__()
-        self._pool = GraderPool(settings.num_workers, settings.timeout_s)
+        self._pool = GraderPool(settings.num_workers, settings.timeout_s, mode=settings.mode)
 
     def ready(self) -> bool:
         return True
@@ -30,18 +30,10 @@ class RewardWorker(Worker):
             if group is None:
                 return {"groups": float(groups), "seconds": seconds}
             start = time.perf_counter()
-            await self._grade(group)
+            await grade_trajectories(self._pool, group.problem, group.usable)
             seconds += time.perf_counter() - start
             groups += 1
             await channel.put(group, key=GRADED, async_op=True).async_wait()
-
-    async def _grade(self, group: Group) -> None:
-        trajectories = group.usable
-        grades = await asyncio.gather(
-            *(self._pool.grade("\n".join(t.assistant_texts), group.problem.solutions) for t in trajectories)
-        )
-        for trajectory, grade in zip(trajectories, grades, strict=True):
-            trajectory.reward, trajectory.grade_detail = grade.reward, grade.detail
 
     def shutdown(self) -> None:
         self._pool.close()

@@ -1,62 +1,74 @@
-"""avg@k on held-out problems through the same agent loop, judge and grader as training."""
+"""Scores on held-out problems inside a run: through the run's own engines, agent loop, judge and grader."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rstar2_megatron.evaluation.samples import Sample
+from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training.rollouts import RolloutCoordinator
 from rstar2_megatron.trajectory import Problem
+from rstar2_megatron.trajectory_row import trajectory_row
 
 
 @dataclass
 class HeldOutResult:
-    """Mean reward over problems of the mean over their samples (pass@1 estimated with k samples)."""
+    """Scores over all problems and by task; `scores` is None when infrastructure spoilt every attempt."""
 
-    average: float
-    num_problems: int
-    num_samples: int
-    tool_error_ratio: float
-    response_length: float
+    scores: Scores | None
     seconds: float
-    by_task: dict[str, float] = field(default_factory=dict)
+    by_task: dict[str, Scores] = field(default_factory=dict)
+
+    @property
+    def average(self) -> float | None:
+        """avg@k."""
+        return self.scores.average.value if self.scores else None
+
+    def metrics(self) -> dict[str, float]:
+        """`eval/...` values: all scores, and avg@k of each task when there are several."""
+        metrics = (
+            {f"eval/{name}": value for name, value in self.scores.metrics().items()} if self.scores else {}
+        )
+        if len(self.by_task) > 1:
+            metrics |= {f"eval/{task}/average": s.average.value for task, s in self.by_task.items()}
+        metrics["eval/seconds"] = self.seconds
+        return metrics
+
+    def __str__(self) -> str:
+        if self.scores is None:
+            return f"no usable attempt, the infrastructure spoilt all of them ({self.seconds:.0f} s)"
+        s = self.scores
+        missing = f", {s.missing} attempts spoilt" if s.missing else ""
+        return (
+            f"avg@{s.k} {s.average.value:.3f} [{s.average.low:.3f}, {s.average.high:.3f}] on {s.num_problems} problems"
+            f"{missing} ({self.seconds:.0f} s)"
+        )
 
 
 def evaluate(
     coordinator: RolloutCoordinator, problems: Sequence[Problem], settings: Settings, label: str
 ) -> HeldOutResult:
-    """Roll out the first `evaluation.num_problems` problems with evaluation sampling and average the rewards."""
+    """Roll out the first `evaluation.num_problems` problems with evaluation sampling and score them.
+
+    Raises ValueError without problems, and what `RolloutCoordinator.run` raises.
+    """
     limit = settings.evaluation.num_problems
     chosen = list(problems) if limit < 0 else list(problems)[:limit]
     if not chosen:
         raise ValueError("no held-out problems: data.val_data_paths is empty")
     phase = coordinator.run(chosen, RolloutSpec.evaluation(settings), label)
-    scores: list[float] = []
-    tasks: Counter[str] = Counter()
-    task_scores: Counter[str] = Counter()
-    calls = errors = tokens = finished = 0
-    for group in phase.groups:
-        usable = group.usable
-        if not usable:
-            continue  # spoiled by infrastructure: counted in the phase's stats, not a failure of the model
-        score = sum(group.rewards) / len(usable)
-        scores.append(score)
-        tasks[group.problem.task] += 1
-        task_scores[group.problem.task] += score  # type: ignore[assignment]
-        for trajectory in usable:
-            calls += len(trajectory.tool_calls)
-            errors += trajectory.num_tool_errors
-            tokens += len(trajectory.response_ids)
-            finished += 1
+    samples = [
+        Sample.from_row(trajectory_row(group.problem, trajectory))
+        for group in phase.groups
+        for trajectory in group.usable
+    ]
+    k = settings.evaluation.num_samples
+    tasks = {problem.query_id: problem.task for problem in chosen}
     return HeldOutResult(
-        average=sum(scores) / max(1, len(scores)),
-        num_problems=len(scores),
-        num_samples=settings.evaluation.num_samples,
-        tool_error_ratio=errors / max(1, calls),
-        response_length=tokens / max(1, finished),
+        scores=score(samples, k, num_problems=len(chosen)) if samples else None,
         seconds=phase.seconds,
-        by_task={task: task_scores[task] / count for task, count in tasks.items()},
+        by_task=score_by(samples, tasks, k),
     )

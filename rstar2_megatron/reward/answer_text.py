@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad\b|~|\s+")
@@ -82,24 +84,21 @@ def extract_answer(response: str) -> Extracted:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{...}` with balanced braces; escaped braces do not count."""
-    start = text.rfind("\\boxed")
-    while start >= 0:
-        brace = start + len("\\boxed")
-        while brace < len(text) and text[brace].isspace():
-            brace += 1
-        if brace < len(text) and text[brace] == "{":
-            depth, i = 0, brace
-            while i < len(text):
-                if text[i] == "\\":
-                    i += 2
-                    continue
-                depth += (text[i] == "{") - (text[i] == "}")
-                if depth == 0:
-                    return text[brace + 1 : i].strip()
-                i += 1
-        start = text.rfind("\\boxed", 0, start)
-    return None
+    """Content of the last `\\boxed{...}` with balanced braces; escaped braces do not count.
+
+    One pass whatever the text: a response may hold thousands of boxes that never close.
+    """
+    boxes = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
+    open_braces: list[int] = []
+    last, content = -1, None
+    for match in _BRACE.finditer(text) if boxes else ():
+        if match.group() == "{":
+            open_braces.append(match.start())
+        elif match.group() == "}" and open_braces:
+            brace = open_braces.pop()
+            if boxes.get(brace, -1) > last:
+                last, content = boxes[brace], text[brace + 1 : match.start()].strip()
+    return content
 
 
 def normalise(answer: str) -> str:
@@ -202,7 +201,7 @@ def quick_verdict(answer: str, solution: str) -> bool | None:
 def is_balanced(text: str) -> bool:
     """Braces that open and close; escaped ones do not count."""
     depth = 0
-    for brace in re.findall(r"\\.|[{}]", text, re.DOTALL):
+    for brace in _BRACE.findall(text):
         depth += (brace == "{") - (brace == "}")
         if depth < 0:
             return False

@@ -19,9 +19,13 @@ import time
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
 from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, quick_grade
+from rstar2_megatron.reward.released_grader import MAX_SHOWN_CHARS, quick_released, released_answer
+
+Mode = Literal["paper", "released"]
 
 GRADER_TIMEOUT = "grader_timeout"
 DETAILS = ("correct", "wrong", "no_answer_tag", "no_box", "ungradable", "grader_timeout")
@@ -38,24 +42,40 @@ class GraderLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """reward is 1.0 or 0.0; detail is one of DETAILS; answer is what stood in the box."""
+    """reward is 1.0 or 0.0; detail is one of DETAILS; answer is what was read as the answer."""
 
     reward: float
     detail: str
     answer: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What a worker is asked: `text` is the answer (paper) or the whole response (released)."""
+
+    mode: Mode
+    text: str
+    answer: str | None
+
+
 class GraderPool:
     """`num_workers` grading processes, started when first needed.
 
-    `timeout_s` bounds the grading of one answer, waiting for a free worker not included.
+    `timeout_s` bounds the grading of one answer, waiting for a free worker not included. `mode` says what is graded:
+    "paper", the last box inside the last `<answer>`; "released", the whole response (`released_grader`).
     """
 
     def __init__(
-        self, num_workers: int = 1, timeout_s: float = 2.0, *, memory_bytes: int = DEFAULT_MEMORY_BYTES
+        self,
+        num_workers: int = 1,
+        timeout_s: float = 2.0,
+        *,
+        mode: Mode = "paper",
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
+        self.mode = mode
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         # One thread per worker: a worker dies with the thread that started it, so threads live as long as
@@ -66,7 +86,7 @@ class GraderPool:
             self._idle.put(None)
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
-        self._cache: OrderedDict[tuple[str, tuple[str, ...]], str] = OrderedDict()
+        self._cache: OrderedDict[tuple[_Question, tuple[str, ...]], str] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._closed = False
 
@@ -77,20 +97,22 @@ class GraderPool:
             return dict(self._counts)
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
-        """Grade a response by its last box inside its last `<answer>`. Raises GraderLost, RuntimeError if
-        closed.
-        """
-        grade = self._quick(response_text, solutions)
+        """Grade a response. Raises GraderLost, RuntimeError if closed."""
+        grade = self._quick(self.mode, response_text, solutions)
         if isinstance(grade, Grade):
             return grade
         return await asyncio.wrap_future(self._threads.submit(self._slow, grade, list(solutions)))
 
-    def grade_now(self, response_text: str, solutions: list[str]) -> Grade:
-        """As `grade`, blocking."""
-        grade = self._quick(response_text, solutions)
+    def grade_now(self, response_text: str, solutions: list[str], mode: Mode | None = None) -> Grade:
+        """As `grade`, blocking; in another mode if asked."""
+        grade = self._quick(mode or self.mode, response_text, solutions)
         if isinstance(grade, Grade):
             return grade
         return self._threads.submit(self._slow, grade, list(solutions)).result()
+
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two answers mean the same, blocking; False when that cannot be told in time."""
+        return self.grade_now(f"<answer>\\boxed{{{a}}}</answer>", [b], "paper").reward > 0
 
     def close(self) -> None:
         """End all workers. Grades under way get `grader_timeout`."""
@@ -109,22 +131,29 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _quick(self, response_text: str, solutions: list[str]) -> Grade | str:
-        """A grade, or the answer that needs a worker."""
+    def _quick(self, mode: Mode, response_text: str, solutions: list[str]) -> Grade | _Question:
+        """A grade, or the question that needs a worker."""
         if self._closed:
             raise RuntimeError("the grader pool is closed")
-        extracted = extract_answer(response_text)
-        if extracted.answer is None:
-            return self._count(Grade(0.0, extracted.detail))
-        detail = quick_grade(extracted.answer, solutions)
+        if mode == "released":
+            answer = released_answer(response_text)
+            shown = None if answer is None else answer[:MAX_SHOWN_CHARS]
+            question = _Question(mode, response_text, shown)
+            detail = quick_released(response_text, solutions)
+        else:
+            extracted = extract_answer(response_text)
+            if extracted.answer is None:
+                return self._count(Grade(0.0, extracted.detail))
+            question = _Question(mode, extracted.answer, extracted.answer)
+            detail = quick_grade(extracted.answer, solutions)
         if detail is None:
             with self._lock:
-                detail = self._cache.get((extracted.answer, tuple(solutions)))
+                detail = self._cache.get((question, tuple(solutions)))
         if detail is None:
-            return extracted.answer
-        return self._count(Grade(float(detail == CORRECT), detail, extracted.answer))
+            return question
+        return self._count(Grade(float(detail == CORRECT), detail, question.answer))
 
-    def _slow(self, answer: str, solutions: list[str]) -> Grade:
+    def _slow(self, question: _Question, solutions: list[str]) -> Grade:
         """Grade in a worker. One that dies is replaced and the answer tried once more in the time left: the
         answer killed it only if it kills the next one too."""
         worker = self._idle.get()
@@ -135,10 +164,10 @@ class GraderPool:
                     self._forget(worker)
                     worker = self._start_worker()
                 start = time.monotonic()
-                detail = worker.ask(answer, solutions, left)
+                detail = worker.ask(question, solutions, left)
                 left -= time.monotonic() - start
                 if worker.alive:
-                    self._remember(answer, solutions, detail)
+                    self._remember(question, solutions, detail)
                     break
                 self._forget(worker)
                 worker = None
@@ -146,7 +175,7 @@ class GraderPool:
                     break
         finally:
             self._idle.put(worker)
-        return self._count(Grade(float(detail == CORRECT), detail, answer))
+        return self._count(Grade(float(detail == CORRECT), detail, question.answer))
 
     def _forget(self, worker: _Worker | None) -> None:
         if worker is not None:
@@ -168,9 +197,9 @@ class GraderPool:
             raise RuntimeError("the grader pool is closed")
         return worker
 
-    def _remember(self, answer: str, solutions: list[str], detail: str) -> None:
+    def _remember(self, question: _Question, solutions: list[str], detail: str) -> None:
         with self._lock:
-            self._cache[(answer, tuple(solutions))] = detail
+            self._cache[(question, tuple(solutions))] = detail
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
 
@@ -205,9 +234,9 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, answer: str, solutions: list[str], timeout_s: float) -> str:
+    def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> str:
         """The verdict; GRADER_TIMEOUT or UNGRADABLE with the process dead when it hung or crashed."""
-        request = json.dumps({"answer": answer, "solutions": solutions}) + "\n"
+        request = json.dumps({"mode": question.mode, "text": question.text, "solutions": solutions}) + "\n"
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(request.encode())

@@ -1,4 +1,4 @@
-"""A grading process: answers come in on stdin, verdicts go out on stdout, one JSON line each.
+"""A grading process: answers or whole responses come in on stdin, verdicts go out on stdout, one JSON line each.
 
     python -m rstar2_megatron.reward.worker MEMORY_BYTES
 
@@ -15,6 +15,7 @@ import signal
 import sys
 
 from rstar2_megatron.reward.math_grader import UNGRADABLE, grade_answer
+from rstar2_megatron.reward.released_grader import grade_released
 
 _PR_SET_PDEATHSIG = 1
 _RECURSION_LIMIT = 3000  # deep enough for real answers, shallow enough for the C stack
@@ -40,8 +41,9 @@ def main() -> None:
     replies.write('"ready"\n')
     for line in sys.stdin:
         request = json.loads(line)
+        grade = grade_released if request["mode"] == "released" else grade_answer
         try:
-            detail = grade_answer(request["answer"], request["solutions"])
+            detail = grade(request["text"], request["solutions"])
         except Exception:  # what a parser throws on hostile text is not foreseeable; all of it is ungradable
             detail = UNGRADABLE
         replies.write(json.dumps(detail) + "\n")

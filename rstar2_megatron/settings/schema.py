@@ -245,6 +245,8 @@ class ActorSettings(Section):
 class RewardSettings(Section):
     group_name: str = "RewardGroup"
     reward_type: Literal["rstar2"] = "rstar2"
+    mode: Literal["paper", "released"] = "paper"
+    """paper: the last box inside the model's last <answer>; released: either of two graders on the whole response."""
     timeout_s: float = Field(2.0, gt=0)
     """Time limit for grading one answer."""
     num_workers: int = Field(1, ge=1)

@@ -108,6 +108,7 @@ class Run:
         self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
         self.cluster = TrainingCluster(settings, to_dict_config(settings))
         self._closing: list[Any] = []
+        self.last_evaluation: tuple[int, Any] = (-1, None)
 
     def train(self) -> None:
         """The whole run."""
@@ -274,9 +275,9 @@ class Run:
             validate, save, _ = check_progress(
                 step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0
             )
-            if validate and self.held_out and step < runner.max_steps:
-                evaluation = self._evaluate(f"held-out at step {step}")
-                row["eval/average"] = evaluation.average
+            if validate and self.held_out:
+                self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
+                row.update(self.last_evaluation[1].metrics())
             print(step_line(row), flush=True)
             metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
             log.log({k: v for k, v in row.items() if k != "step"}, step)
@@ -310,10 +311,7 @@ class Run:
         from rstar2_megatron.evaluation.held_out import evaluate
 
         result = evaluate(self.coordinator, self.held_out, self.settings, label)
-        self._say(
-            f"{label}: {result.average:.3f} on {result.num_problems} problems x {result.num_samples} "
-            f"({result.seconds:.0f} s)"
-        )
+        self._say(f"{label}: {result}")
         return result
 
     # ------------------------------------------------------------------------------------------ finishing
@@ -324,7 +322,10 @@ class Run:
         from rstar2_megatron.report.table import render_table
 
         if self._evaluates:
-            self.table["after_rl"] = self._evaluate("held-out after RL").average
+            at, result = self.last_evaluation
+            if result is None or at != self.settings.runner.max_steps:
+                result = self._evaluate("held-out after RL")
+            self.table["after_rl"] = result.average
         model = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
         self.table["seconds"] = time.perf_counter() - self.started

@@ -9,6 +9,7 @@ from typing import Any
 
 from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.trajectory import Group, Trajectory
+from rstar2_megatron.trajectory_row import trajectory_row
 
 
 class TrajectorySamples:
@@ -24,7 +25,8 @@ class TrajectorySamples:
         for group, trajectory in _in_turn(groups):
             if len(rows) == self.per_step:
                 break
-            rows.append(_row(step, group, trajectory, id(trajectory) in kept))
+            row = trajectory_row(group.problem, trajectory)
+            rows.append({"step": step, **row, "kept": id(trajectory) in kept})
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -50,34 +52,3 @@ def _in_turn(groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
         for group in groups:
             if index < len(group.trajectories):
                 yield group, group.trajectories[index]
-
-
-def _row(step: int, group: Group, t: Trajectory, kept: bool) -> dict[str, Any]:
-    return {
-        "step": step,
-        "query_id": t.query_id,
-        "rollout_index": t.rollout_index,
-        "prompt": group.problem.prompt,
-        "solutions": group.problem.solutions,
-        "turns": t.assistant_texts,
-        "tool_calls": [
-            {
-                "name": call.name,
-                "arguments": call.arguments,
-                "outcome": call.outcome.value,
-                "response": call.response_text,
-                "seconds": round(call.seconds, 3),
-            }
-            for call in t.tool_calls
-        ],
-        "finish_reason": t.finish_reason.value if t.finish_reason else None,
-        "reward": t.reward,
-        "grade": t.grade_detail,
-        "kept": kept,
-        "prompt_tokens": len(t.prompt_ids),
-        "response_tokens": len(t.response_ids),
-        "trained_tokens": t.num_trained_tokens,
-        "versions": [[span.start, span.end, span.version] for span in t.version_spans],
-        "seconds": round(t.seconds, 3),
-        "error": t.error,
-    }

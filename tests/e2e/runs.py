@@ -1,4 +1,4 @@
-"""Driving run_rstar2.sh from tests, and finding what a run left behind."""
+"""Driving programs from tests, run_rstar2.sh first, and finding what they left behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -20,25 +21,26 @@ _MARK = "RSTAR2_TEST_RUN"
 
 
 @dataclass
-class RunProcess:
-    """One `bash run_rstar2.sh ...`, with a mark in its environment that all its descendants inherit."""
+class ProgramRun:
+    """One running command, with a mark in its environment that all its descendants inherit."""
 
-    arguments: list[str]
+    command: list[str]
     output: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> RunProcess:
+    def start(self) -> Self:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, _MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"}
         environment.pop("RAY_ADDRESS", None)
         with self.output.open("ab") as out:
             self.process = subprocess.Popen(
-                ["bash", str(SCRIPT), *self.arguments],
+                self.command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=environment,
+                cwd=ROOT,
                 start_new_session=True,
             )
         return self
@@ -96,6 +98,13 @@ class RunProcess:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
+
+
+class RunProcess(ProgramRun):
+    """One `bash run_rstar2.sh ...`."""
+
+    def __init__(self, arguments: list[str], output: Path) -> None:
+        super().__init__(["bash", str(SCRIPT), *arguments], output)
 
 
 def read_jsonl(path: Path) -> list[dict]:

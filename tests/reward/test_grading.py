@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,17 @@ async def test_bombs_end_in_time_and_the_pool_goes_on(strict: GraderPool, answer
     assert grade.reward == 0.0 and grade.detail in ("wrong", "ungradable", "grader_timeout")
     assert (await strict.grade(boxed("1+x"), ["x+1"])).detail == "correct"
     assert not os.path.exists("rstar2_pwned")
+
+
+@pytest.mark.parametrize(
+    "piece", ["\\boxed{", "<answer>\\boxed{", "{", "answer is ", "<answer>", "\\frac{1}{"]
+)
+async def test_endless_responses_are_read_at_once(pool: GraderPool, piece: str) -> None:
+    """What is read in the caller's own process must take linear time: it cannot be killed there."""
+    text = piece * (200_000 // len(piece))
+    start = time.monotonic()
+    grade = await pool.grade(f"{text}<answer>\\boxed{{42}}</answer>", ["42"])
+    assert grade.detail == "correct" and time.monotonic() - start < 2.0
 
 
 async def test_a_timeout_is_counted_and_its_worker_replaced() -> None:

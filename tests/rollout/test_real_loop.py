@@ -19,8 +19,7 @@ from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import make_budget
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome
-from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, memorise, problem
-from tests.rollout.tiny import make_model
+from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -34,9 +33,8 @@ def judge_service():
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def loop(tmp_path_factory: pytest.TempPathFactory, judge_service: JudgeService):
-    directory: Path = make_model(tmp_path_factory.mktemp("memorised"))
-    memorise(directory)
+async def loop(memorised_model: Path, judge_service: JudgeService):
+    directory = memorised_model
     engine = EngineClient(
         RolloutSettings(
             model=RolloutModelSettings(model_path=str(directory), precision="fp32"),

@@ -1,0 +1,48 @@
+"""Public benchmarks as jsonl for `python -m rstar2_megatron.evaluation`.
+
+    python data_process/process_eval_dataset.py [--benchmarks aime24 aime25 hmmt25 math500 gpqa-diamond] [--out data/eval]
+
+Loads from the Hugging Face hub; GPQA needs its terms accepted there and a login. --source takes one benchmark from a local
+copy instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, load, write
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--benchmarks", nargs="+", default=list(BENCHMARKS), choices=list(BENCHMARKS), metavar="NAME"
+    )
+    parser.add_argument("--out", type=Path, default=Path("data/eval"))
+    parser.add_argument(
+        "--source", type=Path, help="a local copy: directory, jsonl, csv or parquet; with one benchmark"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="order of GPQA's choices")
+    arguments = parser.parse_args()
+    if arguments.source and len(arguments.benchmarks) != 1:
+        parser.error("--source holds one benchmark; name it with --benchmarks")
+    failed = 0
+    for name in arguments.benchmarks:
+        try:
+            rows = load(name, arguments.source, arguments.seed)
+        except BenchmarkError as error:
+            print(f"error: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        path = arguments.out / f"{name}.jsonl"
+        write(rows, path)
+        print(f"{path}: {len(rows)} problems")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

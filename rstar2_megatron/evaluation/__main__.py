@@ -1,0 +1,258 @@
+"""avg@k, pass@k and majority@k of a model, through the agent loop, judge and grader of training.
+
+    python -m rstar2_megatron.evaluation --model DIR --data FILE [FILE ...] [-k 16] [--out DIR] [key=value ...]
+
+DIR is a Hugging Face directory, a checkpoint (RUN/checkpoints/global_step_N) or a run. The sampling is the paper's
+unless the flags say otherwise: temperature 0.6, at most 30 turns and 30K response tokens, 16 attempts. What a model was
+trained with (conversation format, engine, judge) comes from the configuration: that of the run DIR lies in, else --config;
+key=value changes it as in training. Started again with the same --out, it goes on where it stopped.
+
+Writes to --out: trajectories.jsonl (every attempt, whole), scores.json, scores.txt. See them with
+`python -m rstar2_megatron.report.trajectories OUT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.settings.placement import visible_gpus
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training.data import read_problems
+from rstar2_megatron.trajectory import Problem
+
+if TYPE_CHECKING:
+    from rstar2_megatron.evaluation.sampling import SamplingSettings
+    from rstar2_megatron.evaluation.scores import Scores
+
+# The paper's protocol (arXiv 2508.20722, section 5): 16 samples, temperature 0.6, T = 30, at most 30K tokens.
+SAMPLES = 16
+TEMPERATURE = 0.6
+MAX_TURNS = 30
+MAX_TOKENS = 30 * 1024
+_CONTEXT_SLACK = 8  # SGLang keeps a few positions for itself
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m rstar2_megatron.evaluation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR")
+    parser.add_argument(
+        "--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems"
+    )
+    parser.add_argument(
+        "-k", "--samples", type=int, default=SAMPLES, help=f"attempts per problem ({SAMPLES})"
+    )
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, help=f"({TEMPERATURE})")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(1.0)")
+    parser.add_argument("--max-turns", type=int, default=MAX_TURNS, help=f"assistant turns ({MAX_TURNS})")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help=f"response tokens, tool responses included ({MAX_TOKENS}, or what the model holds)",
+    )
+    parser.add_argument("--problems", type=int, help="only the first so many problems of each file")
+    parser.add_argument("--config", help="configuration when DIR lies in no run (base)")
+    parser.add_argument(
+        "--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="output directory (evaluations/MODEL in the current directory)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
+    arguments = parser.parse_intermixed_args(argv)
+    # --data takes every word that follows it, overrides too
+    swallowed = [path for path in arguments.data if "=" in str(path) and not path.exists()]
+    arguments.overrides += map(str, swallowed)
+    arguments.data = [path for path in arguments.data if path not in swallowed]
+    if not arguments.data:
+        parser.error("--data names no file")
+    for name in ("samples", "max_turns", "max_tokens", "problems", "engines"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
+        parser.error(
+            f"--temperature {arguments.temperature} and --top-p {arguments.top_p}: give >= 0 and (0, 1]"
+        )
+    for word in arguments.overrides:
+        if "=" not in word:
+            parser.error(f"{word!r} is no override; write key=value (data files follow --data)")
+        if word.startswith(("evaluation.", "algorithm.sampling_params.", "agentloop.max_assistant_turns")):
+            parser.error(
+                f"{word}: sampling is set by --samples, --temperature, --top-p, --max-turns and --max-tokens"
+            )
+    return arguments
+
+
+def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings) -> dict[str, list[Problem]]:
+    """Problems by file name without suffix. Raises DataError; query ids must differ over all files."""
+    data = settings.data
+    read_problems(paths, data.prompt_key, data.answer_key)  # says when two files share a query_id
+    return {path.stem: read_problems([path], data.prompt_key, data.answer_key)[:limit] for path in paths}
+
+
+def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
+    """The configuration, and what to sample with. Raises ValueError for what cannot be."""
+    from rstar2_megatron.evaluation.sampling import SamplingSettings
+
+    config = find_run_config(arguments.model.resolve())
+    if config is not None and arguments.config:
+        raise ValueError(f"{arguments.model} lies in a run and its format is {config}; leave --config out")
+    name = str(config or arguments.config or "base")
+    required = []
+    if name == "base":
+        required = ["cluster.component_placement=null", "runner.experiment_name=evaluation"]
+        required += ["rollout.model.model_path=null_model", "data.train_data_paths=[]"]
+    settings, _ = load_settings(name, [*required, *arguments.overrides])
+    base = settings.rollout.model.model_path
+    model = hugging_face_directory(arguments.model, base if config else None)
+
+    shape = ModelConfig.from_directory(model)
+    most = shape.max_position_embeddings - _CONTEXT_SLACK
+    tokens = arguments.max_tokens or MAX_TOKENS
+    context = tokens + settings.data.max_prompt_length
+    if context > most:
+        if arguments.max_tokens and tokens >= most:
+            raise ValueError(
+                f"--max-tokens {tokens} exceeds what {model} holds ({most} tokens, prompt included)"
+            )
+        context = most
+        tokens = min(tokens, most)
+        print(f"note: prompt and response share the model's {most} tokens", file=sys.stderr)
+    spec = RolloutSpec(
+        samples=arguments.samples,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=-1,
+        max_new_tokens=tokens,
+        max_assistant_turns=arguments.max_turns,
+    )
+    gpus, _ = visible_gpus()
+    engines = arguments.engines or max(1, gpus // settings.rollout.tensor_parallel_size)
+    if gpus and engines * settings.rollout.tensor_parallel_size > gpus:
+        raise ValueError(
+            f"--engines {engines} of rollout.tensor_parallel_size={settings.rollout.tensor_parallel_size} need "
+            f"{engines * settings.rollout.tensor_parallel_size} GPUs, {gpus} are visible"
+        )
+    return settings, SamplingSettings.of(
+        settings, spec, model=model, max_context_tokens=context, num_engines=engines
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 when something failed while running; 2 for bad input; 130 or 143 when stopped."""
+    arguments = parse(argv)
+    try:
+        settings, sampling = configure(arguments)
+        benchmarks = read_benchmarks(arguments.data, arguments.problems, settings)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    out = arguments.out or Path("evaluations") / arguments.model.resolve().name
+    try:
+        return run(benchmarks, sampling, out)
+    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+        print(f"\nstopped; the same command goes on from {out}", file=sys.stderr)
+        return 130 if isinstance(stop, KeyboardInterrupt) else 143
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+
+
+def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings, out: Path) -> int:
+    """Sample what is missing, score, write and print."""
+    from rstar2_megatron.evaluation.sampling import sample
+    from rstar2_megatron.evaluation.scores import score, score_by
+    from rstar2_megatron.reward.pool import GraderPool
+
+    problems = [problem for members in benchmarks.values() for problem in members]
+    part_of = {p.query_id: name for name, members in benchmarks.items() for p in members}
+    k = sampling.spec.samples
+    print(
+        f"{len(problems)} problems x {k}, temperature {sampling.spec.temperature}, at most "
+        f"{sampling.spec.max_assistant_turns} turns and {sampling.spec.max_new_tokens} response tokens; model "
+        f"{sampling.rollout.model.model_path}",
+        flush=True,
+    )
+    samples = sample(problems, sampling, out / "trajectories.jsonl", label=out.name)
+    with GraderPool(1, sampling.reward.timeout_s) as grader:
+        parts = score_by(samples, part_of, k, equal=grader.equal)
+        if len(benchmarks) > 1 and parts:
+            parts["all"] = score(samples, k, num_problems=len(problems), equal=grader.equal)
+    text = render(parts)
+    as_json: dict[str, Any] = {
+        "settings": sampling.identity | {"samples": k},
+        "scores": {name: dataclasses.asdict(scores) for name, scores in parts.items()},
+    }
+    (out / "scores.json").write_text(json.dumps(as_json, indent=2) + "\n", encoding="utf-8")
+    (out / "scores.txt").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    print(f"wrote {out / 'trajectories.jsonl'}, {out / 'scores.json'}, {out / 'scores.txt'}")
+    missing = sum(scores.missing for name, scores in parts.items() if name != "all")
+    if not parts or missing:
+        print(
+            f"warning: {missing or len(problems) * k} attempts were spoilt by the infrastructure and are left out; the same "
+            f"command tries them again. The reasons stand in {out / 'trajectories.jsonl'} and {out / 'logs'}",
+            file=sys.stderr,
+        )
+    return 0 if parts else 1
+
+
+def render(parts: Mapping[str, Scores]) -> str:
+    """An aligned table, a column per benchmark. Per cent with 95 % intervals."""
+    rows: list[tuple[str, list[str]]] = [("", list(parts))]
+
+    def add(label: str, cell: Any) -> None:
+        rows.append((label, [cell(scores) for scores in parts.values()]))
+
+    k = max((scores.k for scores in parts.values()), default=1)
+    add("problems x attempts", lambda s: f"{s.num_problems} x {s.k}")
+    add(f"avg@{k}", lambda s: str(s.average))
+    for j in sorted({j for scores in parts.values() for j in scores.pass_at if j > 1}):
+        add(f"pass@{j}", lambda s, j=j: str(s.pass_at[j]) if j in s.pass_at else "-")
+    if k > 1:
+        add(f"majority@{k}", lambda s: str(s.majority))
+        add("deviation of a run's accuracy", lambda s: f"{100 * s.run_deviation:.1f}")
+    for name, label, form in (
+        ("tool_calls", "tool calls", "{:.2f}"),
+        ("tool_error_ratio", "tool errors per call", "{:.3f}"),
+        ("tool_error_ratio_positive", "  of right attempts", "{:.3f}"),
+        ("no_tool_ratio", "attempts without a tool", "{:.3f}"),
+        ("num_turns", "turns", "{:.2f}"),
+    ):
+        add(label, lambda s, name=name, form=form: form.format(s.tools[name]))
+    for name, label in (
+        ("response_length", "response tokens"),
+        ("response_length_p50", "  median"),
+        ("response_length_p90", "  90 % quantile"),
+        ("generated_length", "  generated"),
+    ):
+        add(label, lambda s, name=name: f"{s.lengths[name]:.0f}")
+    for ending in next(iter(parts.values())).endings if parts else ():
+        add(f"ended: {ending.replace('_', ' ')}", lambda s, ending=ending: f"{s.endings[ending]:.3f}")
+    add("attempts spoilt, left out", lambda s: str(s.missing))
+    first = max(len(label) for label, _ in rows)
+    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(parts))]
+    lines = [
+        f"{label:<{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths))
+        for label, cells in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

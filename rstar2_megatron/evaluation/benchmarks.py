@@ -1,0 +1,161 @@
+"""Public benchmarks as our jsonl: AIME 2024 and 2025, HMMT February 2025, MATH-500, GPQA-Diamond.
+
+Names and columns of the public data sets as they stood when this was written; a data set that has changed is an error
+that lists its columns.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class BenchmarkError(ValueError):
+    """A data set has not the expected columns or size; the message says what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """Where a benchmark lies on the Hugging Face hub and how a row of it reads.
+
+    `convert(row, name, seed)` gives our row without query_id. `key_column` names the problem in its query_id; None
+    numbers the rows.
+    """
+
+    path: str
+    split: str
+    num_problems: int
+    columns: tuple[str, ...]
+    convert: Callable[[Mapping[str, Any], int], Row]
+    config: str | None = None
+    key_column: str | None = None
+
+
+def _math(problem: str = "problem", answer: str = "answer") -> Callable[[Mapping[str, Any], int], Row]:
+    def convert(row: Mapping[str, Any], seed: int) -> Row:
+        return {"prompt": str(row[problem]).strip(), "solutions": [str(row[answer]).strip()]}
+
+    return convert
+
+
+_CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_LETTERS = "ABCD"
+
+
+def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
+    """The four answers in an order that depends on the seed and the question only; the solution is a letter."""
+    question = str(row["Question"]).strip()
+    choices = [str(row[column]).strip() for column in _CHOICES]
+    order = list(range(len(choices)))
+    random.Random(f"{seed}-{question}").shuffle(order)
+    lines = "\n".join(f"({letter}) {choices[i]}" for letter, i in zip(_LETTERS, order))
+    return {
+        "prompt": f"{question}\n\n{lines}\n\nOne of the four is right. Answer with its letter.",
+        "solutions": [_LETTERS[order.index(0)]],
+    }
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "aime24": Benchmark(
+        "HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math(), key_column="id"
+    ),
+    "aime25": Benchmark(
+        "MathArena/aime_2025", "train", 30, ("problem", "answer"), _math(), key_column="problem_idx"
+    ),
+    "hmmt25": Benchmark(
+        "MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math(), key_column="problem_idx"
+    ),
+    "math500": Benchmark(
+        "HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math(), key_column="unique_id"
+    ),
+    "gpqa-diamond": Benchmark(
+        "Idavidrein/gpqa",
+        "train",
+        198,
+        ("Question", *_CHOICES),
+        _multiple_choice,
+        config="gpqa_diamond",
+        key_column="Record ID",
+    ),
+}
+
+
+def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0) -> list[Row]:
+    """Our rows of a benchmark's. Raises BenchmarkError when a column is missing or empty, or rows repeat."""
+    benchmark = BENCHMARKS[name]
+    converted: list[Row] = []
+    seen: set[str] = set()
+    for number, row in enumerate(rows):
+        missing = [
+            column
+            for column in benchmark.columns
+            if str(row.get(column) or "").strip() == "" and row.get(column) != 0
+        ]
+        if missing:
+            raise BenchmarkError(
+                f"{name}: row {number} of {benchmark.path} lacks {missing}; its columns are {sorted(row)}"
+            )
+        key = row.get(benchmark.key_column) if benchmark.key_column else None
+        query_id = f"{name}-{number if key is None else key}"
+        if query_id in seen:
+            raise BenchmarkError(f"{name}: row {number} of {benchmark.path} repeats {query_id}")
+        seen.add(query_id)
+        converted.append({**benchmark.convert(row, seed), "query_id": query_id, "task": name})
+    return converted
+
+
+def load(name: str, source: str | Path | None = None, seed: int = 0) -> list[Row]:
+    """A benchmark from the hub, or from `source`: a local directory or file in a form that `datasets` reads.
+
+    Raises BenchmarkError for an unknown name, a failed download, or a data set of another shape or size (a local source may
+    be smaller).
+    """
+    if name not in BENCHMARKS:
+        raise BenchmarkError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
+    benchmark = BENCHMARKS[name]
+    rows = convert(name, _read(benchmark, source), seed)
+    if not rows:
+        raise BenchmarkError(f"{name}: {source or benchmark.path} has no rows")
+    if source is None and len(rows) != benchmark.num_problems:
+        raise BenchmarkError(
+            f"{name}: {benchmark.path} has {len(rows)} problems now, {benchmark.num_problems} are expected; scores would "
+            "not compare with published ones"
+        )
+    return rows
+
+
+def _read(benchmark: Benchmark, source: str | Path | None) -> Iterable[Mapping[str, Any]]:
+    import datasets
+
+    try:
+        if source is None:
+            return datasets.load_dataset(benchmark.path, benchmark.config, split=benchmark.split)
+        source = Path(source)
+        if source.is_dir():
+            return datasets.load_dataset(str(source), split=benchmark.split)
+        kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+        if source.suffix not in kinds:
+            raise BenchmarkError(f"{source}: give a directory or a file of {', '.join(kinds)}")
+        return datasets.load_dataset(kinds[source.suffix], data_files=str(source), split="train")
+    except BenchmarkError:
+        raise
+    except Exception as error:  # the hub's client raises many kinds: no network, gated, moved
+        raise BenchmarkError(
+            f"{source or benchmark.path} cannot be loaded: {type(error).__name__}: {error}. GPQA is gated: accept its terms "
+            "on the hub and log in; without network download it elsewhere and give its directory with --source"
+        ) from error
+
+
+def write(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+    """Rows as jsonl, whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.unfinished")
+    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,52 @@
+"""What `--model` may name: a Hugging Face directory, a run's checkpoint, or a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rstar2_megatron.training.checkpoint import complete_checkpoints
+
+CONVERTED = "huggingface"  # inside a checkpoint, beside actor/ and data/: it goes when the checkpoint goes
+
+
+def find_run_config(path: Path) -> Path | None:
+    """config.yaml of the run that a model or checkpoint lies in, so that its conversation format is used."""
+    for parent in (path, *path.parents[:3]):
+        if (parent / "config.yaml").is_file() and (parent / "metrics.jsonl").is_file():
+            return parent / "config.yaml"
+    return None
+
+
+def hugging_face_directory(path: str | Path, base_model: str | Path | None = None) -> Path:
+    """A directory that the engine can load: `path` itself, or made from the checkpoint there.
+
+    path: a Hugging Face directory; `global_step_N` of a run; or a run, whose exported model is taken, else its newest
+    checkpoint. base_model: the Hugging Face directory the run started from (config and tokenizer). A checkpoint is
+    converted once, into itself. Raises ValueError.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file():
+        return path
+    if (path / "model" / "config.json").is_file():
+        return path / "model"
+    if (path / "checkpoints").is_dir():
+        checkpoints = complete_checkpoints(path / "checkpoints")
+        if not checkpoints:
+            raise ValueError(f"{path} has neither model/ nor a complete checkpoint yet")
+        path = checkpoints[-1][1]
+    if not (path / "actor").is_dir():
+        raise ValueError(
+            f"{path} is neither a Hugging Face directory (config.json), nor a run, nor a checkpoint global_step_N"
+        )
+    converted = path / CONVERTED
+    if not (converted / "config.json").is_file():
+        if base_model is None:
+            raise ValueError(
+                f"{path} is a checkpoint outside of its run: convert it first by "
+                f"`python -m rstar2_megatron.actor.convert {path / 'actor'} BASE_MODEL OUTPUT`"
+            )
+        from rstar2_megatron.actor.convert import convert
+
+        print(f"converting {path} to {converted}", flush=True)
+        convert(path / "actor", Path(base_model), converted)
+    return converted

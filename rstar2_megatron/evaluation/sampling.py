@@ -1,0 +1,328 @@
+"""Draw k trajectories per problem from a model directory: engine, agent loop, judge and grader as in training.
+
+`sample(problems, settings, out)` is all a caller needs:
+
+    settings = SamplingSettings.of(load_settings(NAME)[0], spec, model="DIR")
+    samples = sample(problems, settings, Path("out/trajectories.jsonl"))
+
+It starts what it needs (SGLang engines, the Code Judge with its Redis unless the settings name a running one, grading
+processes), writes every trajectory to `out` as it ends, and stops what it started, also when it is interrupted. Called
+again with the same `out` it draws only what is missing. No Ray: one process drives all engines of this node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections import deque
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rstar2_megatron.evaluation.samples import Sample, SampleFile
+from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.reward.grade import grade_trajectories
+from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.rollout.engine import EngineClient, EngineLost
+from rstar2_megatron.rollout.group_runner import run_groups
+from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.services.code_judge import CodeJudgeService
+from rstar2_megatron.settings.schema import (
+    AgentLoopSettings,
+    CodeJudgeSettings,
+    RewardSettings,
+    RolloutSettings,
+    SamplingParams,
+    Settings,
+)
+from rstar2_megatron.trajectory import Problem, Trajectory
+from rstar2_megatron.trajectory_row import trajectory_row
+
+MAX_ATTEMPTS = 3  # of one sample that infrastructure spoils
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """What sampling needs of a run's settings.
+
+    `spec.samples` is k. `max_context_tokens` bounds prompt and response together. `num_engines` engines run on this
+    node, each on `rollout.tensor_parallel_size` GPUs (on a machine without GPUs one engine is sensible).
+    """
+
+    rollout: RolloutSettings
+    agentloop: AgentLoopSettings
+    codejudge: CodeJudgeSettings
+    reward: RewardSettings
+    spec: RolloutSpec
+    max_context_tokens: int
+    num_engines: int = 1
+    seed: int = 1234
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        spec: RolloutSpec,
+        *,
+        model: str | Path,
+        max_context_tokens: int | None = None,
+        num_engines: int = 1,
+    ) -> SamplingSettings:
+        """A run's settings with another model (a Hugging Face directory) and another sampling."""
+        path = settings.rollout.model.model_copy(update={"model_path": str(model)})
+        return cls(
+            rollout=settings.rollout.model_copy(update={"model": path}),
+            agentloop=settings.agentloop.model_copy(update={"max_assistant_turns": spec.max_assistant_turns}),
+            codejudge=settings.tools.codejudge,
+            reward=settings.reward,
+            spec=spec,
+            max_context_tokens=max_context_tokens or settings.runner.seq_length,
+            num_engines=num_engines,
+            seed=settings.actor.seed,
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change between samples of one file: model, wording, sampling, judge's limits, grader."""
+        model = Path(self.rollout.model.model_path)
+        files = sorted(model.glob("*.safetensors"))
+        return {
+            "model": str(model.resolve()),
+            "weights": [[file.name, file.stat().st_size, int(file.stat().st_mtime)] for file in files],
+            "precision": self.rollout.model.precision,
+            "sampling": {name: v for name, v in asdict(self.spec).items() if name != "samples"},
+            "max_context_tokens": self.max_context_tokens,
+            "agentloop": self.agentloop.model_dump(mode="json"),
+            "judge": self.codejudge.model_dump(mode="json", include={"time_limit_s", "memory_mb"}),
+            "reward": self.reward.model_dump(mode="json", exclude={"group_name", "num_workers"}),
+        }
+
+
+def sample(
+    problems: Sequence[Problem],
+    settings: SamplingSettings,
+    out: str | Path,
+    *,
+    label: str = "sampling",
+    progress: bool = True,
+) -> list[Sample]:
+    """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
+
+    out: jsonl of trajectories (`trajectory_row`); what it already holds is not drawn again. An attempt that the
+        infrastructure spoilt is tried MAX_ATTEMPTS times, then left out of the result; a later call tries it again.
+    Logs of engines and judge go to `logs/` beside `out`. Sampling is not reproducible token by token: an engine's batches
+    depend on timing.
+
+    Raises SamplesError when `out` was made with other settings or problems, ValueError for problems that cannot be
+    sampled (no room in the context, a trajectory that never fits the KV cache), EngineLost, ServiceError, GraderLost.
+    SIGINT ends it with KeyboardInterrupt, SIGTERM with asyncio.CancelledError, both after everything is stopped.
+    """
+    file = SampleFile(out, settings.identity)
+    found = file.open(problems)
+    keys = [(p.query_id, i) for p in problems for i in range(settings.spec.samples)]
+    if any(key not in found for key in keys):
+        asyncio.run(_Sampler(problems, settings, file, found, label, progress).run())
+    return [found[key] for key in keys if key in found]
+
+
+@dataclass(slots=True)
+class _Job:
+    problem: Problem
+    index: int
+    attempts: int = 0
+
+    @property
+    def name(self) -> str:
+        """query_id of this attempt inside the engine: the group runner wants it unique."""
+        return f"{self.problem.query_id}#{self.index}"
+
+
+class _Jobs:
+    """The attempts that are left; engines pull them, so a quick engine does more."""
+
+    def __init__(self, jobs: Iterable[_Job]) -> None:
+        self._waiting = deque(jobs)
+        self._unfinished = len(self._waiting)
+        self._running: dict[str, _Job] = {}
+        self._changed = asyncio.Event()
+
+    async def next(self) -> _Job | None:
+        """The next job; None when all are finished. Waits while a running one may still come back."""
+        while not self._waiting:
+            if not self._unfinished:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        job = self._waiting.popleft()
+        self._running[job.name] = job
+        return job
+
+    def ended(self, name: str, *, usable: bool) -> _Job:
+        """Take a job back from an engine; one that was spoilt is put at the end unless it was tried often enough."""
+        job = self._running.pop(name)
+        job.attempts += 1
+        if usable or job.attempts == MAX_ATTEMPTS:
+            self._unfinished -= 1
+        else:
+            self._waiting.append(job)
+        self._changed.set()
+        return job
+
+
+class _Sampler:
+    """One call of `sample`: services up, engines pulling jobs, services down."""
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        settings: SamplingSettings,
+        file: SampleFile,
+        found: dict[tuple[str, int], Sample],
+        label: str,
+        progress: bool,
+    ) -> None:
+        self.problems = problems
+        self.settings = settings
+        self.file = file
+        self.found = found
+        self.label = label
+        self.progress = progress
+        self.logs = file.path.parent.resolve() / "logs"
+
+    async def run(self) -> None:
+        from transformers import AutoTokenizer
+
+        settings = self.settings
+        if threading.current_thread() is threading.main_thread():
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
+        template = ChatTemplate(tokenizer, settings.agentloop)
+        self._check_prompts(template)
+        jobs = [
+            _Job(problem, index)
+            for problem in self.problems
+            for index in range(settings.spec.samples)
+            if (problem.query_id, index) not in self.found
+        ]
+        self.logs.mkdir(parents=True, exist_ok=True)
+        async with contextlib.AsyncExitStack() as stack:
+            service = CodeJudgeService(settings.codejudge, self.logs / "judge.log")
+            stack.callback(service.stop)
+            service.begin()
+            engines = [self._engine(i) for i in range(settings.num_engines)]
+            for engine in engines:
+                stack.push_async_callback(engine.close)
+            _, url = await asyncio.gather(
+                asyncio.gather(*(engine.start() for engine in engines)), asyncio.to_thread(service.wait_ready)
+            )
+            judge = await stack.enter_async_context(self._judge(url))
+            reward = settings.reward
+            pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
+            self.jobs = _Jobs(jobs)
+            with tqdm(total=len(jobs), desc=self.label, disable=None if self.progress else True) as bar:
+                await _together(self._serve(engine, judge, template, pool, bar) for engine in engines)
+
+    def _check_prompts(self, template: ChatTemplate) -> None:
+        check_tools_in_prompt(template.prompt_text(self.problems[0]), template.schemas)
+        for problem in self.problems:
+            tokens, most = len(template.prompt_ids(problem)), self.settings.max_context_tokens
+            if tokens >= most:
+                raise ValueError(
+                    f"the prompt of {problem.query_id} has {tokens} tokens and leaves no room for an answer in "
+                    f"{most}; leave the problem out or raise the context"
+                )
+
+    def _engine(self, number: int) -> EngineClient:
+        import torch
+
+        settings, rollout = self.settings, self.settings.rollout
+        if torch.cuda.is_available():  # the engines of one process share its devices
+            arguments = {"base_gpu_id": number * rollout.tensor_parallel_size, **rollout.sglang.server_args}
+            sglang = rollout.sglang.model_copy(update={"server_args": arguments})
+            rollout = rollout.model_copy(update={"sglang": sglang})
+        return EngineClient(
+            rollout,
+            seed=settings.seed + number,
+            name=f"engine {number}",
+            log_path=self.logs / f"engine-{number}.log",
+            context_length=settings.max_context_tokens + 8,
+        )
+
+    def _judge(self, url: str) -> JudgeClient:
+        judge = self.settings.codejudge
+        return JudgeClient(
+            url,
+            time_limit_s=judge.time_limit_s,
+            request_timeout_s=judge.request_timeout_s,
+            max_outage_s=judge.max_outage_s,
+            max_concurrency=judge.max_concurrency,
+        )
+
+    async def _serve(
+        self, engine: EngineClient, judge: JudgeClient, template: ChatTemplate, pool: GraderPool, bar: Any
+    ) -> None:
+        """Keep one engine busy until no job is left."""
+        settings, spec = self.settings, self.settings.spec
+        loop = AgentLoop(
+            engine,
+            judge,
+            template,
+            settings.agentloop,
+            SamplingParams(
+                temperature=spec.temperature,
+                top_p=spec.top_p,
+                top_k=spec.top_k,
+                max_new_tokens=spec.max_new_tokens,
+            ),
+            max_context_tokens=settings.max_context_tokens,
+            timeout_s=settings.rollout.trajectory_timeout_s,
+        )
+        budget = make_budget(
+            settings.rollout.scheduler, engine.kv_capacity_tokens, settings.rollout.max_running_requests
+        )
+
+        async def next_problem() -> Problem | None:
+            job = await self.jobs.next()
+            return None if job is None else replace(job.problem, query_id=job.name)
+
+        async def finished(problem: Problem, trajectory: Trajectory) -> None:
+            if (
+                not trajectory.usable
+                and engine.lost
+                and engine.restarts >= engine.settings.max_engine_restarts
+            ):
+                raise EngineLost(trajectory.error)  # for good: the jobs that are left would all be spoilt
+            if trajectory.usable:
+                await grade_trajectories(pool, problem, [trajectory])
+            job = self.jobs.ended(problem.query_id, usable=trajectory.usable)
+            trajectory.query_id, trajectory.rollout_index = job.problem.query_id, job.index
+            row = trajectory_row(job.problem, trajectory)
+            self.file.append(row)
+            if trajectory.usable:
+                self.found[job.problem.query_id, job.index] = Sample.from_row(row)
+                bar.update()
+
+        # one attempt a group: whichever attempts are missing can be drawn, and a spoilt one alone is drawn again
+        async for _ in run_groups(next_problem, loop, budget, group_size=1, on_trajectory=finished):
+            pass
+
+
+async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all; the first failure cancels the others and is raised as it is."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

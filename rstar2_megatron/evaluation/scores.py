@@ -1,0 +1,253 @@
+"""avg@k, pass@j and majority@k with confidence intervals, from graded attempts. Pure.
+
+Intervals are 95 %. They treat the problems as drawn from a larger population and resample them with replacement
+(10,000 times, fixed seed); where all problems have the same score, which resampling cannot widen, the Wilson interval
+of so many problems stands. `run_deviation` is the other spread: of the k runs over this very set of problems.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rstar2_megatron.evaluation.samples import Sample
+from rstar2_megatron.reward.answer_text import normalise, plain_number, quick_verdict
+from rstar2_megatron.trajectory import FinishReason
+
+RESAMPLES = 10_000
+_Z = 1.959963984540054  # of 95 %
+
+Equal = Callable[[str, str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What an evaluation of one set of problems found. Means of lengths and tools are over attempts."""
+
+    num_problems: int
+    num_samples: int
+    k: int
+    """Attempts asked for; infrastructure may have spoilt some."""
+    average: Estimate
+    """avg@k: mean over problems of the share of their attempts that are right (pass@1)."""
+    pass_at: dict[int, Estimate]
+    """j -> unbiased estimate that one of j attempts is right; j = 1, 2, 4, ... and k."""
+    majority: Estimate
+    """majority@k: the most frequent answer is right; ties count by the share of right ones among them."""
+    run_deviation: float
+    """Standard deviation of the accuracy of the k runs; nan for k = 1."""
+    missing: int
+    """Attempts that infrastructure spoilt, left out of everything."""
+    tools: dict[str, float] = field(default_factory=dict)
+    lengths: dict[str, float] = field(default_factory=dict)
+    endings: dict[str, float] = field(default_factory=dict)
+    """Share of attempts by finish reason."""
+
+    def metrics(self) -> dict[str, float]:
+        """Flat values for logs, named `average`, `pass@4`, `majority@8`, `tool_calls`, `response_length`, ..."""
+        flat = {
+            "average": self.average.value,
+            "average_low": self.average.low,
+            "average_high": self.average.high,
+        }
+        flat |= {f"pass@{j}": estimate.value for j, estimate in self.pass_at.items() if j > 1}
+        if self.k > 1:
+            flat[f"majority@{self.k}"] = self.majority.value
+        flat |= {"problems": self.num_problems, "samples": self.num_samples, "missing": self.missing}
+        flat |= self.tools | self.lengths
+        flat |= {f"finish/{name}": share for name, share in self.endings.items()}
+        return {name: float(value) for name, value in flat.items()}
+
+
+def score(
+    samples: Sequence[Sample], k: int, *, num_problems: int | None = None, equal: Equal | None = None
+) -> Scores:
+    """Scores of usable and unusable attempts, `k` of each problem asked for.
+
+    num_problems: asked for; None takes those that have an attempt. equal: whether two answers mean the same, for the
+    vote (None decides by spelling and exact numbers). Raises ValueError without a usable attempt.
+    """
+    by_problem: dict[str, list[Sample]] = {}
+    for item in samples:
+        if item.usable:
+            by_problem.setdefault(item.query_id, []).append(item)
+    usable = [item for group in by_problem.values() for item in group]
+    if not usable:
+        raise ValueError(
+            "no usable attempt to score: every one was spoilt by infrastructure, or there was none"
+        )
+    groups = list(by_problem.values())
+    counts = [(len(group), sum(item.reward > 0 for item in group)) for group in groups]
+    pass_at = {}
+    for j in (*_powers(k), k):
+        enough = [(n, right) for n, right in counts if n >= j]
+        if enough:
+            pass_at[j] = estimate([pass_at_j(n, right, j) for n, right in enough])
+    asked = (num_problems or len(groups)) * k
+    return Scores(
+        num_problems=len(groups),
+        num_samples=len(usable),
+        k=k,
+        average=estimate([right / n for n, right in counts]),
+        pass_at=pass_at,
+        majority=estimate([majority(group, equal or same_answer) for group in groups]),
+        run_deviation=_run_deviation(usable),
+        missing=max(0, asked - len(usable)),
+        tools=_tools(usable),
+        lengths=_lengths(usable),
+        endings=_endings(usable),
+    )
+
+
+def score_by(
+    samples: Sequence[Sample], part_of: Mapping[str, str], k: int, equal: Equal | None = None
+) -> dict[str, Scores]:
+    """Scores of each part (a benchmark, a task), `part_of` naming the part of each query_id."""
+    parts: dict[str, list[Sample]] = {part: [] for part in part_of.values()}
+    for item in samples:
+        parts[part_of[item.query_id]].append(item)
+    sizes = Counter(part_of.values())
+    return {
+        part: score(members, k, num_problems=sizes[part], equal=equal)
+        for part, members in parts.items()
+        if any(item.usable for item in members)
+    }
+
+
+# ---------------------------------------------------------------------------------------------- estimates
+
+
+def pass_at_j(n: int, right: int, j: int) -> float:
+    """Unbiased estimate from n attempts, `right` of them right, that one of j is: 1 - C(n-right, j) / C(n, j)."""
+    if not 0 <= right <= n or not 1 <= j <= n:
+        raise ValueError(f"pass@{j} of {n} attempts with {right} right")
+    return 1.0 - math.comb(n - right, j) / math.comb(n, j)
+
+
+def majority(group: Sequence[Sample], equal: Equal) -> float:
+    """1 when the most frequent answer of a problem is right, 0 when not, the share of right ones at a tie.
+
+    Attempts without an answer do not vote; without any vote it is 0.
+    """
+    classes: list[tuple[str, list[Sample]]] = []
+    by_key: dict[object, list[Sample]] = {}
+    for item in group:
+        if item.answer is None:
+            continue
+        members = by_key.get(key := answer_key(item.answer))
+        if members is None:
+            members = next((m for answer, m in classes if equal(answer, item.answer)), None)
+            if members is None:
+                members = []
+                classes.append((item.answer, members))
+            by_key[key] = members
+        members.append(item)
+    if not classes:
+        return 0.0
+    most = max(len(members) for _, members in classes)
+    winners = [members for _, members in classes if len(members) == most]
+    return statistics.fmean(statistics.fmean(item.reward > 0 for item in members) for members in winners)
+
+
+def answer_key(answer: str) -> object:
+    """Equal for answers of the same spelling or the same exact number."""
+    text = normalise(answer)
+    number = plain_number(text)
+    return text if number is None else number
+
+
+def same_answer(a: str, b: str) -> bool:
+    """Whether two answers mean the same, as far as text and exact numbers tell."""
+    return quick_verdict(a, b) is True
+
+
+def estimate(scores: Sequence[float]) -> Estimate:
+    """Mean of scores in [0, 1], one a problem, and its 95 % interval. Raises ValueError for none."""
+    if not scores:
+        raise ValueError("no problem to average over")
+    values = np.asarray(scores, dtype=np.float64)
+    mean = float(values.mean())
+    if values.min() == values.max():
+        return Estimate(mean, *wilson(mean, len(values)))
+    rng = np.random.default_rng(0)
+    means = np.empty(RESAMPLES)
+    for start in range(0, RESAMPLES, 500):  # bounded memory for data sets of many thousand problems
+        picked = rng.integers(0, len(values), (min(500, RESAMPLES - start), len(values)))
+        means[start : start + 500] = values[picked].mean(axis=1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Estimate(mean, float(low), float(high))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share seen in `count` trials."""
+    z2 = _Z * _Z
+    centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = _Z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _powers(k: int) -> list[int]:
+    return [1 << i for i in range(k.bit_length()) if 1 << i < k]
+
+
+def _run_deviation(usable: Sequence[Sample]) -> float:
+    runs: dict[int, list[float]] = {}
+    for item in usable:
+        runs.setdefault(item.index, []).append(item.reward)
+    return statistics.stdev(map(statistics.fmean, runs.values())) if len(runs) > 1 else math.nan
+
+
+# ---------------------------------------------------------------------------------------- how it was done
+
+
+def _tools(usable: Sequence[Sample]) -> dict[str, float]:
+    calls = sum(item.num_tool_calls for item in usable)
+    right = [item for item in usable if item.reward > 0]
+    return {
+        "tool_calls": calls / len(usable),
+        "tool_error_ratio": _ratio(sum(item.num_tool_errors for item in usable), calls),
+        "tool_error_ratio_positive": _ratio(
+            sum(item.num_tool_errors for item in right), sum(item.num_tool_calls for item in right)
+        ),
+        "no_tool_ratio": sum(not item.num_tool_calls for item in usable) / len(usable),
+        "num_turns": statistics.fmean(item.num_turns for item in usable),
+    }
+
+
+def _lengths(usable: Sequence[Sample]) -> dict[str, float]:
+    lengths = np.asarray([item.response_tokens for item in usable])
+    p50, p90 = np.quantile(lengths, (0.5, 0.9))
+    return {
+        "response_length": float(lengths.mean()),
+        "response_length_p50": float(p50),
+        "response_length_p90": float(p90),
+        "max_of_response_length": float(lengths.max()),
+        "generated_length": statistics.fmean(item.generated_tokens for item in usable),
+    }
+
+
+def _endings(usable: Sequence[Sample]) -> dict[str, float]:
+    endings = Counter(item.finish_reason for item in usable)
+    reasons = [reason.value for reason in FinishReason if reason is not FinishReason.INFRASTRUCTURE]
+    return {reason: endings[reason] / len(usable) for reason in reasons}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,32 @@
+"""A trajectory's response as one text, the way the public code decodes it: its released rules read that. Pure."""
+
+from __future__ import annotations
+
+from rstar2_megatron.trajectory import FinishReason, Trajectory
+
+
+def response_text(trajectory: Trajectory) -> str:
+    """The response as the public code decodes it: after the first turn's header, special tokens shown.
+
+    A tool response that did not fit the budget never became part of it, and a turn that the budget cut has no
+    end. With several calls in a turn the surplus stands before the last turn; counts do not depend on it.
+    """
+    turns = [turn.removesuffix("<|im_end|>") for turn in trajectory.assistant_texts]
+    shown = [call.response_text for call in trajectory.tool_calls]
+    cut = trajectory.finish_reason is FinishReason.LENGTH_LIMIT
+    num_gaps = max(len(turns) - 1, 0)
+    if cut and len(shown) > num_gaps:
+        turns.append("")  # the budget ended before the first token of the next turn
+        num_gaps += 1
+    if trajectory.finish_reason is FinishReason.TOOL_RESPONSE_TOO_LONG:
+        shown = shown[:num_gaps]
+    pieces: list[str] = []
+    for i, turn in enumerate(turns):
+        pieces.append(turn)
+        if i < num_gaps:
+            responses = shown[i:] if i == num_gaps - 1 else shown[i : i + 1]
+            body = "".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
+            pieces.append(f"<|im_end|><|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n<reason>")
+        elif not cut:
+            pieces.append("<|im_end|>")
+    return "".join(pieces)

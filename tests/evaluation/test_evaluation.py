@@ -1,0 +1,107 @@
+"""`python -m rstar2_megatron.evaluation` with nothing stood in: SGLang, the agent loop, the Code Judge, the grader."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.evaluation.__main__ import MAX_TOKENS, configure, parse
+from tests.e2e.runs import ProgramRun, read_jsonl
+from tests.rollout.memorised import CONVERSATIONS, SETTINGS
+
+OVERRIDES = [
+    f"agentloop.system_prompt='{SETTINGS.system_prompt}'",
+    "agentloop.user_prefix=''",
+    "actor.model.precision=fp32",
+    "rollout.max_total_tokens=4096",
+    "rollout.max_running_requests=8",
+    "data.max_prompt_length=400",
+    "tools.codejudge.num_workers=1",
+    "tools.codejudge.time_limit_s=2",
+    "reward.num_workers=1",
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "memorised.jsonl"
+    rows = [{"prompt": f"{name}?", "solutions": ["42"], "query_id": name} for name in CONVERSATIONS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(model: Path, data: Path, out: Path) -> list[str]:
+    flags = ["--model", str(model), "--data", str(data), "--out", str(out), "-k", "2"]
+    flags += ["--temperature", "0", "--max-turns", "2", "--max-tokens", "400"]
+    return [sys.executable, "-m", "rstar2_megatron.evaluation", *flags, *OVERRIDES]
+
+
+@pytest.mark.timeout(600)
+def test_stopped_evaluation_goes_on_and_scores(memorised_model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = command(memorised_model, data, out)
+    first = ProgramRun(words, tmp_path / "first.log").start()
+    # one conversation's program runs until the judge's limit, so others are on disk while it is under way
+    first.wait_for(lambda: len(read_jsonl(out / "trajectories.jsonl")) >= 1, 240, "a trajectory")
+    first.send(signal.SIGINT)
+    assert first.wait(60) == 130, first.text()[-3000:]
+    first.assert_nothing_left()
+    before = (out / "trajectories.jsonl").read_text()
+    assert 1 <= before.count("\n") < 6, "the stop came too late to test anything"
+
+    second = ProgramRun(words, tmp_path / "second.log").start()
+    assert second.wait(240) == 0, second.text()[-3000:]
+    second.assert_nothing_left()
+    assert (out / "trajectories.jsonl").read_text().startswith(before)
+    rows = read_jsonl(out / "trajectories.jsonl")
+    drawn = [
+        (row["query_id"], row["rollout_index"]) for row in rows if row["finish_reason"] != "infrastructure"
+    ]
+    assert sorted(drawn) == sorted((name, i) for name in CONVERSATIONS for i in range(2))
+    outcomes = {row["query_id"]: [call["outcome"] for call in row["tool_calls"]] for row in rows}
+    assert outcomes == {"right": ["ok"], "loop": ["timeout"], "broken": ["malformed"]}
+
+    scores = json.loads((out / "scores.json").read_text())["scores"]["memorised"]
+    assert scores["average"]["value"] == 1.0 and scores["majority"]["value"] == 1.0
+    assert scores["tools"]["tool_calls"] == 1.0
+    assert scores["tools"]["tool_error_ratio"] == pytest.approx(2 / 3)
+    assert scores["missing"] == 0
+    assert "avg@2" in second.text() and "100.0 [43.9, 100.0]" in second.text()
+
+
+def test_the_papers_protocol_is_the_default(
+    memorised_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, sampling = configure(parse(["--model", str(memorised_model), "--data", str(data)]))
+    spec = sampling.spec
+    assert (spec.samples, spec.temperature, spec.max_assistant_turns) == (16, 0.6, 30)
+    assert spec.max_new_tokens == 4096 - 8 and "share the model's 4088 tokens" in capsys.readouterr().err
+    assert MAX_TOKENS == 30 * 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "nowhere"], "neither a Hugging Face directory"),
+        (["--max-tokens", "999999"], "exceeds what"),
+        (["--data", "missing.jsonl"], "missing.jsonl does not exist"),
+        (["rollout.max_runing_requests=3"], "rollout.max_running_requests"),
+    ],
+)
+def test_bad_input_ends_with_2_before_anything_starts(
+    memorised_model: Path, data: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rstar2_megatron.evaluation.__main__ import main
+
+    assert main(["--model", str(memorised_model), "--data", str(data), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sampling_keys_of_the_configuration_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--model", "m", "--data", "d", "evaluation.temperature=1"])
+    assert "--temperature" in capsys.readouterr().err
