@@ -81,15 +81,16 @@ def score(
 
 def supervised(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch, steps: int
-) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Some SFT steps, then a fresh optimizer and one RL step."""
+) -> tuple[list[dict[str, float]], dict[str, float], dict[str, float]]:
+    """The validation loss, some SFT steps, then a fresh optimizer and one RL step."""
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:
         optim = OptimSettings(lr=2e-3, weight_decay=0.0)
         actor.reset_optimizer(optim, LrSchedSettings(lr_warmup_iters=0), steps)
+        validation = actor.sft_validation(batch)
         history = [actor.sft_step(batch, lr=2e-3) for _ in range(steps)]
         actor.reset_optimizer(actor.actor.optim, actor.actor.lr_sched, 5)
-        return history, actor.train_step(batch)
+        return history, actor.train_step(batch), validation
     finally:
         actor.close()
 

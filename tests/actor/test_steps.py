@@ -166,13 +166,14 @@ def test_other_aggregations(pool: RankPool, models: dict[str, Path], kind: str) 
 def test_supervised_steps_then_reinforcement(pool: RankPool, models: dict[str, Path], ranks: int) -> None:
     batch = sequences(6, seed=13)
     config = settings(model=BY_RANKS[ranks])
-    history, after = pool.run(programs.supervised, ranks, config, models["qwen2"], batch, 6)[0]
+    history, after, validation = pool.run(programs.supervised, ranks, config, models["qwen2"], batch, 6)[0]
     hf = reference.load(models["qwen2"])
     with torch.no_grad():
         right = -sum(
             float((reference.log_probs(hf, s, 1.0) * torch.tensor(s.loss_mask[1:])).sum()) for s in batch
         ) / sum(s.num_trained_tokens for s in batch)
     assert history[0]["sft/loss"] == pytest.approx(right, abs=1e-5)
+    assert validation["loss"] / validation["tokens"] == pytest.approx(right, abs=1e-5)
     assert history[-1]["sft/loss"] < history[0]["sft/loss"] - 0.5
     assert after["actor/optimizer_steps"] == 1
     assert after["actor/lr"] == pytest.approx(5e-4)  # first of two warm-up steps of 1e-3
