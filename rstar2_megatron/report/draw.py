@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from rstar2_megatron.report.table import WEIGHTS, held_out
 from rstar2_megatron.training.metrics import MetricsFile
 
 # panel: (title, y label, y limits, [(metric, label)])
-PANELS: tuple[tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]], ...] = (
+Panel = tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]]
+PANELS: tuple[Panel, ...] = (
     (
         "Reward",
         "mean reward",
@@ -51,9 +53,51 @@ PANELS: tuple[tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str],
 )
 
 
+SFT_PANELS: tuple[Panel, ...] = (
+    (
+        "Loss",
+        "nats a trained token",
+        None,
+        (("train/sft/token_loss", "training"), ("eval/sft_loss", "validation")),
+    ),
+    ("Learning rate", "", None, (("train/sft/lr", "learning rate"),)),
+)
+
+
 def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
-    """Write `curves.png` of a run from its metrics.jsonl. Raises ValueError when it has no steps."""
+    """Write `curves.png` of a run from its metrics.jsonl, with the borders of stages.json if there is one.
+
+    Raises ValueError when it has no steps.
+    """
     directory = Path(directory)
+    heading = directory.resolve().name
+    stages = held_out(directory)
+    if stages:
+        heading += "   held-out pass@1: " + ", ".join(f"{label} {value:.2f}" for label, value in stages)
+    return _draw(directory, out, PANELS, (2, 2), heading, stage_borders(directory))
+
+
+def draw_sft(directory: str | Path, out: str | Path | None = None) -> Path:
+    """Write `curves.png` of a supervised fine-tuning. Raises ValueError when it has no steps."""
+    return _draw(Path(directory), out, SFT_PANELS, (1, 2), Path(directory).resolve().name, [])
+
+
+def stage_borders(directory: Path) -> list[tuple[int, str]]:
+    """(first step, name) of each stage of a recipe's metrics.jsonl; empty for a single run."""
+    path = directory / "stages.json"
+    if not path.is_file():
+        return []
+    return [(int(stage["first_step"]), str(stage["name"])) for stage in json.loads(path.read_text())]
+
+
+def _draw(
+    directory: Path,
+    out: str | Path | None,
+    panels: Sequence[Panel],
+    shape: tuple[int, int],
+    heading: str,
+    borders: Sequence[tuple[int, str]],
+) -> Path:
     rows = MetricsFile(directory / "metrics.jsonl").rows()
     if not rows:
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps to draw")
@@ -62,13 +106,16 @@ def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(11, 3.5 * shape[0]), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, unit, limits, lines) in zip(figure.subplots(2, 2).flat, PANELS):
+    for axes, (title, unit, limits, lines) in zip(figure.subplots(*shape).flat, panels):
         for name, label in lines:
             steps, values = points(rows, name)
             if steps:
                 axes.plot(steps, values, label=label, marker="." if len(steps) < 30 else None, linewidth=1.5)
+        for first, name in borders:
+            axes.axvline(first - 0.5, color="grey", linewidth=0.8, linestyle="--")
+            axes.annotate(name, (first - 0.5, 1.0), xycoords=("data", "axes fraction"), fontsize=7, va="top")
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
@@ -79,10 +126,6 @@ def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
             axes.set_ylim(bottom=0)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-    heading = directory.resolve().name
-    stages = held_out(directory)
-    if stages:
-        heading += "   held-out pass@1: " + ", ".join(f"{label} {value:.2f}" for label, value in stages)
     figure.suptitle(heading, fontsize=11)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial.png")

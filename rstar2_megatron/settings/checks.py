@@ -183,6 +183,9 @@ def layout_problems(
 
 def data_problems(settings: Settings) -> Iterator[str]:
     """Missing files, bad rows, too few problems."""
+    if settings.runner.task_type == "sft":
+        yield from _sft_data_problems(settings)
+        return
     data = settings.data
     for key, paths, least in (
         ("train_data_paths", data.train_data_paths, data.rollout_batch_size),
@@ -209,6 +212,15 @@ def data_problems(settings: Settings) -> Iterator[str]:
                 f"data.{key} has {len(problems)} problems, a step needs data.rollout_batch_size={least}; lower "
                 "it or add problems"
             )
+
+
+def _sft_data_problems(settings: Settings) -> Iterator[str]:
+    sft = settings.sft
+    if not sft.train_data_paths:
+        yield "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files"
+    for path in [*sft.train_data_paths, *sft.val_data_paths]:
+        if not path.startswith(BUILT) and not Path(path).is_file():
+            yield f"sft data file {path} does not exist; data_process/build_sft_dataset.py writes such files"
 
 
 def checkpoint_bytes(settings: Settings, model: ModelConfig) -> int:

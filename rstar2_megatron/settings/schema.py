@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -41,6 +41,25 @@ class LoggerSettings(Section):
     logger_backends: list[Literal["tensorboard", "wandb", "swanlab"]] = ["tensorboard"]
 
 
+class StopCondition(Section):
+    """Ends a run, or a stage of a recipe, before its last step."""
+
+    metric: str
+    """A name of metrics.jsonl, e.g. rollout/clip_ratio, or eval/average for evaluations in training."""
+    at_least: float | None = None
+    at_most: float | None = None
+    times: int = Field(1, ge=1)
+    """So many values one after the other must satisfy it."""
+    average_over: int = Field(1, ge=1)
+    """Steps with the metric that are averaged to one value."""
+
+    @model_validator(mode="after")
+    def _has_a_bound(self) -> StopCondition:
+        if self.at_least is None and self.at_most is None:
+            raise ValueError("a condition needs at_least or at_most")
+        return self
+
+
 class RunnerSettings(Section):
     task_type: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
     """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: count how often each
@@ -60,6 +79,10 @@ class RunnerSettings(Section):
     """Steps between evaluations in training; -1 evaluates only before and after."""
     resume_dir: str | None = "auto"
     """`auto` (newest complete checkpoint of this experiment), a global_step_N directory, or null."""
+    init_checkpoint: str | None = None
+    """A global_step_N directory of another run whose model and optimizer this run starts from, at step 0."""
+    stop_when: list[StopCondition] = []
+    """The run ends, with checkpoint and export, as soon as one of these holds."""
     seq_length: int = Field(ge=8)
     """Longest prompt + response in tokens."""
     enable_dynamic_batch_size: bool = True

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
-import signal
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from omegaconf import DictConfig
@@ -18,43 +16,12 @@ from omegaconf import DictConfig
 from rstar2_megatron.recipe.resolve import resolve_tiny
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.checks import check_before_start
-from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
+from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training.base_run import BaseRun, Stopped, StopSignals, quietly
 
 logger = logging.getLogger(__name__)
-
-
-class Stopped(BaseException):
-    """SIGTERM or SIGINT arrived; a BaseException so that no handler of errors swallows it."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal.Signals(signal_number).name)
-        self.exit_code = 128 + signal_number
-
-
-class StopSignals:
-    """Turns the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up.
-
-    `install` is called again after Ray has started, because Ray replaces the handler of SIGTERM with its own.
-    """
-
-    def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous = signal.signal(number, self._stop)
-            self._previous.setdefault(number, previous)
-
-    def restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _stop(self, signal_number: int, frame: FrameType | None) -> None:
-        for number in self._previous:
-            signal.signal(number, signal.SIG_IGN)
-        raise Stopped(signal_number)
 
 
 def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
@@ -75,9 +42,9 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
         return 0
     signals = StopSignals()
     signals.install()
-    run: Run | None = None
+    run: BaseRun | None = None
     try:
-        run = Run(settings, signals)
+        run = make_run(settings, signals)
         run.train()
     except Stopped as stopped:
         print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
@@ -93,45 +60,37 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
     return 0
 
 
-class Run:
-    """Owns everything that a run starts; `close` ends all of it, at whatever point the run stopped."""
+def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
+    """The run that `runner.task_type` asks for."""
+    if settings.runner.task_type == "sft":
+        from rstar2_megatron.training.sft_run import SFTRun
+
+        return SFTRun(settings, signals)
+    return Run(settings, signals)
+
+
+class Run(BaseRun):
+    """Reinforcement learning."""
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
-        from rstar2_megatron.cluster.launch import TrainingCluster
         from rstar2_megatron.services.code_judge import CodeJudgeService
 
-        self.settings = settings
-        self.signals = signals
-        self.started = time.perf_counter()
-        self.directory = Path(settings.runner.output_dir) / settings.runner.experiment_name
-        self.checkpoints = self.directory / "checkpoints"
+        super().__init__(settings, signals)
         self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
-        self.cluster = TrainingCluster(settings, to_dict_config(settings))
-        self._closing: list[Any] = []
         self.last_evaluation: tuple[int, Any] = (-1, None)
 
     def train(self) -> None:
         """The whole run."""
-        from rstar2_megatron.training.checkpoint import find_resume
-
-        settings = self.settings
-        resume = find_resume(settings.runner.resume_dir, self.checkpoints)
-        if resume and settings.runner.resume_dir == "auto" and resume[0] >= settings.runner.max_steps:
-            self._archive(f"it reached step {resume[0]} of runner.max_steps={settings.runner.max_steps}")
-            resume = None
-        elif resume is None and (self.directory / "metrics.jsonl").exists():
-            self._archive("it has no checkpoint to go on from")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.yaml").write_text(print_config(settings))
-
+        resume = self.begin(self.settings.runner.max_steps)
         self._start()
         step = 0
         if resume:
             step = self._resume(*resume)
         else:
             self._cold_start()
-        self._train_steps(step)
-        self._finish()
+        step, condition = self._train_steps(step)
+        self._finish(step)
+        self.mark_finished(step, condition)
 
     # ------------------------------------------------------------------------------------------- starting
 
@@ -197,6 +156,13 @@ class Run:
         from rstar2_megatron.training.cold_start import run_cold_start
 
         settings = self.settings
+        if settings.runner.init_checkpoint:
+            self._say(f"starting from {settings.runner.init_checkpoint}, optimizer included")
+            self.actor.call(
+                "load_checkpoint",
+                str(Path(settings.runner.init_checkpoint) / "actor"),
+                timeout_s=settings.runner.step_timeout_s,
+            )
         self.trainer.sync_weights(version=0)
         self.trainer.check_weights()
         self.table: dict[str, float | None] = {"before_sft": None, "after_sft": None, "after_rl": None}
@@ -215,6 +181,8 @@ class Run:
         elif self._evaluates:
             self.table["after_sft"] = self._evaluate("held-out before RL").average
         self._write_table()
+        if settings.runner.init_checkpoint:
+            return  # model and optimizer go on as they are
         self.actor.call(
             "start_rl",
             settings.actor.optim,
@@ -243,12 +211,17 @@ class Run:
 
     # ------------------------------------------------------------------------------------------- training
 
-    def _train_steps(self, done: int) -> None:
+    def _train_steps(self, done: int) -> tuple[int, str]:
+        """Train until `runner.max_steps`, or until a condition of `runner.stop_when` holds.
+
+        Returns the last step, and the condition that ended the run early or "".
+        """
         from rlinf.utils.metric_logger import MetricLogger
         from rlinf.utils.runner_utils import check_progress
 
         from rstar2_megatron.training.metrics import MetricsFile, header_line, step_line, step_metrics
         from rstar2_megatron.training.samples import TrajectorySamples
+        from rstar2_megatron.training.stop import first_that_holds
 
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
@@ -257,6 +230,8 @@ class Run:
         samples = TrajectorySamples(self.directory / "trajectories.jsonl", runner.save_trajectories_per_step)
         samples.truncate_after(done)
         for step in range(done + 1, runner.max_steps + 1):
+            if runner.stop_when and (held := first_that_holds(runner.stop_when, metrics_file.rows())):
+                return self._stop_early(step - 1, held)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
             result = self.trainer.step(step, self.loader.next_batch())
@@ -284,6 +259,14 @@ class Run:
             samples.append(step, result.groups, result.resampled)
             if save or step == runner.max_steps:
                 self._save(step)
+        return max(done, runner.max_steps), ""
+
+    def _stop_early(self, step: int, condition: str) -> tuple[int, str]:
+        """A condition of `runner.stop_when` holds after `step`."""
+        self._say(f"ending after step {step}: {condition}")
+        if step and not (self.checkpoints / f"global_step_{step}").is_dir():
+            self._save(step)
+        return step, condition
 
     def _save(self, step: int) -> None:
         from rstar2_megatron.training import checkpoint
@@ -316,14 +299,14 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ finishing
 
-    def _finish(self) -> None:
+    def _finish(self, step: int) -> None:
         """Final evaluation, Hugging Face export, curves and table."""
         from rstar2_megatron.report.curves import draw_run
         from rstar2_megatron.report.table import render_table
 
         if self._evaluates:
             at, result = self.last_evaluation
-            if result is None or at != self.settings.runner.max_steps:
+            if result is None or at != step:
                 result = self._evaluate("held-out after RL")
             self.table["after_rl"] = result.average
         model = self.directory / "model"
@@ -337,30 +320,14 @@ class Run:
     def _write_table(self) -> None:
         (self.directory / "held_out.json").write_text(json.dumps(self.table, indent=2) + "\n")
 
-    def _archive(self, why: str) -> None:
-        """Move an earlier run of the same name aside; nothing of it is lost."""
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        target = self.directory.with_name(f"{self.directory.name}.{stamp}")
-        self.directory.rename(target)
-        self._say(f"an earlier run of this name was moved to {target} ({why}); starting anew")
-
-    def _say(self, line: str) -> None:
-        print(f"[{time.perf_counter() - self.started:6.1f} s] {line}", flush=True)
-
     def close(self) -> None:
         """End workers, Ray, judge and Redis. Never raises: the reason we stop must not be hidden."""
         for close in reversed(self._closing):
-            _quietly(close)
+            quietly(close)
+        self._closing.clear()
         for group in ("rollout", "reward"):
             handle = getattr(self, group, None)
             if handle is not None:
-                _quietly(lambda handle=handle: handle.call("shutdown", timeout_s=15))
-        _quietly(self.cluster.close)
-        _quietly(self.judge.stop)
-
-
-def _quietly(action: Any) -> None:
-    try:
-        action()
-    except Exception:
-        logger.debug("while closing", exc_info=True)
+                quietly(functools.partial(handle.call, "shutdown", timeout_s=15))
+        super().close()
+        quietly(self.judge.stop)

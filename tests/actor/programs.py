@@ -194,3 +194,46 @@ def heads(rank: int, world_size: int, init_method: str, seed: int) -> dict[str, 
     finally:
         logprob._MIN_CHUNK_LOGITS = 1 << 24
         dist.destroy_process_group()
+
+
+class _LocalGroup:
+    """The actor of this rank where `recipe.sft` expects a worker group."""
+
+    def __init__(self, actor: MegatronActor) -> None:
+        self._actor = actor
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        if method == "sft_steps":
+            return [[self._actor.sft_step(batch, lr=lr) for batch, lr in zip(*args, strict=True)]]
+        return [getattr(self._actor, method)(*args)]
+
+
+def fine_tune(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    rows: Any,
+    phase: Any,
+    checkpoint: Path,
+    start: int,
+) -> tuple[list[float], float]:
+    """Losses of an SFT phase from step `start`, with a checkpoint after step 2; the validation loss at its end."""
+    from rstar2_megatron.recipe.sft import run_phase, validation_loss
+
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        actor.reset_optimizer(OptimSettings(lr=phase.lr), LrSchedSettings(lr_warmup_iters=0), phase.steps)
+        if start:
+            actor.load_checkpoint(checkpoint)
+
+        def after(done: int, steps: list[dict[str, float]]) -> None:
+            if done == 2 and not start:
+                actor.save_checkpoint(checkpoint)
+
+        group: Any = _LocalGroup(actor)
+        history = run_phase(group, phase, rows, 5, 60.0, start=start, pauses=(2,), after=after)
+        return [step["sft/loss"] for step in history], validation_loss(group, rows, 4, 60.0)
+    finally:
+        actor.close()

@@ -8,12 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from rstar2_megatron.recipe.sft import phase_of
+from rstar2_megatron.recipe.sft_data import SFTRows
+from rstar2_megatron.settings.schema import SFTSettings
 from tests.actor import programs, reference
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
@@ -177,6 +181,24 @@ def test_supervised_steps_then_reinforcement(pool: RankPool, models: dict[str, P
     assert history[-1]["sft/loss"] < history[0]["sft/loss"] - 0.5
     assert after["actor/optimizer_steps"] == 1
     assert after["actor/lr"] == pytest.approx(5e-4)  # first of two warm-up steps of 1e-3
+
+
+def test_fine_tuning_resumes_exactly(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """The same batches, rates and losses after a checkpoint as without an interruption."""
+    batch = sequences(9, seed=21)
+    ids = numpy.concatenate([numpy.array(s.input_ids, numpy.int32) for s in batch])
+    mask = numpy.concatenate([numpy.array(s.loss_mask, numpy.int8) for s in batch])
+    rows = SFTRows(ids, mask, numpy.cumsum([s.length for s in batch]))
+    phase = phase_of(SFTSettings(batch_size=4, epochs=2, lr=2e-3, warmup_ratio=0.2), len(rows))
+    arguments = (settings(), models["qwen2"], rows, phase, tmp_path / "checkpoint")
+    ((whole, end),) = pool.run(programs.fine_tune, 1, *arguments, 0)
+    ((rest, same_end),) = pool.run(programs.fine_tune, 1, *arguments, 2)
+    assert (
+        len(whole) == 5
+        and rest == pytest.approx(whole[2:], abs=1e-6)
+        and same_end == pytest.approx(end, abs=1e-6)
+    )
+    assert end < whole[0] - 0.2
 
 
 def test_step_with_an_infinite_gradient_is_skipped_and_counted(
