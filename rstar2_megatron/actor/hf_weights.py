@@ -1,7 +1,7 @@
 """Hugging Face safetensors to megatron-core parameters and back, tensor by tensor.
 
-Works for the parameter names of the local and of TransformerEngine's layer spec, for any tensor and pipeline
-parallel size. A rank reads only its own rows or columns and never holds the whole model.
+Works for the parameter names of the local and of TransformerEngine's layer spec, for any tensor, pipeline and
+expert parallel size. A rank reads only its own rows, columns or experts and never holds the whole model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,15 @@ LAYER_NAMES: dict[str, tuple[tuple[str, ...], Kind]] = {
     "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), "whole"),
     "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "columns"),
+    "mlp.router.weight": (("mlp.gate.weight",), "whole"),
 }
+# The same for the weights of one expert, which no tensor-parallel rank cuts; {} is the expert's number.
+EXPERT_NAMES: dict[str, tuple[str, ...]] = {
+    "linear_fc1": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "linear_fc2": ("mlp.experts.{}.down_proj.weight",),
+}
+# local spec: experts.local_experts.3.linear_fc1.weight; TransformerEngine: experts.linear_fc1.weight3
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)")
 OUTER_NAMES: dict[str, tuple[str, Kind]] = {
     "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "rows"),
     "decoder.final_layernorm.weight": ("model.norm.weight", "whole"),
@@ -56,19 +64,30 @@ class Mapping:
 
     hf_names: tuple[str, ...]
     kind: Kind
-    is_qkv: bool
+    is_qkv: bool = False
+    expert: int | None = None
+    """Number among this rank's experts; `hf_names` then have a place for the number in the layer."""
 
     @classmethod
     def of(cls, name: str, layer: int | None) -> Mapping:
         """Mapping of parameter `name`; `layer` is its layer's number in the whole model, from 0."""
         if layer is None:
             hf_name, kind = OUTER_NAMES[name]
-            return cls((hf_name,), kind, False)
+            return cls((hf_name,), kind)
         inner = re.sub(r"^decoder\.layers\.\d+\.", "", name)
+        expert = _EXPERT.fullmatch(inner)
+        if expert:
+            names = tuple(f"model.layers.{layer}.{x}" for x in EXPERT_NAMES[expert[2]])
+            return cls(names, "whole", expert=int(expert[1] or expert[3]))
         names, kind = LAYER_NAMES[inner]
-        return cls(
-            tuple(f"model.layers.{layer}.{x}" for x in names), kind, "linear_qkv" in inner and len(names) == 3
-        )
+        is_qkv = "linear_qkv" in inner and len(names) == 3
+        return cls(tuple(f"model.layers.{layer}.{x}" for x in names), kind, is_qkv)
+
+    def names(self, first_expert: int) -> tuple[str, ...]:
+        """`hf_names` on the rank whose first expert has this number in the layer."""
+        if self.expert is None:
+            return self.hf_names
+        return tuple(name.format(first_expert + self.expert) for name in self.hf_names)
 
     def fuse(self, parts: list[Tensor], head_dim: int, local_groups: int) -> Tensor:
         """This rank's part of each Hugging Face tensor -> the parameter.
@@ -142,9 +161,11 @@ def load_hf_weights(chunks: list[Any], config: ModelConfig, directory: str | Pat
     reader = HFReader(directory)
     parts = parallel_state.get_tensor_model_parallel_world_size()
     part = parallel_state.get_tensor_model_parallel_rank()
+    expert_group = parallel_state.get_expert_model_parallel_group()
+    first_expert = expert_group.rank() * (config.num_experts // expert_group.size())
     for chunk in chunks:
         for mapping, parameter in _parameters(chunk):
-            names = mapping.hf_names
+            names = mapping.names(first_expert)
             if names == ("lm_head.weight",) and (config.tie_word_embeddings or names[0] not in reader):
                 names = ("model.embed_tokens.weight",)
             pieces = [reader.read(name, mapping.kind, part, parts) for name in names]
@@ -167,6 +188,8 @@ def iter_hf_weights(chunks: list[Any], config: ModelConfig) -> Iterator[tuple[st
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     pp_ranks = dist.get_process_group_ranks(pp_group)
+    ep_group = parallel_state.get_expert_model_parallel_group()
+    experts = config.num_experts // ep_group.size()  # of one rank
     groups = config.num_kv_heads // tp_group.size()
     own = [
         (mapping, parameter)
@@ -190,16 +213,27 @@ def iter_hf_weights(chunks: list[Any], config: ModelConfig) -> Iterator[tuple[st
             if len(pp_ranks) > 1:
                 local = local.contiguous()
                 dist.broadcast(local, pp_ranks[stage], group=pp_group)
+            if mapping.expert is not None:
+                for rank, theirs in enumerate(_all_gathered(local, ep_group)):
+                    yield from zip(
+                        mapping.names(rank * experts), mapping.split(theirs, config.head_dim, groups)
+                    )
+                continue
             for name, piece in zip(mapping.hf_names, mapping.split(local, config.head_dim, groups)):
-                yield name, _gathered(piece, mapping.kind, tp_group)
+                if mapping.kind == "whole" or tp_group.size() == 1:
+                    yield name, piece
+                else:
+                    dim = 0 if mapping.kind == "rows" else 1
+                    yield name, torch.cat(_all_gathered(piece, tp_group), dim)
 
 
-def _gathered(piece: Tensor, kind: Kind, group: Any) -> Tensor:
-    if kind == "whole" or group.size() == 1:
-        return piece
+def _all_gathered(piece: Tensor, group: Any) -> list[Tensor]:
+    """The tensor of each rank of `group`, all of one shape."""
+    if group.size() == 1:
+        return [piece]
     pieces = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(pieces, piece.contiguous(), group=group)
-    return torch.cat(pieces, 0 if kind == "rows" else 1)
+    return pieces
 
 
 def write_hf_directory(

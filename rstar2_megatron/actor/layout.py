@@ -20,6 +20,8 @@ class Layout:
     context: int
     data: int
     virtual: int = 1
+    expert: int = 1
+    """Ranks that share a layer's experts; they are taken out of tensor x context x data."""
 
 
 def check_layout(
@@ -40,6 +42,8 @@ def check_layout(
         ("vocabulary", model.vocab_size),
         ("MLP width", model.intermediate_size),
     ):
+        if what == "MLP width" and model.is_moe:
+            continue  # experts are not cut
         if size % tp:
             fitting = [n for n in range(1, tp) if size % n == 0]
             problems.append(
@@ -70,6 +74,8 @@ def check_layout(
             f"{world_size} actor ranks do not divide by tensor {tp} x pipeline {pp} x context {cp} = "
             f"{model_ranks}; place the actor on a multiple of {model_ranks} slots or lower a parallel size"
         )
+    ep = parallel.expert_model_parallel_size
+    problems += _expert_problems(settings, model, world_size)
     if parallel.recompute_granularity == "full" and not (
         parallel.recompute_method and parallel.recompute_num_layers
     ):
@@ -93,4 +99,30 @@ def check_layout(
         )
     if problems:
         raise ValueError("\n".join(problems))
-    return Layout(tensor=tp, pipeline=pp, context=cp, data=world_size // model_ranks, virtual=vp)
+    data = world_size // model_ranks
+    return Layout(tensor=tp, pipeline=pp, context=cp, data=data, virtual=vp, expert=ep)
+
+
+def _expert_problems(settings: ActorSettings, model: ModelConfig, world_size: int) -> list[str]:
+    parallel = settings.model
+    ep, pp = parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size
+    key = "actor.model.expert_model_parallel_size"
+    if not model.is_moe:
+        return [f"{key}={ep}, but {model.architecture} has no experts; set it to 1"] if ep > 1 else []
+    problems = []
+    if model.num_experts % ep:
+        fitting = [n for n in range(1, ep) if model.num_experts % n == 0]
+        problems.append(
+            f"{key}={ep} does not divide the model's {model.num_experts} experts; set it to {fitting[-1]}"
+        )
+    if world_size % (ep * pp):
+        problems.append(
+            f"{world_size} actor ranks do not divide by expert {ep} x pipeline {pp} = {ep * pp}; lower {key}"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        problems.append(
+            f"{model.architecture} at actor.model.tensor_model_parallel_size="
+            f"{parallel.tensor_model_parallel_size} would send every token to its experts once per tensor rank; "
+            "set actor.model.sequence_parallel=True"
+        )
+    return problems

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rstar2_megatron.algorithm.correction import tis_weights
+from rstar2_megatron.algorithm.kl import kl_estimate
 from rstar2_megatron.algorithm.loss import Aggregation, policy_loss
 from rstar2_megatron.settings.schema import AlgorithmSettings
 
@@ -22,7 +23,7 @@ LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
 # Summed over micro-batches and ranks; a rank that has no part of one contributes zero.
 SUMS = (
     "loss", "tokens", "ratio", "clipped", "dual_clipped", "approx_kl", "pg_loss", "entropy",
-    "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl",
+    "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl", "reference_kl",
 )  # fmt: skip
 MAXIMA = ("tis_ratio_max", "logprob_diff_max")
 
@@ -63,12 +64,18 @@ def sft_loss(divisor: float) -> LossFunction:
 
 
 def rl_loss(
-    algorithm: AlgorithmSettings, weights: Aggregation, device: str, old: FlatLogProbs | None, first: int
+    algorithm: AlgorithmSettings,
+    weights: Aggregation,
+    device: str,
+    old: FlatLogProbs | None,
+    reference: FlatLogProbs | None,
+    first: int,
 ) -> LossFunction:
     """The policy loss of a mini-batch whose first sequence is number `first` of the step's batch.
 
     `old`: recomputed log-probs of the step's sequences. Without them, `recompute_logprobs` takes the current
     ones, which is right when the mini-batch is the only one: nothing has been updated since.
+    `reference`: log-probs of the frozen reference, for the KL term; weighed like the policy loss.
     """
     per_sequence = torch.tensor(weights.sequence_weights, device=device)
 
@@ -79,6 +86,7 @@ def rl_loss(
         correction, sums = tis_weights(
             before, batch.rollout_logprobs, trained, algorithm.importance_sampling_clip
         )
+        token_weights = per_sequence[batch.sequence.to(device)]
         value, loss_sums = policy_loss(
             log_probs,
             before if algorithm.recompute_logprobs else batch.rollout_logprobs,
@@ -88,11 +96,16 @@ def rl_loss(
             clip_low=algorithm.clip_ratio_low,
             clip_high=algorithm.clip_ratio_high,
             clip_c=algorithm.clip_ratio_c,
-            token_weights=per_sequence[batch.sequence.to(device)],
+            token_weights=token_weights,
             tis_weights=correction if algorithm.importance_sampling_fix else None,
             entropy=entropy if algorithm.entropy_bonus else entropy.detach(),
             entropy_bonus=algorithm.entropy_bonus,
         )
+        if reference is not None:
+            there = reference.of(batch.sequence + first, batch.place)
+            kl = kl_estimate(log_probs, there, algorithm.kl_penalty_type)
+            value = value + algorithm.kl_beta * (token_weights * kl).sum() / weights.denominator
+            sums["reference_kl"] = kl.detach().sum()
         return value, {**sums, **loss_sums, "loss": value.detach()}
 
     return loss
@@ -124,5 +137,22 @@ def rl_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
         "actor/tis_ratio": first["tis_ratio"] / first_tokens,
         "actor/tis_ratio_max": first["tis_ratio_max"],
         "actor/tis_clip_fraction": first["tis_clipped"] / first_tokens,
+        "actor/reference_kl": mean("reference_kl"),
         "actor/trained_tokens": tokens,
+    }
+
+
+def sft_metrics(
+    step: dict[str, float], trained: int, skipped: int, speed: dict[str, float]
+) -> dict[str, float]:
+    """Metrics of a supervised step from its reduced sums; `speed` holds `actor/...` figures."""
+    return {
+        "sft/loss": step["loss"],
+        "sft/token_loss": step["pg_loss"] / trained,
+        "sft/entropy": step["entropy"] / trained,
+        "sft/grad_norm": step["grad_norm"],
+        "sft/lr": step["lr"],
+        "sft/trained_tokens": float(trained),
+        "sft/skipped_steps": float(skipped),
+        **{name.replace("actor/", "sft/", 1): value for name, value in speed.items()},
     }

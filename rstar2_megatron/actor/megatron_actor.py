@@ -6,35 +6,30 @@ the model is collective, so all ranks must call it. A step reads from top to bot
 
 from __future__ import annotations
 
-import math
-import os
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rstar2_megatron.actor import process_groups
 from rstar2_megatron.actor.flops import peak_tflops
 from rstar2_megatron.actor.layout import Layout, check_layout
 from rstar2_megatron.actor.losses import (
-    MAXIMA,
-    SUMS,
     FlatLogProbs,
     LossFunction,
     rl_loss,
     rl_metrics,
     sft_loss,
+    sft_metrics,
 )
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import Plan, make_plan, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.loss import aggregate
-from rstar2_megatron.cpu import megatron as cpu_megatron
 from rstar2_megatron.settings.schema import (
     ActorSettings,
     AlgorithmSettings,
@@ -46,6 +41,7 @@ from rstar2_megatron.weights_checksum import weights_checksum
 
 if TYPE_CHECKING:
     from rstar2_megatron.actor.checkpoint import PendingSave
+    from rstar2_megatron.actor.reference import FrozenReference
 
 
 class MegatronActor:
@@ -77,130 +73,60 @@ class MegatronActor:
         self.optimizer_steps = 0
         self.skipped_steps = 0
         self._pending: PendingSave | None = None
+        self._reference: FrozenReference | None = None
+        self._is_offloaded = False
 
     # ------------------------------------------------------------------------------------------ start, stop
 
     def initialize(self) -> dict[str, float]:
         """Join the process group, build the model, load its weights, make the optimizer; collective."""
         started = time.monotonic()
-        if self.device == "cpu":
-            torch.set_num_threads(self.actor.cpu_threads)
-            cpu_megatron.install()
-            # What is absent here is known, and one line per rank and call about it drowns the log.
-            warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex")
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        timeout = timedelta(minutes=self.actor.distributed_timeout_minutes)
-        dist.init_process_group(
-            "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=self.init_method,
+        process_groups.join(
+            self.actor,
+            self.layout,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timeout,
+            init_method=self.init_method,
+            device=self.device,
         )
-        from megatron.core import parallel_state
+        from rstar2_megatron.actor.policy import Policy  # after `join`, which lets megatron-core run on CPU
 
-        parallel_state.initialize_model_parallel(
-            self.layout.tensor,
-            self.layout.pipeline,
-            self.layout.virtual if self.layout.virtual > 1 else None,
-            context_parallel_size=self.layout.context,
-            distributed_timeout_minutes=max(1, math.ceil(self.actor.distributed_timeout_minutes)),
-        )
-        self.state = parallel_state
-        self.set_seed(self.actor.seed)
-        self._build()
-        parameters = sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+        self.policy = Policy(self.model_config, self.layout, self.actor, self.model_path, self.device)
         return {
             "actor/parameters": float(self.model_config.num_parameters),
-            "actor/parameters_this_rank": float(parameters),
+            "actor/parameters_this_rank": float(self.policy.num_parameters),
             "actor/initialize_seconds": time.monotonic() - started,
         }
-
-    def _build(self) -> None:
-        from rstar2_megatron.actor.hf_weights import load_hf_weights
-        from rstar2_megatron.actor.layer_spec import choose_implementation
-        from rstar2_megatron.actor.microbatch import PackContext
-        from rstar2_megatron.actor.model import bare, build_chunks
-        from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
-
-        settings = self.actor.model
-        implementation = choose_implementation(settings.transformer_impl, self.device)
-        config, chunks = build_chunks(self.model_config, settings, implementation, self.device)
-        load_hf_weights([bare(chunk) for chunk in chunks], self.model_config, self.model_path)
-        cpu_megatron.repair_torch_adam_checkpoints()
-        self.chunks = wrap_ddp(config, chunks, self.optim)
-        self.optimizer = build_optimizer(self.chunks, self.optim, settings.precision)
-        self.pack_context = PackContext(
-            head_dim=self.model_config.head_dim,
-            rope_theta=self.model_config.rope_theta,
-            dtype=config.params_dtype,
-            device=self.device,
-            tensor_parallel=self.layout.tensor,
-            sequence_parallel=config.sequence_parallel,
-            context_parallel=self.layout.context,
-            context_rank=self.state.get_context_parallel_rank(),
-            implementation=implementation,
-        )
-
-    def set_seed(self, seed: int) -> None:
-        """Seed the generators; tensor-parallel ranks get different streams where Megatron wants them so."""
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
     def reset_optimizer(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_steps: int) -> None:
         """Forget moments and step count and go on with new settings (between SFT phases and RL); collective.
 
         The overlap flags and `use_distributed_optimizer` stay as they were at `initialize`.
         """
-        from rstar2_megatron.actor.optimizer import build_optimizer
-
         fixed = {
             name: getattr(self.actor.optim, name)
             for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         }
-        self._sync_parameters()
+        self.policy.finish_gather()
         self.optim, self.lr_sched, self.max_steps = optim.model_copy(update=fixed), lr_sched, max_steps
         self.optimizer_steps = 0
-        self.optimizer = build_optimizer(self.chunks, self.optim, self.actor.model.precision)
+        self.policy.reset_optimizer(self.optim)
 
-    def offload(self) -> None:
-        """Move to the host what `actor.offload_*` name, so that an engine on the same GPU can use the memory.
+    def freeze_reference(self) -> None:
+        """Keep the present weights as the reference of the KL term (`algorithm.kl_beta`), if there is one.
 
-        The next call must be `reload`. On CPU it does nothing.
+        Call it where RL starts: after SFT, or before the checkpoint of a resumed run is loaded.
         """
-        if self.device == "cuda":
-            from rstar2_megatron.actor.offload import offload
+        if self.algorithm.kl_beta:
+            from rstar2_megatron.actor.reference import FrozenReference
 
-            self._sync_parameters()
-            offload(self.chunks, self.optimizer, **self._offloaded)
-
-    def reload(self) -> None:
-        """Bring back what `offload` moved away; needed before any other use."""
-        if self.device == "cuda":
-            from rstar2_megatron.actor.offload import reload
-
-            reload(self.chunks, self.optimizer, **self._offloaded)
-
-    @property
-    def _offloaded(self) -> dict[str, bool]:
-        return {
-            "weights": self.actor.offload_weight,
-            "grads": self.actor.offload_grad,
-            "state": self.actor.offload_optimizer,
-            "masters": self.actor.model.precision == "bf16",
-        }
+            self._reference = FrozenReference(self.policy)
 
     def close(self) -> None:
         """Finish a pending checkpoint and leave the process group; collective. Safe to call twice."""
         if dist.is_initialized():
-            from megatron.core import parallel_state
-
             self.finish_checkpoint()
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+            process_groups.leave()
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -222,8 +148,9 @@ class MegatronActor:
         minibatches = split_minibatches(len(sequences), algorithm.n_minibatches)
         old: FlatLogProbs | None = None
         if algorithm.recompute_logprobs and len(minibatches) > 1:
-            # With one mini-batch the policy that is scored is the one being trained: see _rl_loss.
+            # With one mini-batch the policy that is scored is the one being trained: see rl_loss.
             old = self._score(sequences, "trained")
+        reference = self._score_reference(sequences)
 
         steps: list[dict[str, float]] = []
         plans: list[Plan] = []
@@ -237,15 +164,16 @@ class MegatronActor:
                 num_microbatches=plan.num_microbatches,
                 mini_batch_rows=mini_batch_rows,
             )
-            loss = rl_loss(algorithm, weights, self.device, old, first=indices.start)
+            loss = rl_loss(algorithm, weights, self.device, old, reference, first=indices.start)
             plans.append(plan)
             steps.append(self._update(part, plan, loss, temperature=self._temperature))
-        metrics = rl_metrics(steps)
-        if self._pending is not None and self._pending.written_everywhere():
-            self.finish_checkpoint()
-        metrics["actor/optimizer_steps"] = float(self.optimizer_steps)
-        metrics["actor/skipped_steps"] = float(self.skipped_steps)
-        return {**metrics, **self._speed(sequences, plans, time.monotonic() - started)}
+        self._finish_written_checkpoint()
+        return {
+            **rl_metrics(steps),
+            "actor/optimizer_steps": float(self.optimizer_steps),
+            "actor/skipped_steps": float(self.skipped_steps),
+            **self._speed(sequences, plans, time.monotonic() - started),
+        }
 
     def sft_step(
         self, sequences: Sequence[TrainSequence], lr: float | None = None, *, denominator: float | None = None
@@ -260,34 +188,17 @@ class MegatronActor:
         trained = sum(s.num_trained_tokens for s in sequences)
         if not trained:
             raise ValueError(f"sft_step got {len(sequences)} sequences without a trained token")
-        divisor = denominator or float(trained)
-
         plan = self._plan(sequences)
-        step = self._update(sequences, plan, sft_loss(divisor), temperature=1.0, lr=lr)
-        return {
-            "sft/loss": step["loss"],
-            "sft/token_loss": step["pg_loss"] / trained,
-            "sft/entropy": step["entropy"] / trained,
-            "sft/grad_norm": step["grad_norm"],
-            "sft/lr": step["lr"],
-            "sft/trained_tokens": float(trained),
-            "sft/skipped_steps": float(self.skipped_steps),
-            **{
-                f"sft/{k[6:]}": v
-                for k, v in self._speed(sequences, [plan], time.monotonic() - started).items()
-            },
-        }
+        loss = sft_loss(denominator or float(trained))
+        step = self._update(sequences, plan, loss, temperature=1.0, lr=lr)
+        speed = self._speed(sequences, [plan], time.monotonic() - started)
+        return sft_metrics(step, trained, self.skipped_steps, speed)
 
-    @torch.no_grad()
     def sft_validation(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Summed cross entropy of the tokens of `loss_mask` under the current weights; collective, no update."""
-        for chunk in self.chunks:
-            chunk.eval()
-        plan = self._plan(sequences)
-        sums = self._reduce(self._run(sequences, plan, sft_loss(1.0), "trained", 1.0, forward_only=True))
+        sums = self.policy.measure(sequences, self._plan(sequences), sft_loss(1.0), temperature=1.0)
         return {"loss": sums["pg_loss"], "tokens": float(sum(s.num_trained_tokens for s in sequences))}
 
-    @torch.no_grad()
     def compute_logprobs(self, sequences: Sequence[TrainSequence]) -> list[list[float]]:
         """Log-prob of every token under the current weights, at the sampling temperature; collective.
 
@@ -309,7 +220,19 @@ class MegatronActor:
             max_tokens=self.runner.max_tokens_per_mbs * self.layout.context if dynamic else None,
             count=self.algorithm.training_batch_size_per_gpu,
             multiple=self.layout.pipeline if self.layout.virtual > 1 else 1,
+            equal=self.layout.expert > 1,
         )
+
+    def _score(self, sequences: Sequence[TrainSequence], wanted: Literal["trained", "all"]) -> FlatLogProbs:
+        return self.policy.score(sequences, self._plan(sequences), wanted, temperature=self._temperature)
+
+    def _score_reference(self, sequences: Sequence[TrainSequence]) -> FlatLogProbs | None:
+        if not self.algorithm.kl_beta:
+            return None
+        if self._reference is None:
+            raise RuntimeError("algorithm.kl_beta is set, but freeze_reference has not been called")
+        with self._reference.in_place():
+            return self._score(sequences, "trained")
 
     def _update(
         self,
@@ -320,65 +243,15 @@ class MegatronActor:
         temperature: float,
         lr: float | None = None,
     ) -> dict[str, float]:
-        """Forward, backward, optimizer step on one mini-batch; reduced sums and maxima, grad_norm and lr."""
-        from rstar2_megatron.actor.optimizer import learning_rate, optimizer_step
+        """One optimizer step at `lr` (None: the schedule's), counted."""
+        from rstar2_megatron.actor.optimizer import learning_rate
 
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        result = self._reduce(self._run(sequences, plan, loss, "trained", temperature, forward_only=False))
         if lr is None:
             lr = learning_rate(self.optimizer_steps, self.optim, self.lr_sched, self.max_steps)
-        stepped, result["grad_norm"] = optimizer_step(self.optimizer, lr, self.optim)
-        result["lr"] = lr
+        stepped, result = self.policy.update(sequences, plan, loss, temperature=temperature, lr=lr)
         self.optimizer_steps += 1
         self.skipped_steps += not stepped
         return result
-
-    def _run(
-        self,
-        sequences: Sequence[TrainSequence],
-        plan: Plan,
-        loss: LossFunction,
-        wanted: Literal["trained", "all"],
-        temperature: float,
-        *,
-        forward_only: bool,
-    ) -> list[dict[str, Tensor]]:
-        """Run this rank's micro-batches through the pipeline; the sums that `loss` returned for each."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        from rstar2_megatron.actor.microbatch import build_microbatch
-        from rstar2_megatron.actor.model import forward_log_probs
-
-        own = plan.microbatches[self.state.get_data_parallel_rank()]
-        batches = [build_microbatch(sequences, members, self.pack_context, wanted) for members in own]
-        chunk_tokens = self.actor.log_prob_chunk_tokens
-        no_tokens = torch.zeros([], dtype=torch.int, device=self.device)  # the loss is normalised already
-
-        def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
-            batch = next(iterator)
-
-            def normalised(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                value, sums = loss(batch, output)
-                return value, no_tokens, sums
-
-            return forward_log_probs(chunk, batch, temperature, chunk_tokens), normalised
-
-        iterators = [iter(batches) for _ in self.chunks]
-        virtual = len(self.chunks) > 1
-        results = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if virtual else iterators[0],
-            model=self.chunks if virtual else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=batches[0].input_ids.size(1),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-        assert isinstance(results, list)
-        return results
 
     def _speed(
         self, sequences: Sequence[TrainSequence], plans: list[Plan], seconds: float
@@ -396,54 +269,45 @@ class MegatronActor:
             **({"actor/mfu": tflops / peak} if peak else {}),
         }
 
-    # ---------------------------------------------------------------------------------------------- scoring
+    # ---------------------------------------------------------------------------------- memory of the device
 
-    @torch.no_grad()
-    def _score(self, sequences: Sequence[TrainSequence], wanted: Literal["trained", "all"]) -> FlatLogProbs:
-        scores = FlatLogProbs([s.length for s in sequences], self.device)
-        for chunk in self.chunks:
-            chunk.eval()
+    def offload(self) -> None:
+        """Move to the host what `actor.offload_*` name, so that an engine on the same GPU can use the memory.
 
-        def keep(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            scores.put(batch.sequence, batch.place, output[0])
-            return output.new_zeros(()), {}
+        The next call must be `reload`, or `offload` again, which does nothing.
+        """
+        if not self._is_offloaded:
+            from rstar2_megatron.actor.offload import offload
 
-        self._run(sequences, self._plan(sequences), keep, wanted, self._temperature, forward_only=True)
-        if self.state.get_tensor_model_parallel_rank() != 0:
-            scores.values.zero_()  # tensor-parallel ranks hold the same: count one of them
-        dist.all_reduce(scores.values)
-        return scores
+            self.policy.finish_gather()
+            offload(self.policy.chunks, self.policy.optimizer, **self._offloaded)
+            self._is_offloaded = True
 
-    def _reduce(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sums and maxima over micro-batches and ranks, the same on all ranks."""
-        zero = torch.zeros((), device=self.device)
-        counted = self.state.get_tensor_model_parallel_rank() == 0
-        sums = torch.stack([sum((r.get(k, zero).float() for r in results), zero) for k in SUMS]).double()
-        maxima = torch.stack([max((r.get(k, zero).float() for r in results), default=zero) for k in MAXIMA])
-        if not counted:
-            sums.zero_()
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        return dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()]))
+    def reload(self) -> None:
+        """Bring back what `offload` moved away; needed before any other use."""
+        if self._is_offloaded:
+            from rstar2_megatron.actor.offload import reload
 
-    # --------------------------------------------------------------------------------------------- weights
+            reload(self.policy.chunks, self.policy.optimizer, self.device, **self._offloaded)
+            self._is_offloaded = False
 
-    def _sync_parameters(self) -> None:
-        """Finish a pending overlapped parameter gather: until then weights read outside a step are stale."""
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+    @property
+    def _offloaded(self) -> dict[str, bool]:
+        return {
+            "weights": self.actor.offload_weight,
+            "grads": self.actor.offload_grad,
+            "state": self.actor.offload_optimizer,
+            "masters": self.actor.model.precision == "bf16",
+        }
+
+    # ------------------------------------------------------------------------------- weights and checkpoints
 
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream every weight as (Hugging Face name, full tensor); collective, every rank must exhaust it.
 
         Valid on all ranks. A tensor may share memory with the model: copy it to keep it beyond an update.
         """
-        from rstar2_megatron.actor.hf_weights import iter_hf_weights
-        from rstar2_megatron.actor.model import bare
-
-        self._sync_parameters()
-        return iter_hf_weights([bare(chunk) for chunk in self.chunks], self.model_config)
+        return self.policy.iter_hf_weights()
 
     def weights_checksum(self) -> dict[str, int]:
         """Checksum of every weight by Hugging Face name (`rstar2_megatron.weights_checksum`); collective."""
@@ -466,9 +330,9 @@ class MegatronActor:
         from rstar2_megatron.actor import checkpoint
 
         self.finish_checkpoint()
-        self._sync_parameters()
+        self.policy.finish_gather()
         counters = {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
-        self._pending = checkpoint.start_save(directory, self.chunks, self.optimizer, counters)
+        self._pending = checkpoint.start_save(directory, self.policy.chunks, self.policy.optimizer, counters)
         if wait:
             self.finish_checkpoint()
 
@@ -478,6 +342,10 @@ class MegatronActor:
         if pending is not None:
             pending.finish()
 
+    def _finish_written_checkpoint(self) -> None:
+        if self._pending is not None and self._pending.written_everywhere():
+            self.finish_checkpoint()
+
     def load_checkpoint(self, directory: str | Path) -> None:
         """Restore what `save_checkpoint` wrote, also under another parallel layout; collective.
 
@@ -486,6 +354,6 @@ class MegatronActor:
         from rstar2_megatron.actor import checkpoint
 
         self.finish_checkpoint()
-        counters = checkpoint.load(directory, self.chunks, self.optimizer)
+        counters = checkpoint.load(directory, self.policy.chunks, self.policy.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]

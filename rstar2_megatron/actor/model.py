@@ -92,6 +92,7 @@ def transformer_config(
         # dispatcher named for it even in dense models; interleaving is silently wrong with batched p2p.
         variable_seq_lengths=pipeline > 1,
         moe_token_dispatcher_type="alltoall",
+        **_expert_fields(model, settings, grouped=engine),
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
         deallocate_pipeline_outputs=pipeline > 1,
@@ -105,6 +106,28 @@ def transformer_config(
         apply_rope_fusion=engine,
         gradient_accumulation_fusion=engine,
     )
+
+
+def _expert_fields(model: ModelConfig, settings: ActorModelSettings, *, grouped: bool) -> dict[str, Any]:
+    """Mixture of experts as Qwen3 has it: softmax over all experts in fp32, the best k, no dropped token.
+
+    mcore takes the softmax over the chosen k alone, which is the same as rescaling (`norm_topk_prob`).
+    grouped: one GEMM for all experts of a rank (TransformerEngine); otherwise one after the other.
+    """
+    if not model.is_moe:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_ffn_hidden_size": model.expert_intermediate_size,
+        "moe_router_pre_softmax": not model.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": grouped,
+        "expert_model_parallel_size": settings.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def build_chunks(

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a dense decoder with rotary embeddings, grouped-query attention and a gated MLP."""
+    """Shape of a decoder with rotary embeddings, grouped-query attention and gated MLPs, dense or experts."""
 
     architecture: str
     vocab_size: int
@@ -31,6 +31,12 @@ class ModelConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    num_experts: int = 0
+    """Experts of every layer; 0 for a dense model, whose MLP is `intermediate_size` wide."""
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    """Whether the weights of a token's experts are scaled to sum to one."""
 
     @classmethod
     def from_directory(cls, model_path: str | Path) -> ModelConfig:
@@ -61,7 +67,7 @@ class ModelConfig:
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"{where}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
         heads = int(raw["num_attention_heads"])
-        qwen3 = architecture == "Qwen3ForCausalLM"
+        qwen3 = architecture.startswith("Qwen3")
         return cls(
             architecture=architecture,
             vocab_size=int(raw["vocab_size"]),
@@ -77,32 +83,48 @@ class ModelConfig:
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=bool(raw.get("attention_bias", False)) if qwen3 else True,
             qk_norm=qwen3,
+            **(_experts(raw, where) if architecture == "Qwen3MoeForCausalLM" else {}),
         )
 
     @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of all experts of all layers; 0 for a dense model."""
+        return self.num_layers * self.num_experts * 3 * self.hidden_size * self.expert_intermediate_size
+
+    @property
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied with: all projections and the vocabulary head."""
+        """Weights that a token is multiplied with: projections, MLP or its chosen experts, vocabulary head."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q + 2 * kv)
         mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.is_moe:
+            expert = 3 * self.hidden_size * self.expert_intermediate_size
+            mlp = self.hidden_size * self.num_experts + self.experts_per_token * expert
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """All parameters; a tied embedding counts once."""
+        """All parameters; a tied embedding counts once, every expert counts."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         per_layer = 2 * self.hidden_size
         per_layer += (q + 2 * kv) if self.qkv_bias else 0
         per_layer += 2 * self.head_dim if self.qk_norm else 0
+        if self.is_moe:
+            idle = self.num_experts - self.experts_per_token
+            per_layer += idle * 3 * self.hidden_size * self.expert_intermediate_size
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.matmul_parameters + embedding + self.num_layers * per_layer + self.hidden_size
 
     def train_flops(self, lengths: list[int], trained_tokens: int | None = None) -> float:
         """FLOPs of one forward and backward over causal segments of `lengths` tokens (no recompute).
 
-        6 per matmul weight and token; attention 6 * h_q * d * S per token and layer at segment length S,
-        which counts the causal half only. `trained_tokens` restricts the vocabulary head to the tokens it
-        runs on.
+        6 per matmul weight and token (of the experts, those that a token goes to); attention 6 * h_q * d * S
+        per token and layer at segment length S, which counts the causal half only. `trained_tokens` restricts
+        the vocabulary head to the tokens it runs on.
         """
         tokens = sum(lengths)
         head = self.vocab_size * self.hidden_size
@@ -113,6 +135,21 @@ class ModelConfig:
             + attention
             + 6.0 * head * (tokens if trained_tokens is None else trained_tokens)
         )
+
+
+def _experts(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Fields of a mixture of experts. Raises ValueError where dense and expert layers are mixed."""
+    if int(raw.get("decoder_sparse_step", 1)) != 1 or raw.get("mlp_only_layers"):
+        raise ValueError(
+            f"{where}: decoder_sparse_step={raw.get('decoder_sparse_step')}, mlp_only_layers="
+            f"{raw.get('mlp_only_layers')}; only models whose every layer has experts are supported"
+        )
+    return {
+        "num_experts": int(raw.get("num_experts") or raw["num_local_experts"]),  # transformers 4 and 5
+        "experts_per_token": int(raw["num_experts_per_tok"]),
+        "expert_intermediate_size": int(raw["moe_intermediate_size"]),
+        "norm_topk_prob": bool(raw.get("norm_topk_prob", False)),
+    }
 
 
 def _rope_theta(raw: dict[str, Any], where: str) -> float:

@@ -1,6 +1,6 @@
 """Free the GPU for the engine between training steps: weights, gradients, optimizer state to host memory.
 
-Only for CUDA; on CPU there is nothing to free and `MegatronActor` does not call this.
+On CPU the same moves are made (into other host memory), so that the order of a step is exercised there too.
 """
 
 from __future__ import annotations
@@ -21,21 +21,33 @@ def offload(
     """
     torch.cuda.synchronize()
     for buffer in _buffers(chunks):
+        on_host = buffer.param_data is not None and not buffer.param_data.is_cuda
+        if weights and on_host and buffer.param_data_cpu is None:
+            # megatron-core would take the tensor itself for its copy on the host.
+            buffer.param_data_cpu = torch.empty_like(buffer.param_data)
         buffer.offload_to_cpu(move_params=weights, move_grads=grads)
     if state:
         _move_state(optimizer, "cpu", masters)
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def reload(
-    chunks: list[Any], optimizer: Any, *, weights: bool, grads: bool, state: bool, masters: bool
+    chunks: list[Any],
+    optimizer: Any,
+    device: str,
+    *,
+    weights: bool,
+    grads: bool,
+    state: bool,
+    masters: bool,
 ) -> None:
-    """Undo `offload`; the same arguments."""
+    """Undo `offload`, with its arguments; `device` is where the state goes ("cuda", "cpu")."""
     for buffer in _buffers(chunks):
         buffer.reload_from_cpu(move_params=weights, move_grads=grads)
     if state:
-        _move_state(optimizer, "cuda", masters)
+        _move_state(optimizer, device, masters)
     torch.cuda.synchronize()
 
 

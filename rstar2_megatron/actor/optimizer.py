@@ -95,8 +95,9 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
         return False, norm
     if norm > optim.clip_grad:
         scale = optim.clip_grad / (norm + 1e-6)
-        for parameter in optimizer.get_parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+        for part in optimizer.chained_optimizers:  # one of the dense weights, one of experts that EP shards
+            for parameter in part.get_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
     optimizer.step_with_ready_grads()
     return True, norm

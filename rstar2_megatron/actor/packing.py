@@ -106,12 +106,19 @@ class Plan:
 
 
 def make_plan(
-    lengths: Sequence[int], ranks: int, *, max_tokens: int | None, count: int, multiple: int = 1
+    lengths: Sequence[int],
+    ranks: int,
+    *,
+    max_tokens: int | None,
+    count: int,
+    multiple: int = 1,
+    equal: bool = False,
 ) -> Plan:
     """Plan of a mini-batch over `ranks` data-parallel ranks; the same on every rank that computes it.
 
     max_tokens: budget of a micro-batch; None packs `count` sequences each instead. Every rank gets at least
     one micro-batch, and a multiple of `multiple` (interleaved pipelines), empty ones added where needed.
+    equal: the same number on every rank (expert parallelism, whose ranks exchange tokens in every layer).
     """
     microbatches = []
     assigned = balance(lengths, ranks)
@@ -123,4 +130,8 @@ def make_plan(
         while not own or len(own) % multiple:
             own.append([])
         microbatches.append(own)
+    if equal:
+        most = max(len(own) for own in microbatches)
+        for own in microbatches:
+            own.extend([] for _ in range(most - len(own)))
     return Plan(microbatches, [sum(lengths[i] for i in indices) for indices in assigned])

@@ -79,10 +79,19 @@ class ActorWorker(Worker):
     def start_rl(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_steps: int) -> None:
         """A fresh optimizer for reinforcement learning, after supervised fine-tuning."""
         self.actor.reset_optimizer(optim, lr_sched, max_steps)
+        self.actor.freeze_reference()
 
     def send_weights(self, route: WeightRoute) -> dict[str, float]:
         """Stream all weights in Hugging Face names to the engines; collective over actor ranks."""
         return send_weights(self, self.actor.iter_hf_weights(), route)
+
+    def offload(self) -> None:
+        """Leave the accelerator to the engines (`actor.offload_*`)."""
+        self.actor.offload()
+
+    def reload(self) -> None:
+        """Take the accelerator again."""
+        self.actor.reload()
 
     def weights_checksum(self) -> dict[str, int]:
         return self.actor.weights_checksum()
@@ -90,7 +99,9 @@ class ActorWorker(Worker):
     def save_checkpoint(self, directory: str) -> None:
         self.actor.save_checkpoint(directory)
 
-    def load_checkpoint(self, directory: str) -> None:
+    def resume(self, directory: str) -> None:
+        """Go on from a checkpoint; the weights held until now, those RL began with, become the reference."""
+        self.actor.freeze_reference()
         self.actor.load_checkpoint(directory)
 
     def export_hf(self, directory: str) -> None:

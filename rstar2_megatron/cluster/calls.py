@@ -74,6 +74,8 @@ class Group:
     def __init__(self, name: str, rlinf_group: Any) -> None:
         self.name = name
         self._workers = [info.worker for info in rlinf_group.worker_info_list]
+        self.before: Callable[[str], None] | None = None
+        """Called with the method's name before each call, for what must hold then (memory hand-over)."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -82,6 +84,8 @@ class Group:
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
     ) -> PendingCall:
         """Start `method(*args)` on all ranks (or the given ones) and return at once."""
+        if self.before is not None:
+            self.before(method)
         chosen = range(len(self._workers)) if ranks is None else ranks
         refs = [getattr(self._workers[rank], method).remote(*args, **kwargs) for rank in chosen]
         return PendingCall(f"{self.name}.{method}", refs)

@@ -59,6 +59,7 @@ def install() -> bool:
     tensor_class.cuda = lambda self, *args, **kwargs: self
     _answer_cuda_type_names()
     _track_cpu_generator()
+    _dispatch_on_host()
     return True
 
 
@@ -92,6 +93,35 @@ def _track_cpu_generator() -> None:
     tracker_module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     log = logging.getLogger(tracker.__name__)
     log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _dispatch_on_host() -> None:
+    """Expert parallelism: the counts of tokens are on the host already, no stream copies them there.
+
+    moe/token_dispatcher.py:444 makes a CUDA stream, :862-900 copies and waits on it.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    dispatcher: Any = MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = "none on CPU"
+
+    def on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                value = getattr(self, name)
+                if torch.is_tensor(value):
+                    setattr(self, name, value.numpy())
+        return tokens_per_expert
+
+    dispatcher._maybe_dtoh_and_synchronize = on_host
+
+
+def repair_router_without_engine() -> None:
+    """Let experts be chosen without TransformerEngine, on CPU or GPU: moe_utils.py:1192 asks for its GEMM."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def repair_torch_adam_checkpoints() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,21 @@ _QWEN3 = {
     "14b": (5120, 17408, 40, 40, 8, 151936, False),
     "32b": (5120, 25600, 64, 64, 8, 151936, False),
 }
+# name: (hidden, expert width, layers, heads, KV heads, experts, experts a token, dense width)
+_QWEN3_MOE = {
+    "30b": (2048, 768, 48, 32, 4, 128, 8, 6144),
+    "235b": (4096, 1536, 94, 64, 4, 128, 8, 12288),
+}
 
 
 def known_model(model_path: str) -> ModelConfig | None:
-    """The shape of a Qwen2.5 or Qwen3 dense model by its directory's name, e.g. Qwen2.5-7B-Instruct."""
+    """The shape of a Qwen2.5 or Qwen3 model by its directory's name: Qwen2.5-7B-Instruct, Qwen3-30B-A3B."""
     words = Path(model_path).name.lower().replace("_", "-").split("-")
+    if "qwen3" in words and any(re.fullmatch(r"a\d+b", word) for word in words):
+        for size, shape in _QWEN3_MOE.items():
+            if size in words:
+                return ModelConfig.from_dict(_moe_config(shape), where=model_path)
+        return None
     for family, sizes in (("qwen2.5", _QWEN25), ("qwen3", _QWEN3)):
         if family not in words:
             continue
@@ -54,3 +65,14 @@ def _as_config(family: str, shape: tuple[Any, ...]) -> dict[str, Any]:
         "rope_theta": 1e6,
     }
     return config | ({"head_dim": 128} if qwen3 else {})
+
+
+def _moe_config(shape: tuple[int, ...]) -> dict[str, Any]:
+    hidden, expert_width, layers, heads, kv_heads, experts, chosen, width = shape
+    return _as_config("qwen3", (hidden, width, layers, heads, kv_heads, 151936, False)) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": expert_width,
+        "norm_topk_prob": True,
+    }

@@ -59,7 +59,6 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ),
     ("algorithm.shuffle_rollout", "the batch is balanced by tokens"),
     ("algorithm.calculate_entropy", "entropy is always logged"),
-    ("algorithm.kl_penalty_type", "there is no KL term"),
     ("algorithm.early_stop_imp_ratio", "no early stop inside a step"),
     ("algorithm.use_valid_token_scale", "the loss is normalised by the global count of trained tokens"),
     ("algorithm.clip_log_ratio_min", "the log-ratio is always cut at 20"),

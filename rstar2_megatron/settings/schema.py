@@ -141,9 +141,12 @@ class AlgorithmSettings(Section):
     """Dual clip: the loss of a negative-advantage token is bounded by clip_ratio_c * |A|; null turns it
     off.
     """
-    kl_beta: float = Field(0.0, ge=0, le=0)
-    """GRPO-RoC trains without a KL term; other values are not implemented."""
+    kl_beta: float = Field(0.0, ge=0)
+    """Weight of the KL term to the policy that RL started from; GRPO-RoC trains without (0)."""
+    kl_penalty_type: Literal["low_var_kl", "k3", "mse", "k2", "kl", "k1", "abs"] = "low_var_kl"
+    """Estimator of that term by its name in RLinf: low_var_kl = k3, mse = k2; kl = k1 and abs are refused."""
     entropy_bonus: float = Field(0.0, ge=0)
+    """Weight of the mean token entropy, subtracted from the loss."""
     importance_sampling_fix: bool = False
     """Truncated importance sampling between engine and actor; needs recompute_logprobs."""
     importance_sampling_clip: float = Field(2.0, gt=0)
@@ -217,6 +220,9 @@ class ActorModelSettings(Section):
     pipeline_model_parallel_size: int = Field(1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = None
     context_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the experts of a layer (mixture-of-experts models); an expert is never cut."""
+    expert_tensor_parallel_size: Literal[1] = 1
     sequence_parallel: bool = False
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     recompute_granularity: Literal["full", "selective"] | None = None

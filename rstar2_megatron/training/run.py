@@ -198,9 +198,7 @@ class Run(BaseRun):
 
         self._say(f"resuming from {checkpoint}")
         state = load_data_state(checkpoint)
-        self.actor.call(
-            "load_checkpoint", str(checkpoint / "actor"), timeout_s=self.settings.runner.step_timeout_s
-        )
+        self.actor.call("resume", str(checkpoint / "actor"), timeout_s=self.settings.runner.step_timeout_s)
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]

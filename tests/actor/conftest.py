@@ -30,4 +30,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2": write_model(root / "qwen2"),
         "qwen2-tied": write_model(root / "qwen2-tied", tie=True),
         "qwen3": write_model(root / "qwen3", qwen3=True),
+        "moe": write_model(root / "moe", experts={}),
+        "moe-tied": write_model(root / "moe-tied", tie=True, experts={"norm_topk_prob": False}),
     }

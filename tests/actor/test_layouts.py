@@ -19,6 +19,7 @@ SP = {"sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 VP2 = {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
@@ -48,6 +49,13 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("PP2, interleaved, DP2, overlap", 4, {**PP2, **VP2}, OVERLAP, "qwen2"),
     ("PP2, CP2", 4, {**PP2, **CP2}, {}, "qwen2-tied"),
     ("CP2, DP2", 4, CP2, {}, "qwen2"),
+    ("experts", 1, {}, {}, "moe"),
+    ("experts: EP2", 2, EP2, {}, "moe"),
+    ("experts: DP2, overlap, full recompute", 2, FULL_RECOMPUTE, OVERLAP, "moe-tied"),
+    ("experts: TP2, SP, EP2", 2, {**TP2, **SP, **EP2}, {}, "moe"),
+    ("experts: PP2, EP2, tied", 4, {**PP2, **EP2}, {}, "moe-tied"),
+    ("experts: CP2, EP2, DP2", 4, {**CP2, **EP2}, {}, "moe"),
+    ("experts: TP2, SP, EP2, DP2, overlap", 4, {**TP2, **SP, **EP2}, OVERLAP, "moe"),
 ]
 
 

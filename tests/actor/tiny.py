@@ -21,13 +21,33 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
 
 
 def write_model(
-    directory: Path, *, tie: bool = False, qwen3: bool = False, seed: int = 0, **shape: Any
+    directory: Path,
+    *,
+    tie: bool = False,
+    qwen3: bool = False,
+    experts: dict[str, Any] | None = None,
+    seed: int = 0,
+    **shape: Any,
 ) -> Path:
     """A Hugging Face directory with random weights; biases and norms too, so that a wrong mapping shows."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(seed)
     sizes = {**SHAPE, **shape}
@@ -36,7 +56,9 @@ def write_model(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
     model: Any
-    if qwen3:
+    if experts is not None:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **common, **{**EXPERTS, **experts}, head_dim=24))
+    elif qwen3:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, **common, head_dim=24))
     else:
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, **common))

@@ -1,0 +1,184 @@
+"""One rank's share of the policy: model chunks, optimizer, and how micro-batches run through them.
+
+All methods are collective over the actor's ranks unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rstar2_megatron.actor.hf_weights import iter_hf_weights, load_hf_weights
+from rstar2_megatron.actor.layer_spec import choose_implementation
+from rstar2_megatron.actor.layout import Layout
+from rstar2_megatron.actor.losses import MAXIMA, SUMS, FlatLogProbs, LossFunction
+from rstar2_megatron.actor.microbatch import PackContext, build_microbatch
+from rstar2_megatron.actor.model import bare, build_chunks, forward_log_probs
+from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.actor.optimizer import build_optimizer, optimizer_step, wrap_ddp
+from rstar2_megatron.actor.packing import Plan
+from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.cpu import megatron as cpu_megatron
+from rstar2_megatron.settings.schema import ActorSettings, OptimSettings
+
+Wanted = Literal["trained", "all"]
+
+
+class Policy:
+    """The sharded model under training. Needs Megatron's process groups (`process_groups.join`)."""
+
+    def __init__(
+        self, model: ModelConfig, layout: Layout, actor: ActorSettings, model_path: str, device: str
+    ) -> None:
+        """Build this rank's chunks, read their weights from the Hugging Face directory, make the optimizer."""
+        self.model, self.layout, self.device = model, layout, device
+        self.precision, self.chunk_tokens = actor.model.precision, actor.log_prob_chunk_tokens
+        implementation = choose_implementation(actor.model.transformer_impl, device)
+        cpu_megatron.repair_router_without_engine()
+        config, chunks = build_chunks(model, actor.model, implementation, device)
+        load_hf_weights([bare(chunk) for chunk in chunks], model, model_path)
+        cpu_megatron.repair_torch_adam_checkpoints()
+        self.chunks = wrap_ddp(config, chunks, actor.optim)
+        self.reset_optimizer(actor.optim)
+        self.context = PackContext(
+            head_dim=model.head_dim,
+            rope_theta=model.rope_theta,
+            dtype=config.params_dtype,
+            device=device,
+            tensor_parallel=layout.tensor,
+            sequence_parallel=config.sequence_parallel,
+            context_parallel=layout.context,
+            context_rank=parallel_state.get_context_parallel_rank(),
+            implementation=implementation,
+        )
+
+    def reset_optimizer(self, optim: OptimSettings) -> None:
+        """A fresh optimizer over the current weights."""
+        self.optim = optim
+        self.optimizer = build_optimizer(self.chunks, optim, self.precision)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that this rank holds. Local."""
+        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+
+    # -------------------------------------------------------------------------------------- running
+
+    def update(
+        self,
+        sequences: Sequence[TrainSequence],
+        plan: Plan,
+        loss: LossFunction,
+        *,
+        temperature: float,
+        lr: float,
+    ) -> tuple[bool, dict[str, float]]:
+        """Forward, backward and optimizer step on one mini-batch.
+
+        Returns whether the step was taken (a gradient that is not finite skips it) and the reduced sums and
+        maxima of the loss function, with `grad_norm` before clipping and `lr`.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        result = self._reduced(self._run(sequences, plan, loss, "trained", temperature, forward_only=False))
+        stepped, result["grad_norm"] = optimizer_step(self.optimizer, lr, self.optim)
+        result["lr"] = lr
+        return stepped, result
+
+    @torch.no_grad()
+    def measure(
+        self, sequences: Sequence[TrainSequence], plan: Plan, loss: LossFunction, *, temperature: float
+    ) -> dict[str, float]:
+        """The loss function's reduced sums and maxima under the current weights; nothing is updated."""
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._reduced(self._run(sequences, plan, loss, "trained", temperature, forward_only=True))
+
+    @torch.no_grad()
+    def score(
+        self, sequences: Sequence[TrainSequence], plan: Plan, wanted: Wanted, *, temperature: float
+    ) -> FlatLogProbs:
+        """Log-probs of the wanted tokens, 0.0 for others, the same on all ranks."""
+        scores = FlatLogProbs([s.length for s in sequences], self.device)
+        for chunk in self.chunks:
+            chunk.eval()
+
+        def keep(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            scores.put(batch.sequence, batch.place, output[0])
+            return output.new_zeros(()), {}
+
+        self._run(sequences, plan, keep, wanted, temperature, forward_only=True)
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            scores.values.zero_()  # tensor-parallel ranks hold the same: count one of them
+        dist.all_reduce(scores.values)
+        return scores
+
+    def _run(
+        self,
+        sequences: Sequence[TrainSequence],
+        plan: Plan,
+        loss: LossFunction,
+        wanted: Wanted,
+        temperature: float,
+        *,
+        forward_only: bool,
+    ) -> list[dict[str, Tensor]]:
+        """Run this rank's micro-batches through the pipeline; the sums that `loss` returned for each."""
+        own = plan.microbatches[parallel_state.get_data_parallel_rank()]
+        batches = [build_microbatch(sequences, members, self.context, wanted) for members in own]
+        no_tokens = torch.zeros([], dtype=torch.int, device=self.device)  # the loss is normalised already
+
+        def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
+            batch = next(iterator)
+
+            def normalised(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                value, sums = loss(batch, output)
+                return value, no_tokens, sums
+
+            return forward_log_probs(chunk, batch, temperature, self.chunk_tokens), normalised
+
+        iterators = [iter(batches) for _ in self.chunks]
+        virtual = len(self.chunks) > 1
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if virtual else iterators[0],
+            model=self.chunks if virtual else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].input_ids.size(1),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        assert isinstance(results, list)
+        return results
+
+    def _reduced(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sums and maxima over micro-batches and ranks, the same on all ranks."""
+        zero = torch.zeros((), device=self.device)
+        sums = torch.stack([sum((r.get(k, zero).float() for r in results), zero) for k in SUMS]).double()
+        maxima = torch.stack([max((r.get(k, zero).float() for r in results), default=zero) for k in MAXIMA])
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            sums.zero_()  # tensor-parallel ranks hold the same: count one of them
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()]))
+
+    # -------------------------------------------------------------------------------------- weights
+
+    def finish_gather(self) -> None:
+        """Finish a pending overlapped parameter gather: until then weights read outside a step are stale."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream every weight as (Hugging Face name, full tensor); every rank must exhaust it."""
+        self.finish_gather()
+        return iter_hf_weights([bare(chunk) for chunk in self.chunks], self.model)

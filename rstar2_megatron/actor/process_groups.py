@@ -1,0 +1,65 @@
+"""Joins and leaves torch.distributed and Megatron's process groups."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rstar2_megatron.actor.layout import Layout
+from rstar2_megatron.cpu import megatron as cpu_megatron
+from rstar2_megatron.settings.schema import ActorSettings
+
+
+def join(
+    actor: ActorSettings, layout: Layout, *, rank: int, world_size: int, init_method: str, device: str
+) -> None:
+    """Join the ranks of the actor and make the groups of `layout`; collective."""
+    if device == "cpu":
+        torch.set_num_threads(actor.cpu_threads)
+        cpu_megatron.install()
+        # What is absent here is known, and one line per rank and call about it drowns the log.
+        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # orders TP and SP collectives before GEMMs
+    minutes = actor.distributed_timeout_minutes
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=minutes),
+    )
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, math.ceil(minutes)),
+    )
+    set_seed(actor.seed)
+
+
+def set_seed(seed: int) -> None:
+    """Seed the generators; tensor-parallel ranks get different streams where Megatron wants them so."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def leave() -> None:
+    """Undo `join`; collective. Safe to call twice."""
+    if dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

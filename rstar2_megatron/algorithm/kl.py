@@ -1,0 +1,29 @@
+"""KL(policy || reference) per token, estimated from the log-probs of the token that was sampled.
+
+Names are RLinf's (`algorithm.kl_penalty_type`) and Schulman's (joschu.net/blog/kl-approx.html), with
+d = log p_reference - log p_policy:
+- low_var_kl, k3: exp(d) - d - 1, unbiased in value, never negative (the usual KL loss of GRPO);
+- mse, k2: d^2 / 2, biased in value; its gradient is, on policy, that of the KL.
+kl (k1 = -d) and abs are refused as loss terms: on policy the expected gradient of k1 is zero.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rstar2_megatron.algorithm.loss import MAX_LOG_RATIO
+
+KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimate for each token, the shape of `logprobs`; differentiable in them. Raises ValueError."""
+    difference = (reference_logprobs.detach() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if kind in ("low_var_kl", "k3"):
+        return difference.exp() - difference - 1.0
+    if kind in ("mse", "k2"):
+        return 0.5 * difference.square()
+    raise ValueError(
+        f"algorithm.kl_penalty_type={kind} cannot be a loss term: the expected gradient of k1 is zero and abs "
+        f"estimates no KL; choose one of {', '.join(KL_ESTIMATORS)}"
+    )

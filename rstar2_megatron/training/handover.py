@@ -1,0 +1,105 @@
+"""Actor and engines on the same accelerators: who holds the memory now.
+
+    rollout            engines: weights, KV cache       actor: on the host
+    training           engines: nothing                 actor: all
+    weight sync        engines: weights                 actor: all
+    rollout            engines: weights, KV cache       actor: on the host
+
+A move happens when somebody needs it, so that a checkpoint after a sync finds the actor still there. Calls of
+the two worker groups ask for it themselves (`Group.before`): no caller can forget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.settings.schema import ActorSettings
+
+_ACTOR_ANYWHERE = frozenset({"rendezvous_address", "initialize", "offload", "reload", "shutdown"})
+_ENGINE_WEIGHTS = frozenset({"receive_weights", "weights_checksum"})
+
+
+def takes_turns(actor: ActorSettings, *, collocated: bool) -> bool:
+    """Whether the memory changes hands: on shared slots, when the YAML offloads something of the actor."""
+    return collocated and (actor.offload_weight or actor.offload_grad or actor.offload_optimizer)
+
+
+class MemoryHandover:
+    """Moves the accelerators' memory between an actor group and a rollout group, both already started.
+
+    `resync` brings the engines the actor's weights again: releasing an engine's memory forgets its own.
+    """
+
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, resync: Callable[[], object], timeout_s: float
+    ) -> None:
+        self._actor, self._rollout = actor, rollout
+        self._resync, self._timeout_s = resync, timeout_s
+        self._actor_loaded = False  # started, then offloaded, before the engines came up
+        self._released: set[str] = set()
+        self._weights_current = True
+        self._seconds = 0.0
+        actor.before = self._before_actor
+        rollout.before = self._before_rollout
+
+    def to_actor(self) -> None:
+        """The actor trains, scores, saves; the engines hold nothing unless the actor was already there."""
+        if self._actor_loaded:
+            return
+        with self._timed():
+            self._rollout.call("release_memory", timeout_s=self._timeout_s)
+            self._released = {"weights", "kv_cache"}
+            self._weights_current = False
+            self._actor.call("reload", timeout_s=self._timeout_s)
+        self._actor_loaded = True
+
+    def to_sync(self) -> None:
+        """Actor and engine weights side by side, the KV cache still away."""
+        self.to_actor()
+        self._resume("weights")
+
+    def synced(self) -> None:
+        """The engines have the actor's weights."""
+        self._weights_current = True
+
+    def to_engines(self) -> None:
+        """The engines generate; the actor is on the host."""
+        if not self._weights_current:
+            self.to_sync()
+            self._resync()
+        if self._actor_loaded:
+            with self._timed():
+                self._actor.call("offload", timeout_s=self._timeout_s)
+            self._actor_loaded = False
+        self._resume("weights")
+        self._resume("kv_cache")
+
+    def pop_seconds(self) -> float:
+        """Seconds spent on moves since the last time this was asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _resume(self, tag: str) -> None:
+        if tag in self._released:
+            with self._timed():
+                self._rollout.call("resume_memory", [tag], timeout_s=self._timeout_s)
+            self._released.discard(tag)
+
+    def _before_actor(self, method: str) -> None:
+        if method not in _ACTOR_ANYWHERE:
+            self.to_actor()
+
+    def _before_rollout(self, method: str) -> None:
+        if method == "generate":
+            self.to_engines()
+        elif method in _ENGINE_WEIGHTS:
+            self._resume("weights")
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
