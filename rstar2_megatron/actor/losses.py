@@ -111,10 +111,11 @@ def rl_loss(
     return loss
 
 
-def rl_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool) -> dict[str, float]:
     """Metrics of a training step from its mini-batches' reduced sums: token means over all of them.
 
-    Engine-actor differences are those of the first mini-batch, before any update.
+    Engine-actor differences are those of the first mini-batch, before any update. with_reference: there is a
+    KL term to report.
     """
     tokens = max(sum(s["tokens"] for s in steps), 1.0)
     first, first_tokens = steps[0], max(steps[0]["tokens"], 1.0)
@@ -137,7 +138,7 @@ def rl_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
         "actor/tis_ratio": first["tis_ratio"] / first_tokens,
         "actor/tis_ratio_max": first["tis_ratio_max"],
         "actor/tis_clip_fraction": first["tis_clipped"] / first_tokens,
-        "actor/reference_kl": mean("reference_kl"),
+        **({"actor/reference_kl": mean("reference_kl")} if with_reference else {}),
         "actor/trained_tokens": tokens,
     }
 

@@ -169,7 +169,7 @@ class MegatronActor:
             steps.append(self._update(part, plan, loss, temperature=self._temperature))
         self._finish_written_checkpoint()
         return {
-            **rl_metrics(steps),
+            **rl_metrics(steps, with_reference=reference is not None),
             "actor/optimizer_steps": float(self.optimizer_steps),
             "actor/skipped_steps": float(self.skipped_steps),
             **self._speed(sequences, plans, time.monotonic() - started),

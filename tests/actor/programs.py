@@ -40,6 +40,40 @@ def train(
         actor.close()
 
 
+def train_with_turns(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch]
+) -> tuple[list[dict[str, float]], bool]:
+    """Like `train`, but the memory goes to an engine after each step; were all parameters away meanwhile?"""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    history, away = [], True
+    try:
+        for batch in batches:
+            actor.offload()
+            actor.offload()  # twice is once
+            parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
+            away &= all(p.untyped_storage().size() == 0 for p in parameters)
+            actor.reload()
+            history.append(actor.train_step(batch))
+        return history, away
+    finally:
+        actor.close()
+
+
+def train_with_reference(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch]
+) -> tuple[list[dict[str, float]], bool]:
+    """Steps with a KL term to the initial weights; does scoring under them leave the policy untouched?"""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        actor.freeze_reference()
+        history = [actor.train_step(batch) for batch in batches]
+        before = actor.weights_checksum()
+        actor._score_reference(batches[0])
+        return history, before == actor.weights_checksum()
+    finally:
+        actor.close()
+
+
 def first_step(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
 ) -> tuple[float, float, float]:

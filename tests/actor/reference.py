@@ -18,33 +18,52 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
 
 
-def log_probs(model: Any, sequence: TrainSequence, temperature: float) -> Tensor:
-    """[length - 1] log-probs of tokens 1.., one sequence at a time: no packing, no padding, no chunking."""
+def log_probs_entropy(model: Any, sequence: TrainSequence, temperature: float) -> tuple[Tensor, Tensor]:
+    """[length - 1] log-probs of tokens 1.. and entropies; one sequence, no packing, padding or chunking."""
     ids = torch.tensor([sequence.input_ids])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
-    chosen: Tensor = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-    return chosen
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, ids[0, 1:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
-def rl_loss(model: Any, batch: list[TrainSequence], algorithm: AlgorithmSettings) -> Tensor:
-    """Token mean over the whole batch of the clipped, dual-clipped policy loss, written out."""
+def log_probs(model: Any, sequence: TrainSequence, temperature: float) -> Tensor:
+    """[length - 1] log-probs of tokens 1.."""
+    return log_probs_entropy(model, sequence, temperature)[0]
+
+
+def rl_loss(
+    model: Any, batch: list[TrainSequence], algorithm: AlgorithmSettings, frozen: Any = None
+) -> Tensor:
+    """Token mean over the whole batch of the clipped, dual-clipped policy loss, written out.
+
+    With `frozen` also its KL term to that model and its entropy term.
+    """
     low, high, c = algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c
     total = torch.zeros(())
     for sequence in batch:
-        ratio = (
-            log_probs(model, sequence, algorithm.sampling_params.temperature)
-            - torch.tensor(sequence.rollout_logprobs[1:])
-        ).exp()
+        temperature = algorithm.sampling_params.temperature
+        scores, entropy = log_probs_entropy(model, sequence, temperature)
+        ratio = (scores - torch.tensor(sequence.rollout_logprobs[1:])).exp()
         advantage = sequence.advantage
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
         if advantage < 0 and c is not None:
             gain = gain.clamp(min=c * advantage)
+        if frozen is not None:
+            with torch.no_grad():
+                d = log_probs(frozen, sequence, temperature)
+            d = d - scores
+            kl = d.exp() - d - 1 if algorithm.kl_penalty_type == "low_var_kl" else d * d / 2
+            gain = gain - algorithm.kl_beta * kl + algorithm.entropy_bonus * entropy
         total = total - (gain * torch.tensor(sequence.loss_mask[1:])).sum()
     return total / sum(s.num_trained_tokens for s in batch)
 
 
 def train(
-    model: Any, batches: list[list[TrainSequence]], actor: ActorSettings, algorithm: AlgorithmSettings
+    model: Any,
+    batches: list[list[TrainSequence]],
+    actor: ActorSettings,
+    algorithm: AlgorithmSettings,
+    frozen: Any = None,
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of one optimizer step per batch."""
     optim, warmup = actor.optim, actor.lr_sched.lr_warmup_iters
@@ -60,7 +79,7 @@ def train(
         for group in adam.param_groups:
             group["lr"] = actor.optim.lr * min(1.0, (step + 1) / warmup)
         adam.zero_grad()
-        loss = rl_loss(model, batch, algorithm)
+        loss = rl_loss(model, batch, algorithm, frozen)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
         adam.step()

@@ -18,6 +18,7 @@ from tests.actor.tiny import sequences, settings
 BATCHES = [sequences(6, seed=20 + i) for i in range(5)]
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 BF16 = {"precision": "bf16"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 KEYS = ("actor/policy_loss", "actor/grad_norm", "actor/lr", "actor/optimizer_steps")
@@ -68,6 +69,18 @@ def test_loads_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_pa
             assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
 
 
+def test_experts_resume_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    directory = tmp_path / "actor"
+    which = models["moe"]
+    saved = pool.run(programs.save_then_train, 2, settings(model=EP2), which, directory, BATCHES, True)[0][0]
+    same = pool.run(programs.resume, 2, settings(model=EP2), which, directory, BATCHES)[0]
+    assert _curve(same) == _curve(saved)
+    resumed = pool.run(programs.resume, 1, settings(), which, directory, BATCHES)[0]
+    for mine, right in zip(resumed, saved):
+        assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=1e-5)
+        assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
+
+
 def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     broken = tmp_path / "global_step_3" / "actor"
     broken.mkdir(parents=True)
@@ -76,7 +89,9 @@ def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path
 
 
 @pytest.mark.parametrize(
-    "model, which", [({**TP2, **PP2}, "qwen2-tied"), (TP2, "qwen3")], ids=["TP2 PP2 tied", "TP2 Qwen3"]
+    "model, which",
+    [({**TP2, **PP2}, "qwen2-tied"), (TP2, "qwen3"), (EP2, "moe")],
+    ids=["TP2 PP2 tied", "TP2 Qwen3", "EP2 experts"],
 )
 def test_checkpoint_converts_without_ranks(
     pool: RankPool, models: dict[str, Path], tmp_path: Path, model: dict[str, Any], which: str

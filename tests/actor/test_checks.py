@@ -119,7 +119,7 @@ def test_missing_model_directory(tmp_path: Path) -> None:
         ModelConfig.from_directory(tmp_path)
 
 
-@pytest.mark.parametrize("which", ["qwen2", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("which", ["qwen2", "qwen2-tied", "qwen3", "moe", "moe-tied"])
 def test_parameter_count_is_transformers(models: dict[str, Path], which: str) -> None:
     config = ModelConfig.from_directory(models[which])
     assert config.num_parameters == sum(p.numel() for p in load(models[which]).parameters())

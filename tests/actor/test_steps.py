@@ -201,6 +201,55 @@ def test_fine_tuning_resumes_exactly(pool: RankPool, models: dict[str, Path], tm
     assert end < whole[0] - 0.2
 
 
+@pytest.mark.parametrize("kind", ["low_var_kl", "mse"])
+def test_kl_and_entropy_terms(pool: RankPool, models: dict[str, Path], kind: str) -> None:
+    """Loss and gradient with both terms equal transformers', whose reference is a second model."""
+    batches = [sequences(5, seed=30 + i) for i in range(3)]
+    config = settings(
+        model=TP2,
+        optim={"overlap_grad_reduce": True, "overlap_param_gather": True},
+        kl_beta=0.3,
+        kl_penalty_type=kind,
+        entropy_bonus=0.02,
+    )
+    actor, _, algorithm = config
+    hf, frozen = reference.load(models["qwen2"]), reference.load(models["qwen2"])
+    right = reference.train(hf, batches, actor, algorithm, frozen)
+    for history, untouched in pool.run(programs.train_with_reference, 2, config, models["qwen2"], batches):
+        assert untouched
+        assert history[0]["actor/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+        assert history[2]["actor/reference_kl"] > 1e-4
+        for mine, (loss, norm) in zip(history, right):
+            assert mine["actor/policy_loss"] == pytest.approx(loss, abs=1e-5)
+            assert mine["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_kl_needs_a_reference(pool: RankPool, models: dict[str, Path]) -> None:
+    with pytest.raises(RuntimeError, match="freeze_reference has not been called"):
+        pool.run(programs.train, 1, settings(kl_beta=0.1), models["qwen2"], [sequences(2)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision", "which"), [(1, "fp32", "qwen2"), (2, "bf16", "qwen2-tied"), (2, "fp32", "moe")]
+)
+def test_memory_that_changes_hands_changes_nothing(
+    pool: RankPool, models: dict[str, Path], ranks: int, precision: str, which: str
+) -> None:
+    batches = [sequences(5, seed=40 + i) for i in range(3)]
+    model: dict[str, Any] = {"precision": precision}
+    if which == "moe":
+        model["expert_model_parallel_size"] = 2
+    config = settings(model=model)
+    plain = pool.run(programs.train, ranks, config, models[which], batches)[0]
+    away = {"offload_weight": True, "offload_grad": True, "offload_optimizer": True}
+    turns = (config[0].model_copy(update=away), *config[1:])
+    for history, gone in pool.run(programs.train_with_turns, ranks, turns, models[which], batches):
+        assert gone
+        for mine, right in zip(history, plain):
+            assert mine["actor/policy_loss"] == right["actor/policy_loss"]
+            assert mine["actor/grad_norm"] == right["actor/grad_norm"]
+
+
 def test_step_with_an_infinite_gradient_is_skipped_and_counted(
     pool: RankPool, models: dict[str, Path]
 ) -> None:
