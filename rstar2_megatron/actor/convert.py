@@ -2,9 +2,9 @@
 
     python -m rstar2_megatron.actor.convert CHECKPOINT/actor MODEL OUTPUT
 
-MODEL is the Hugging Face directory that training started from: config and tokenizer come from it. Peak memory
-is the largest parameter, all its layers together (14 GB for a 14B model in bf16), and one output shard of 2 GB;
-the layout that saved the checkpoint does not matter.
+MODEL is the Hugging Face directory that training started from: config and tokenizer come from it. One layer's
+part of a parameter is read at a time, so peak memory is the embedding (1.6 GB for a 14B model in bf16) and one
+output shard of 2 GB; the layout that saved the checkpoint does not matter.
 """
 
 from __future__ import annotations
@@ -13,23 +13,52 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from rstar2_megatron.actor.hf_weights import LAYER_NAMES, OUTER_NAMES, Mapping, write_hf_directory
+from rstar2_megatron.actor.hf_weights import (
+    EXPERT_NAMES,
+    LAYER_NAMES,
+    OUTER_NAMES,
+    Mapping,
+    write_hf_directory,
+)
 from rstar2_megatron.actor.model_config import ModelConfig
 
 _LAYERS = "decoder.layers."
+_EXPERTS = "mlp.experts.experts."  # as megatron-core names the experts of all ranks, stacked
+
+
+class _Slice(DefaultLoadPlanner):
+    """Reads one slice of one stored tensor: index numbers in its leading dimensions, the rest whole."""
+
+    def __init__(self, entry: TensorStorageMetadata, leading: tuple[int, ...]) -> None:
+        super().__init__()
+        self._entry = entry
+        self._offsets = torch.Size([*leading, *[0] * (len(entry.size) - len(leading))])
+        self._sizes = torch.Size([*[1] * len(leading), *entry.size[len(leading) :]])
+        self.target = torch.empty(self._sizes, dtype=entry.properties.dtype)
+
+    def create_local_plan(self) -> LoadPlan:
+        (key,) = self.state_dict
+        chunk = ChunkStorageMetadata(self._offsets, self._sizes)
+        return LoadPlan(create_read_items_for_chunk_list(key, self._entry, [chunk]))
+
+    def lookup_tensor(self, index: Any) -> Tensor:
+        return self.target
 
 
 def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, tensor) of a checkpoint that `MegatronActor.save_checkpoint` wrote.
 
-    Parameters of all layers lie stacked in one tensor; one parameter is read at a time. Raises ValueError when
-    the directory is no checkpoint or lacks a weight.
+    Raises ValueError when the directory is no checkpoint or lacks a weight.
     """
     try:
         reader = torch_checkpoint.FileSystemReader(checkpoint)
@@ -37,34 +66,43 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
     except (OSError, ValueError) as error:
         raise ValueError(f"{checkpoint} is not a complete checkpoint of the actor ({error})") from None
 
-    def read(key: str) -> Tensor:
+    def read(key: str, *leading: int) -> Tensor:
         entry = metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
-        wanted = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        planner = _Slice(entry, leading)
         torch_checkpoint.load(
-            wanted, storage_reader=torch_checkpoint.FileSystemReader(checkpoint), no_dist=True
+            {key: planner.target},
+            storage_reader=torch_checkpoint.FileSystemReader(checkpoint),
+            planner=planner,
+            no_dist=True,
         )
-        return wanted[key]
+        return planner.target.view(planner.target.shape[len(leading) :])
 
     found = 0
-    for name in (*OUTER_NAMES, *(_LAYERS + inner for inner in LAYER_NAMES)):
-        if name not in metadata or (name == "output_layer.weight" and config.tie_word_embeddings):
-            continue
-        stacked = read(name)
-        in_layers = name.startswith(_LAYERS)
-        for layer in range(config.num_layers) if in_layers else [None]:
-            inner = name if layer is None else f"{_LAYERS}{layer}.{name.removeprefix(_LAYERS)}"
-            mapping = Mapping.of(inner, layer)
-            parameter = stacked if layer is None else stacked[layer]
-            pieces = mapping.split(parameter, config.head_dim, config.num_kv_heads)
-            for hf_name, piece in zip(mapping.hf_names, pieces):
-                found += piece.numel()
-                yield hf_name, piece
+    for parameter, mapping, first_expert in _parameters(config, metadata, read):
+        pieces = mapping.split(parameter, config.head_dim, config.num_kv_heads)
+        for hf_name, piece in zip(mapping.names(first_expert), pieces):
+            found += piece.numel()
+            yield hf_name, piece
     if found != config.num_parameters:
         raise ValueError(
             f"{checkpoint} holds {found} weights, the model of the given config.json {config.num_parameters}: "
             "give the Hugging Face directory that training started from"
         )
+
+
+def _parameters(config: ModelConfig, metadata: Any, read: Any) -> Iterator[tuple[Tensor, Mapping, int]]:
+    """(parameter, its mapping, number of the expert) of every weight, layer by layer."""
+    for name in OUTER_NAMES:
+        if name in metadata and not (name == "output_layer.weight" and config.tie_word_embeddings):
+            yield read(name), Mapping.of(name, None), 0
+    for layer in range(config.num_layers):
+        for inner in LAYER_NAMES:
+            if _LAYERS + inner in metadata:
+                yield read(_LAYERS + inner, layer), Mapping.of(f"{_LAYERS}{layer}.{inner}", layer), 0
+        for part, expert in itertools.product(EXPERT_NAMES, range(config.num_experts)):
+            mapping = Mapping.of(f"{_LAYERS}{layer}.mlp.experts.local_experts.0.{part}.weight", layer)
+            yield read(f"{_LAYERS}{_EXPERTS}{part}.weight", layer, expert), mapping, expert
 
 
 def convert(checkpoint: Path, model: Path, output: Path) -> None:

@@ -154,6 +154,11 @@ def build_chunks(
             vp_stage=vp_stage,
         )
         chunk.to(device)
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                # Their gradients are summed over the expert data-parallel group, also where EP is 1, which
+                # makes checkpoints of all layouts alike (megatron-core marks them so at EP > 1 only).
+                parameter.allreduce = False
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     return config, chunks
 

@@ -52,6 +52,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("experts", 1, {}, {}, "moe"),
     ("experts: EP2", 2, EP2, {}, "moe"),
     ("experts: DP2, overlap, full recompute", 2, FULL_RECOMPUTE, OVERLAP, "moe-tied"),
+    ("experts: TP2, SP", 2, {**TP2, **SP}, {}, "moe"),
     ("experts: TP2, SP, EP2", 2, {**TP2, **SP, **EP2}, {}, "moe"),
     ("experts: PP2, EP2, tied", 4, {**PP2, **EP2}, {}, "moe-tied"),
     ("experts: CP2, EP2, DP2", 4, {**CP2, **EP2}, {}, "moe"),
