@@ -83,6 +83,7 @@ def check_layout(
             f"{key('recompute_granularity')}=full needs {key('recompute_method')} (uniform or block) and "
             f"{key('recompute_num_layers')}; set uniform and 1"
         )
+    problems += _setting_problems(settings, layers_per_chunk=model.num_layers // stages)
     if settings.optim.overlap_param_gather and not settings.optim.use_distributed_optimizer:
         problems.append(
             "actor.optim.overlap_param_gather=True needs actor.optim.use_distributed_optimizer=True; set it"
@@ -101,6 +102,32 @@ def check_layout(
         raise ValueError("\n".join(problems))
     data = world_size // model_ranks
     return Layout(tensor=tp, pipeline=pp, context=cp, data=data, virtual=vp, expert=ep)
+
+
+def _setting_problems(settings: ActorSettings, layers_per_chunk: int) -> list[str]:
+    """Optimizer, schedule, recompute and offload settings that contradict each other."""
+    parallel, optim, schedule = settings.model, settings.optim, settings.lr_sched
+    problems = []
+    recomputed = parallel.recompute_num_layers or 0
+    if parallel.recompute_granularity == "full" and 0 < layers_per_chunk < recomputed:
+        problems.append(
+            f"actor.model.recompute_num_layers={recomputed} exceeds the {layers_per_chunk} layers of a pipeline "
+            f"stage; set it to at most {layers_per_chunk}"
+        )
+    if settings.offload_weight and not optim.use_distributed_optimizer:
+        problems.append(
+            "actor.offload_weight=True needs the contiguous weight buffer of actor.optim.use_distributed_optimizer="
+            "True; set it, or offload_weight=False"
+        )
+    if optim.min_lr > optim.lr:
+        problems.append(f"actor.optim.min_lr={optim.min_lr} exceeds actor.optim.lr={optim.lr}; lower it")
+    decay = schedule.lr_decay_iters
+    if schedule.lr_decay_style == "cosine" and decay is not None and decay <= schedule.lr_warmup_iters:
+        problems.append(
+            f"actor.lr_sched.lr_decay_iters={decay} ends before the warm-up of actor.lr_sched.lr_warmup_iters="
+            f"{schedule.lr_warmup_iters} steps; raise it, or set it to null for runner.max_steps"
+        )
+    return problems
 
 
 def _expert_problems(settings: ActorSettings, model: ModelConfig, world_size: int) -> list[str]:

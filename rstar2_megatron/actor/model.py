@@ -52,6 +52,7 @@ def transformer_config(
     interleaved = (settings.virtual_pipeline_model_parallel_size or 1) > 1
     fused = device == "cuda"
     engine = implementation == "transformer_engine"
+    recomputes_layers = settings.recompute_granularity == "full"  # the two keys beside it are only for that
 
     def leave(weight: Tensor) -> Tensor:  # every weight is read from the Hugging Face directory
         return weight
@@ -97,8 +98,8 @@ def transformer_config(
         overlap_p2p_comm=interleaved,
         deallocate_pipeline_outputs=pipeline > 1,
         recompute_granularity=settings.recompute_granularity,
-        recompute_method=settings.recompute_method,
-        recompute_num_layers=settings.recompute_num_layers,
+        recompute_method=settings.recompute_method if recomputes_layers else None,
+        recompute_num_layers=settings.recompute_num_layers if recomputes_layers else None,
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from rstar2_megatron.actor.layout import check_layout
@@ -18,6 +19,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training.data import DataError, read_problems
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")  # algorithm/kl.py, which imports torch
 BUILT = "tiny:"  # paths that cold_start.builder makes
 
 
@@ -54,6 +56,7 @@ def check_before_start(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _raise(layout_problems(settings, model, slots, places))
+    _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(data_problems(settings)), dry_run, warnings)
     if model is not None:
         ask = free_bytes if free_bytes is not None else _free_bytes
@@ -119,6 +122,11 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             "algorithm.importance_sampling_fix=True weighs the actor's old log-probs against the engine's; set "
             "algorithm.recompute_logprobs=True"
         )
+    if algorithm.kl_beta and algorithm.kl_penalty_type not in KL_ESTIMATORS:
+        yield (
+            f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is no KL "
+            f"loss (its expected gradient is not the KL's); choose one of {', '.join(KL_ESTIMATORS)}"
+        )
     if rollout.max_total_tokens is not None and rollout.max_total_tokens < runner.seq_length:
         yield (
             f"rollout.max_total_tokens={rollout.max_total_tokens} cannot hold one trajectory of "
@@ -172,12 +180,26 @@ def layout_problems(
         )
     if model is None:
         return
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield (
+            f"rollout.tensor_parallel_size={tp} neither divides the model's {model.num_kv_heads} key/value heads nor "
+            f"is a multiple of them; set it to {max(n for n in range(1, tp) if model.num_kv_heads % n == 0)}"
+        )
     if model.num_heads % tp:
         yield f"rollout.tensor_parallel_size={tp} does not divide the model's {model.num_heads} attention heads"
     if settings.runner.seq_length > model.max_position_embeddings:
         yield (
             f"runner.seq_length={settings.runner.seq_length} exceeds the model's max_position_embeddings="
             f"{model.max_position_embeddings}; lower algorithm.sampling_params.max_new_tokens"
+        )
+
+
+def engine_problems(settings: Settings) -> Iterator[str]:
+    """A transformer engine that is asked for and not installed here."""
+    if settings.actor.model.transformer_impl == "transformer_engine" and not find_spec("transformer_engine"):
+        yield (
+            "actor.model.transformer_impl=transformer_engine, but TransformerEngine is not installed; set it to auto "
+            "or local, or install transformer-engine[pytorch]"
         )
 
 

@@ -36,9 +36,9 @@ def known_model(model_path: str) -> ModelConfig | None:
     """The shape of a Qwen2.5 or Qwen3 model by its directory's name: Qwen2.5-7B-Instruct, Qwen3-30B-A3B."""
     words = Path(model_path).name.lower().replace("_", "-").split("-")
     if "qwen3" in words and any(re.fullmatch(r"a\d+b", word) for word in words):
-        for size, shape in _QWEN3_MOE.items():
+        for size, moe_shape in _QWEN3_MOE.items():
             if size in words:
-                return ModelConfig.from_dict(_moe_config(shape), where=model_path)
+                return ModelConfig.from_dict(_moe_config(moe_shape), where=model_path)
         return None
     for family, sizes in (("qwen2.5", _QWEN25), ("qwen3", _QWEN3)):
         if family not in words:

@@ -14,6 +14,7 @@ import pytest
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.optimizer import learning_rate
+from rstar2_megatron.settings.known_models import known_model
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
 from tests.actor.reference import load
 from tests.actor.tiny import SHAPE, settings
@@ -58,6 +59,70 @@ def test_impossible_layouts_are_refused(ranks: int, model: dict[str, Any], messa
     actor, runner, _ = settings(model=model)
     with pytest.raises(ValueError, match=message):
         check_layout(actor, MODEL, ranks, runner)
+
+
+EXPERTS = ModelConfig.from_dict(
+    {
+        **QWEN2,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "ranks, model, message",
+    [
+        (4, {"expert_model_parallel_size": 4}, r"=4 does not divide the model's 6 experts; set it to 3"),
+        (
+            2,
+            {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            r"2 actor ranks do not divide by expert 2 x pipeline 2 = 4",
+        ),
+        (
+            2,
+            {"tensor_model_parallel_size": 2},
+            r"once per tensor rank; set actor.model.sequence_parallel=True",
+        ),
+    ],
+)
+def test_impossible_expert_layouts_are_refused(ranks: int, model: dict[str, Any], message: str) -> None:
+    actor, runner, _ = settings(model=model)
+    with pytest.raises(ValueError, match=message):
+        check_layout(actor, EXPERTS, ranks, runner)
+
+
+def test_contradicting_settings_are_refused() -> None:
+    actor, runner, _ = settings(
+        model={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 9,
+            "pipeline_model_parallel_size": 2,
+        },
+        optim={"use_distributed_optimizer": False, "overlap_param_gather": True, "min_lr": 1.0},
+    )
+    schedule = LrSchedSettings(lr_warmup_iters=5, lr_decay_style="cosine", lr_decay_iters=5)
+    actor = actor.model_copy(update={"offload_weight": True, "lr_sched": schedule})
+    with pytest.raises(ValueError) as refusal:
+        check_layout(actor, MODEL, 2, runner)
+    for part in (
+        "recompute_num_layers=9 exceeds the 2 layers",
+        "offload_weight=True needs",
+        "overlap_param_gather=True needs",
+        "min_lr=1.0 exceeds",
+        "lr_decay_iters=5 ends before the warm-up",
+    ):
+        assert part in str(refusal.value)
+
+
+def test_experts_of_mixed_layers_are_refused() -> None:
+    raw = {**QWEN2, "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]}
+    with pytest.raises(ValueError, match="only models whose every layer has experts"):
+        ModelConfig.from_dict(raw)
 
 
 def test_a_sequence_must_fit_a_micro_batch() -> None:
@@ -141,6 +206,16 @@ def test_flops_of_a_known_model() -> None:
     assert config.num_parameters == pytest.approx(7.62e9, rel=1e-3)
     assert config.train_flops([4096]) / 4096 == pytest.approx(44.9e9, rel=2e-3)
     assert config.train_flops([4096], trained_tokens=0) < config.train_flops([4096])
+
+
+def test_only_the_chosen_experts_count_as_flops() -> None:
+    """Qwen3-30B-A3B: 30.5 B parameters, 3.35 B of them at work on a token (embedding included)."""
+    config = known_model("Qwen3-30B-A3B")
+    assert config is not None
+    assert config.num_parameters == pytest.approx(30.53e9, rel=1e-3)
+    assert config.matmul_parameters + config.vocab_size * config.hidden_size == pytest.approx(
+        3.35e9, rel=1e-2
+    )
 
 
 def test_learning_rate_schedule() -> None:

@@ -78,6 +78,12 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             ["algorithm.down_sampling.down_sampling_config.min_zero_reward_trace_num=8"],
             r"min_zero_reward_trace_num=8 .* exceed down_sample_to_n=8",
         ),
+        (
+            ["algorithm.kl_beta=0.1", "algorithm.kl_penalty_type=kl"],
+            r"kl_penalty_type=kl with algorithm.kl_beta=0.1 is no KL loss .* choose one of low_var_kl",
+        ),
+        (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
+        (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),
         (["algorithm.importance_sampling_fix=True"], r"set algorithm.recompute_logprobs=True"),
         (["rollout.max_total_tokens=100"], r"rollout.max_total_tokens=100 cannot hold one trajectory"),
         (["algorithm.n_minibatches=1000"], r"n_minibatches=1000 exceeds the 128 trajectories"),

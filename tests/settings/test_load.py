@@ -126,7 +126,7 @@ def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
             r"algorithm.group_size=0: input should be greater than or equal to 1",
         ),
         (TINY, ["actor.model.precision=fp16"], r"actor.model.precision='fp16': .*'fp32' or 'bf16'"),
-        (TINY, ["algorithm.kl_beta=0.1"], r"algorithm.kl_beta=0.1"),
+        (TINY, ["algorithm.kl_beta=-0.1"], r"algorithm.kl_beta=-0.1"),
         (TINY, ["runner.max_steps"], r"runner.max_steps"),
         (TINY, ["runner.max_steps=[1"], r"an override is written key=value"),
         (TINY, ["runner.max_steps=1,2"], r"a list is written key=\[a,b\]"),
