@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from rstar2_megatron.trajectory import Problem, Trajectory
 
@@ -37,3 +42,37 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
         "seconds": round(t.seconds, 3),
         "error": t.error,
     }
+
+
+# Per-token lists take a few bytes a token as base64 of deflated little-endian arrays, not ten as decimal text.
+
+
+def pack_ints(values: Sequence[int]) -> str:
+    """int32 values as text."""
+    return _pack(np.asarray(values, dtype="<i4"))
+
+
+def pack_floats(values: Sequence[float]) -> str:
+    """Values as float16 text: three digits, from 6e-8 to 65504."""
+    return _pack(np.asarray(values, dtype="<f4").clip(-65504, 65504).astype("<f2"))
+
+
+def unpack_ints(text: str) -> list[int]:
+    """What `pack_ints` packed. Raises ValueError for other text."""
+    return _unpack(text, "<i4")
+
+
+def unpack_floats(text: str) -> list[float]:
+    """What `pack_floats` packed, rounded. Raises ValueError for other text."""
+    return _unpack(text, "<f2")
+
+
+def _pack(array: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(array.tobytes())).decode()
+
+
+def _unpack(text: str, kind: str) -> list[Any]:
+    try:
+        return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=kind).tolist()
+    except (zlib.error, ValueError) as error:
+        raise ValueError(f"not packed by this project: {error}") from None

@@ -49,7 +49,9 @@ class ActorWorker(Worker):
 
     def train_step(self, sequences: list[TrainSequence]) -> dict[str, float]:
         """One training step on the global batch; collective, the same metrics on every rank."""
-        return self.actor.train_step(sequences)
+        algorithm = self._settings.algorithm
+        rows = self._settings.data.rollout_batch_size * algorithm.group_size // algorithm.n_minibatches
+        return self.actor.train_step(sequences, mini_batch_rows=rows)
 
     def compute_logprobs(self, sequences: list[TrainSequence]) -> list[list[float]]:
         """Log-prob of each token (0.0 at position 0) under the current weights; collective."""

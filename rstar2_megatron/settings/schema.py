@@ -91,7 +91,7 @@ class RunnerSettings(Section):
     step_timeout_s: float = Field(3600.0, gt=0)
     """A step that is not done by then is a failure, not a hang."""
     save_trajectories_per_step: int = Field(8, ge=0)
-    """Trajectories of each step written to trajectories.jsonl."""
+    """Trajectories of each step written to trajectories.jsonl, rounded up to whole groups; 0 writes none."""
 
 
 # ------------------------------------------------------------------------------------------- algorithm
@@ -131,8 +131,12 @@ class AlgorithmSettings(Section):
     """Optimizer steps per training step."""
     training_batch_size_per_gpu: int = Field(1, ge=1)
     """Sequences per micro-batch when runner.enable_dynamic_batch_size is off."""
-    adv_type: Literal["grpo"] = "grpo"
-    loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    adv_type: Literal["grpo", "grpo-no-std", "leave-one-out"] = "grpo"
+    """grpo: (r - mean) / std over the kept group (the paper); the others leave out the std, or the own reward."""
+    loss_agg_func: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf"
+    ] = "token-mean"
+    """token-mean: over the whole step (the paper); the released ones as `algorithm.loss.aggregate` describes them."""
     recompute_logprobs: bool = False
     """Old log-probs from the actor instead of the engine; works with down-sampling on."""
     clip_ratio_low: float = Field(0.2, gt=0, lt=1)

@@ -225,7 +225,7 @@ class Run(BaseRun):
         log = MetricLogger(self.cluster.config)
         self._closing.append(log.finish)
         metrics_file = MetricsFile(self.directory / "metrics.jsonl")
-        samples = TrajectorySamples(self.directory / "trajectories.jsonl", runner.save_trajectories_per_step)
+        samples = TrajectorySamples(self.directory / "trajectories.jsonl")
         samples.truncate_after(done)
         for step in range(done + 1, runner.max_steps + 1):
             if runner.stop_when and (held := first_that_holds(runner.stop_when, metrics_file.rows())):
@@ -254,7 +254,7 @@ class Run(BaseRun):
             print(step_line(row), flush=True)
             metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
             log.log({k: v for k, v in row.items() if k != "step"}, step)
-            samples.append(step, result.groups, result.resampled)
+            samples.append(step, result.shown)
             if save or step == runner.max_steps:
                 self._save(step)
         return max(done, runner.max_steps), ""

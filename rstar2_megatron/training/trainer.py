@@ -17,6 +17,7 @@ from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.rollouts import RolloutCoordinator
+from rstar2_megatron.training.samples import ShownGroup, choose_shown
 from rstar2_megatron.trajectory import Group, Problem, Trajectory
 
 
@@ -30,6 +31,8 @@ class StepResult:
     actor_metrics: dict[str, float]
     rollout_stats: dict[str, float]
     seconds: dict[str, float] = field(default_factory=dict)
+    shown: list[ShownGroup] = field(default_factory=list)
+    """Groups that are written whole to trajectories.jsonl."""
 
     @property
     def kept(self) -> list[Trajectory]:
@@ -63,13 +66,14 @@ class Trainer:
         clock.lap("rollout")
         resampled = self.resample(step, phase.groups)
         sequences = self.build_batch(resampled)
+        shown = choose_shown(phase.groups, resampled, self.settings.runner.save_trajectories_per_step)
         gates.check_trained_tokens([t for result in resampled for t in result.kept], sequences)
         clock.lap("resample")
-        actor_metrics = self.train(sequences)
+        actor_metrics = self.train(sequences, shown)
         clock.lap("training")
         actor_metrics.update(self.sync_weights(version=step))
         clock.lap("sync_weights")
-        return StepResult(step, phase.groups, resampled, actor_metrics, phase.stats, clock.laps())
+        return StepResult(step, phase.groups, resampled, actor_metrics, phase.stats, clock.laps(), shown)
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[ResampleResult]:
         """Resample-on-correct of every group, under a seed that depends on the step only (exact on resume)."""
@@ -84,21 +88,34 @@ class Trainer:
         sequences: list[TrainSequence] = []
         for result in resampled:
             rewards = [t.reward for t in result.kept if t.reward is not None]
-            for trajectory, advantage in zip(result.kept, group_advantages(rewards), strict=True):
-                sequences.append(train_sequence(trajectory, float(advantage)))
+            advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
+            for trajectory, advantage in zip(result.kept, advantages, strict=True):
+                sequences.append(train_sequence(trajectory, advantage))
         return sequences
 
-    def train(self, sequences: list[TrainSequence]) -> dict[str, float]:
-        """One update of the actor, or none when every group was rejected (counted, never hidden)."""
+    def train(self, sequences: list[TrainSequence], shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
+        """One update of the actor, or none when every group was rejected (counted, never hidden).
+
+        `shown` groups get the actor's log-probs before it.
+        """
         if not sequences:
             return {"actor/skipped_update": 1.0}
         metrics: dict[str, float] = {"actor/skipped_update": 0.0}
         if self._gates_open:
             self._check_first_batch(sequences)
             self._gates_open = False
+        self._score(shown)
         metrics.update(self.actor.call("train_step", sequences, timeout_s=self.timeout_s)[0])
         gates.check_actor_tokens(sequences, metrics["actor/trained_tokens"])
         return metrics
+
+    def _score(self, shown: Sequence[ShownGroup]) -> None:
+        sequences = [train_sequence(t, 0.0) for group in shown for t in group.trajectories]
+        if not sequences:
+            return
+        logprobs = iter(self.actor.call("compute_logprobs", sequences, timeout_s=self.timeout_s)[0])
+        for group in shown:
+            group.actor_logprobs = [next(logprobs)[len(t.prompt_ids) :] for t in group.trajectories]
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Bring every engine to the actor's weights and stamp them `version`."""

@@ -31,11 +31,17 @@ def _actor(rank: int, world_size: int, init_method: str, config: Any, model_path
 
 
 def train(
-    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch]
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    batches: list[Batch],
+    rows: int | None = None,
 ) -> list[dict[str, float]]:
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:
-        return [actor.train_step(batch) for batch in batches]
+        return [actor.train_step(batch, mini_batch_rows=rows) for batch in batches]
     finally:
         actor.close()
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from rstar2_megatron.actor.packing import make_plan
 from rstar2_megatron.recipe.sft import phase_of
 from rstar2_megatron.recipe.sft_data import SFTRows
 from rstar2_megatron.settings.schema import SFTSettings
@@ -164,6 +165,30 @@ def test_other_aggregations(pool: RankPool, models: dict[str, Path], kind: str) 
         one = float(reference.rl_loss(hf, [sequence], algorithm).detach())
         total += one * (sequence.num_trained_tokens if kind.endswith("sum") else 1)
     assert metrics["actor/policy_loss"] == pytest.approx(total / len(batch), abs=1e-5 * max(1.0, abs(total)))
+
+
+def test_released_aggregations(pool: RankPool, models: dict[str, Path]) -> None:
+    """Token mean inside each micro-batch; micro-batches weigh the same (RLinf), or by rows / full rows (verl).
+
+    Two sequences a micro-batch on two ranks; the last micro-batch of seven sequences has one.
+    """
+    batch = sequences(7, seed=15)
+    hf = reference.load(models["qwen2"])
+    for kind in ("released-rlinf", "released-verl"):
+        actor, runner, algorithm = settings(loss_agg_func=kind, training_batch_size_per_gpu=2)
+        config = (actor, runner.model_copy(update={"enable_dynamic_batch_size": False}), algorithm)
+        metrics = pool.run(programs.train, 2, config, models["qwen2"], [batch], 28)[0][0]
+        plan = make_plan([s.length for s in batch], 2, max_tokens=None, count=2, multiple=1)
+        total, microbatches = 0.0, 0
+        for rank in plan.microbatches:
+            for members in rank:
+                microbatches += 1
+                if not members:
+                    continue
+                mean = float(reference.rl_loss(hf, [batch[i] for i in members], algorithm).detach())
+                total += mean * (len(members) / 28 if kind == "released-verl" else 1)
+        expected = total if kind == "released-verl" else total / microbatches
+        assert metrics["actor/policy_loss"] == pytest.approx(expected, abs=1e-5), kind
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

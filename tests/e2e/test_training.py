@@ -47,6 +47,7 @@ def arguments(cache: Path, results: Path, name: str, *extra: str) -> list[str]:
         "runner.save_interval=1",
         "data.rollout_batch_size=4",
         "evaluation.num_problems=16",
+        "runner.save_trajectories_per_step=64",  # all of a step
         *extra,
     ]
 
@@ -183,6 +184,11 @@ def test_tensor_parallel_1_by_override(cache: Path, first_run: Path, tmp_path: P
             "runner.max_steps=1",
             "evaluation.before_and_after=False",
             "algorithm.recompute_logprobs=True",
+            "algorithm.adv_type=leave-one-out",
+            "algorithm.loss_agg_func=released-verl",
+            "reward.mode=released",
+            "runner.val_check_interval=1",
+            "evaluation.num_samples=2",
         ),
         tmp_path / "tp1.log",
     ).start()
@@ -190,6 +196,7 @@ def test_tensor_parallel_1_by_override(cache: Path, first_run: Path, tmp_path: P
     run.assert_nothing_left()
     (row,) = read_jsonl(tmp_path / "tp1" / "metrics.jsonl")
     assert row["train/actor/skipped_update"] or row["rollout/logprob_diff_max"] < 1e-3
+    assert 0 <= row["eval/average"] <= row["eval/pass@2"] <= 1 and row["eval/samples"] == 32
 
 
 def test_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: Path) -> None:

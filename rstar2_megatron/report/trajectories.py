@@ -1,0 +1,262 @@
+"""One self-contained HTML page of a run's or an evaluation's trajectories.
+
+    python -m rstar2_megatron.report.trajectories RUN [--out FILE] [--steps 1-20] [--max-mb 20]
+
+RUN is a run's directory, an evaluation's, or a trajectories.jsonl. The page shows groups of a step with what was kept and
+dropped and the penalties behind it, each trajectory's turns with tool calls and outputs, its reward and ending, and, as
+shading, how far the actor's log-prob of each token lies from the engine's. Filters stand in the page's address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.trajectory_row import unpack_floats, unpack_ints
+
+LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
+_TEMPLATE = Path(__file__).with_name("trajectory_page.html")
+Row = dict[str, Any]
+
+
+@dataclass
+class Page:
+    """What the page shows, and what was left out of it."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    num_rows: int = 0
+    messages: list[str] = field(default_factory=list)
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """Rows of a trajectories.jsonl and messages about lines that could not be read. Raises ValueError for none."""
+    if path.is_dir():
+        path = path / "trajectories.jsonl"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: give a run's directory (runner.save_trajectories_per_step > 0)"
+        )
+    rows, bad = [], []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                rows.append({**row, "query_id": str(row["query_id"]), "turns": list(row["turns"])})
+            except (ValueError, KeyError, TypeError):
+                bad.append(number)
+    messages = [f"{path}: {len(bad)} lines could not be read (first: {bad[0]})"] if bad else []
+    if not rows:
+        raise ValueError(f"{path} holds no trajectories")
+    return rows, messages
+
+
+def build_page(rows: Sequence[Row], tokenizer: Any = None, *, max_bytes: int = 20_000_000) -> Page:
+    """Groups of the page, oldest step first; evenly thinned out over the steps when they are too many bytes.
+
+    tokenizer: decodes single tokens for the shading; None leaves it out.
+    """
+    page = Page(num_rows=len(rows))
+    groups: dict[tuple[Any, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.get("step"), row["query_id"]), []).append(row)
+    keys = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0))
+    sizes = {key: sum(_weight(row) for row in groups[key]) for key in keys}
+    chosen = _thin_out(keys, [sizes[key] for key in keys], max_bytes)
+    if len(chosen) < len(keys):
+        page.messages.append(
+            f"{len(keys) - len(chosen)} of {len(keys)} groups left out to keep the page small"
+        )
+    page.groups = [_group(groups[key], tokenizer) for key in chosen]
+    return page
+
+
+def _weight(row: Row) -> int:
+    """About the bytes that a row takes in the page."""
+    return sum(map(len, row["turns"])) * 3 + sum(len(str(call)) for call in row["tool_calls"]) + 400
+
+
+def _thin_out(keys: Sequence[Any], sizes: Sequence[int], budget: int) -> list[Any]:
+    """As many keys as fit, spread evenly; always at least one."""
+    if sum(sizes) <= budget or len(keys) < 2:
+        return list(keys)
+    count = max(1, int(len(keys) * budget / sum(sizes)))
+    picked = {round(i * (len(keys) - 1) / max(count - 1, 1)) for i in range(count)}
+    return [keys[i] for i in sorted(picked)]
+
+
+def _group(rows: Sequence[Row], tokenizer: Any) -> dict[str, Any]:
+    first = rows[0]
+    users = [m["content"] for m in first["prompt"] if m["role"] == "user"]
+    return {
+        "step": first.get("step"),
+        "query_id": first["query_id"],
+        "problem": "\n\n".join(users),
+        "solutions": first["solutions"],
+        "rejected": first.get("rejected"),
+        "trajectories": [
+            _trajectory(row, tokenizer) for row in sorted(rows, key=lambda row: row["rollout_index"])
+        ],
+    }
+
+
+def _trajectory(row: Row, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "index": row["rollout_index"],
+        "kept": row.get("kept"),
+        "reward": row["reward"] or 0.0,
+        "grade": row["grade"] or "not graded",
+        "answer": row.get("answer"),
+        "ending": row["finish_reason"] or "none",
+        "tokens": row["response_tokens"],
+        "penalty": row.get("penalty"),
+        "outcomes": [call["outcome"] for call in row["tool_calls"]],
+        "error": row.get("error") or "",
+        "parts": list(_parts(row, tokenizer)),
+    }
+
+
+def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Turns with the tool calls that follow each."""
+    shaded = shaded_turns(row, tokenizer) if tokenizer is not None else None
+    calls = iter(row["tool_calls"])
+    one_each = len(row["tool_calls"]) <= len(row["turns"])
+    for number, text in enumerate(row["turns"]):
+        turn: dict[str, Any] = {"kind": "turn", "text": text}
+        if shaded is not None:
+            turn["pieces"] = shaded[number]
+        yield turn
+        for _ in range(1 if one_each else text.count("<tool_call>")):
+            if (call := next(calls, None)) is not None:
+                yield _call(call)
+    for call in calls:
+        yield _call(call)
+
+
+def _call(call: Row) -> dict[str, Any]:
+    arguments = call.get("arguments") or {}
+    return {
+        "kind": "tool",
+        "name": call["name"],
+        "outcome": call["outcome"],
+        "seconds": call["seconds"],
+        "code": str(arguments.get("code") or ""),
+        "input": str(arguments.get("input") or ""),
+        "response": call["response"],
+    }
+
+
+def shaded_turns(row: Row, tokenizer: Any) -> list[list[tuple[str, int, str]]] | None:
+    """(text, level, difference) pieces of each turn; None when the row has no log-prob differences that fit it."""
+    if not row.get("logprob_diff") or not row.get("token_ids"):
+        return None
+    ids, spans = unpack_ints(row["token_ids"]), row["generated"]
+    differences = unpack_floats(row["logprob_diff"])
+    if len(spans) != len(row["turns"]) or sum(end - start for start, end in spans) != len(differences):
+        return None
+    values = iter(differences)
+    return [
+        _pieces(ids[start:end], [next(values) for _ in range(end - start)], tokenizer) for start, end in spans
+    ]
+
+
+def _pieces(ids: Sequence[int], differences: Sequence[float], tokenizer: Any) -> list[tuple[str, int, str]]:
+    """Runs of tokens without shading are one piece; a character that several tokens make up is one too."""
+    pieces: list[tuple[str, int, str]] = []
+    waiting: list[int] = []
+    worst = 0.0
+    for token, difference in zip(ids, differences, strict=True):
+        waiting.append(token)
+        worst = max(worst, difference, key=abs)
+        text = tokenizer.decode(waiting, skip_special_tokens=False)
+        if "\ufffd" in text and len(waiting) < 4:
+            continue
+        level = sum(abs(worst) >= least for least in LEVELS)
+        if not level and pieces and not pieces[-1][1]:
+            pieces[-1] = (pieces[-1][0] + text, 0, "")
+        else:
+            pieces.append((text, level, f"{worst:+.2g}" if level else ""))
+        waiting, worst = [], 0.0
+    if waiting:
+        pieces.append((tokenizer.decode(waiting, skip_special_tokens=False), 0, ""))
+    return pieces
+
+
+def render(page: Page, title: str) -> str:
+    """The page as HTML."""
+    shown = sum(len(group["trajectories"]) for group in page.groups)
+    about = f"{len(page.groups)} groups, {shown} of {page.num_rows} trajectories"
+    about = "; ".join([about, *page.messages])
+    text = json.dumps({"title": title, "about": about, "groups": page.groups}, ensure_ascii=False)
+    # inside a script element only `<` could end it; the text itself is never read as HTML
+    return _TEMPLATE.read_text(encoding="utf-8").replace("@DATA@", text.replace("<", "\\u003c"))
+
+
+def find_tokenizer(directory: Path) -> Any:
+    """The tokenizer of the run's exported model or of the model it started from; None when neither is there."""
+    import yaml
+
+    candidates = [directory / "model"]
+    config = directory / "config.yaml"
+    if config.is_file():
+        model = yaml.safe_load(config.read_text(encoding="utf-8")).get("rollout", {}).get("model", {})
+        candidates.append(Path(model.get("model_path", "")))
+    for candidate in candidates:
+        if (candidate / "tokenizer.json").is_file():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(candidate)
+    return None
+
+
+def select_steps(rows: Iterable[Row], steps: str | None) -> list[Row]:
+    """Rows of "3", "1-20" or all steps. Raises ValueError for another text or no rows."""
+    if steps is None:
+        return list(rows)
+    first, dash, last = steps.partition("-")
+    try:
+        low = int(first)
+        high = int(last) if dash else low
+    except ValueError:
+        raise ValueError(f"--steps {steps}: write one step or a range, such as 1-20") from None
+    chosen = [row for row in rows if row.get("step") is not None and low <= row["step"] <= high]
+    if not chosen:
+        raise ValueError(f"--steps {steps}: no trajectories of these steps")
+    return chosen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 1 when there is nothing to show."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, help="default: trajectories.html beside the trajectories")
+    parser.add_argument("--steps", help="one step or a range, such as 1-20")
+    parser.add_argument("--max-mb", type=float, default=20.0, help="about the largest size of the page")
+    arguments = parser.parse_args(argv)
+    directory = arguments.run if arguments.run.is_dir() else arguments.run.parent
+    try:
+        rows, messages = read_rows(arguments.run)
+        rows = select_steps(rows, arguments.steps)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    tokenizer = find_tokenizer(directory) if any("logprob_diff" in row for row in rows) else None
+    page = build_page(rows, tokenizer, max_bytes=int(arguments.max_mb * 1e6))
+    page.messages = messages + page.messages
+    out = arguments.out or directory / "trajectories.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(render(page, directory.resolve().name), encoding="utf-8")
+    for message in page.messages:
+        print(f"note: {message}", file=sys.stderr)
+    print(f"wrote {out}: {len(page.groups)} groups, {out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

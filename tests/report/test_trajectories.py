@@ -1,0 +1,253 @@
+"""The trajectory page: from graded groups through trajectories.jsonl to what a browser shows."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
+from rstar2_megatron.report.trajectories import (
+    build_page,
+    main,
+    read_rows,
+    render,
+    select_steps,
+    shaded_turns,
+)
+from rstar2_megatron.settings.schema import DownSamplingConfig
+from rstar2_megatron.training.samples import TrajectorySamples, choose_shown, generated_spans
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory_row import pack_floats, pack_ints, unpack_floats, unpack_ints
+from tests.report.chromium import document, needs_chromium, screenshot
+from tests.rollout.tiny import make_model
+
+ATTACK = "</script><script>document.title='pwned'</script><img src=x onerror=document.title='pwned'>"
+OUTCOMES = (ToolOutcome.OK, ToolOutcome.ERROR, ToolOutcome.TIMEOUT, ToolOutcome.MALFORMED)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tokenizer"))
+
+
+def attempt(tokenizer, query_id: str, index: int, right: bool) -> Trajectory:
+    """Two turns around one tool call; attempt 3 has none and was cut by the length limit."""
+    t = Trajectory(query_id, index, prompt_ids=[1, 2])
+    cut = index == 3
+    texts = (
+        ["thinking without end π≈3.14"]
+        if cut
+        else ["let me compute 6*7", f"so it is {ATTACK if index == 1 else 42}"]
+    )
+    for number, text in enumerate(texts):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        t.assistant_texts.append(text)
+        t.response_ids += ids
+        t.loss_mask += [1] * len(ids)
+        t.rollout_logprobs += [-1.0] * len(ids)
+        if number == 0 and not cut:
+            tool = tokenizer.encode("<tool_response>42</tool_response>", add_special_tokens=False)
+            t.response_ids += tool
+            t.loss_mask += [0] * len(tool)
+            t.rollout_logprobs += [0.0] * len(tool)
+            arguments = {"code": "print(6*7)\n# line two", "input": "5"}
+            t.tool_calls.append(ToolCall("python", arguments, OUTCOMES[index % 4], f"stdout: {ATTACK}", 0.25))
+    t.finish_reason = FinishReason.LENGTH_LIMIT if cut else FinishReason.ANSWERED
+    t.reward, t.grade_detail, t.answer = (
+        float(right),
+        "correct" if right else "no_box",
+        "42" if right else None,
+    )
+    return t
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory with two steps of two groups; the actor's log-probs differ from the engine's by 0.05 to 2."""
+    directory = tmp_path_factory.mktemp("a-run")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    samples = TrajectorySamples(directory / "trajectories.jsonl")
+    config = DownSamplingConfig(down_sample_to_n=4)
+    rng = random.Random(0)
+    for step in (1, 2):
+        groups, results = [], []
+        for name, wrong in (("mixed", (0, 3, 5)), ("hopeless", range(8))):
+            problem = Problem(
+                f"{name}-{step}", [{"role": "user", "content": f"What is 6*7? {ATTACK}"}], ["42"]
+            )
+            group = Group(
+                problem, [attempt(tokenizer, problem.query_id, i, i not in wrong) for i in range(8)]
+            )
+            groups.append(group)
+            results.append(resample_on_correct(group.usable, config, rng))
+        shown = choose_shown(groups, results, 16)
+        for group in shown:
+            group.actor_logprobs = [
+                [
+                    x + (0.05 if i % 2 else 2.0) * m
+                    for i, (x, m) in enumerate(zip(t.rollout_logprobs, t.loss_mask))
+                ]
+                for t in group.trajectories
+            ]
+        samples.append(step, shown)
+    (directory / "config.yaml").write_text(f"rollout: {{model: {{model_path: '{model}'}}}}\n")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Path:
+    assert main([str(run)]) == 0
+    return run / "trajectories.html"
+
+
+# ------------------------------------------------------------------------------------------- what is written
+
+
+def test_rows_say_what_was_kept_and_why(run: Path) -> None:
+    rows, messages = read_rows(run)
+    assert len(rows) == 32 and not messages
+    mixed = [row for row in rows if row["query_id"] == "mixed-1"]
+    assert sum(row["kept"] for row in mixed) == 4
+    assert {row["rejected"] for row in rows} == {None, "all_wrong"}
+    assert mixed[1]["penalty"] == {"error": 1.0, "format": 1.0, "answers": 0}
+    assert mixed[3]["penalty"]["error"] == 0.5  # no tool call
+
+
+def test_groups_that_are_trained_on_are_shown_first() -> None:
+    def group(name: str) -> Group:
+        finished = Trajectory(name, 0, [1], finish_reason=FinishReason.ANSWERED, reward=0.0)
+        return Group(Problem(name, [], ["1"]), [finished] * 4)
+
+    groups = [group(name) for name in "abc"]
+    results = [ResampleResult([], [], rejected=name != "b") for name in "abc"]
+    assert [s.group.problem.query_id for s in choose_shown(groups, results, 1)] == ["b"]
+    assert [s.group.problem.query_id for s in choose_shown(groups, results, 5)] == [
+        "a",
+        "b",
+    ]  # in the step's order
+    assert choose_shown(groups, results, 0) == []
+
+
+def test_packed_lists_come_back() -> None:
+    assert unpack_ints(pack_ints([0, 151_935, 7])) == [0, 151_935, 7]
+    assert unpack_floats(pack_floats([0.5, -1e9, 1e-3])) == [0.5, -65504.0, pytest.approx(1e-3, rel=1e-3)]
+    with pytest.raises(ValueError, match="not packed"):
+        unpack_ints("AAAA")
+
+
+def test_generated_spans() -> None:
+    assert generated_spans([1, 1, 0, 0, 1, 0]) == [(0, 2), (4, 5)]
+    assert generated_spans([0, 1]) == [(1, 2)] and generated_spans([]) == []
+
+
+def test_resumed_runs_drop_later_steps(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3)) + '{"step": 1')
+    TrajectorySamples(path).truncate_after(2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def test_shading_covers_each_turn_exactly(run: Path, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows, _ = read_rows(run)
+    for row in rows:
+        turns = shaded_turns(row, tokenizer)
+        assert turns is not None
+        assert ["".join(text for text, _, _ in pieces) for pieces in turns] == row["turns"]
+        assert {level for pieces in turns for _, level, _ in pieces} <= {0, 2, 4}
+    assert shaded_turns(rows[0] | {"logprob_diff": pack_floats([0.0])}, tokenizer) is None
+
+
+def test_page_needs_nothing_from_elsewhere(page: Path) -> None:
+    class Links(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[str] = []
+
+        def handle_starttag(self, tag: str, attributes) -> None:
+            self.found += [value for name, value in attributes if name in ("src", "href") and value]
+
+    parser = Links()
+    text = page.read_text()
+    parser.feed(text)
+    assert parser.found == [] and "http" not in text.split('type="application/json"')[0]
+
+
+@needs_chromium
+def test_browser_shows_groups_penalties_and_endings(page: Path, tmp_path: Path) -> None:
+    shown = document(page, "", tmp_path)
+    assert "<title>a-run" in shown  # no text of a trajectory became a program
+    assert "32 of 32 trajectories" in shown
+    assert shown.count("<section") == 4
+    assert shown.count("rejected: all wrong") == 2 and shown.count("4 kept") == 2
+    assert shown.count(">dropped<") - 1 == 32 - 8  # one is an option of a filter
+    assert "penalty: tools 0.50, format 1.00" in shown and "length limit" in shown
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("address", "count"),
+    [
+        ("#reward=wrong", 2 * (3 + 8)),
+        ("#ending=length_limit", 4),
+        ("#tool=timeout", 2 * 2 * 2),
+        ("#tool=no_tool", 4),
+        ("#kept=kept&step=2", 4),
+        ("#text=thinking+without+END", 4),
+        ("#reward=right&tool=no_tool", 0),
+    ],
+)
+def test_filters(page: Path, tmp_path: Path, address: str, count: int) -> None:
+    shown = document(page, address, tmp_path)
+    assert f">{count} of 32 trajectories<" in shown
+    assert shown.count("<details") == count
+    assert ('<div class="none">' in shown) is (count == 0)
+
+
+@needs_chromium
+def test_screenshot_of_an_opened_trajectory(page: Path, tmp_path: Path) -> None:
+    """Turns, the tool's code and output, and the shading at its strongest are really drawn."""
+    opened = document(page, "#open=0-1", tmp_path)
+    assert "print(6*7)\n# line two" in opened and "shown to the model" in opened
+    assert "&lt;/script&gt;" in opened and 'title="actor - engine: +2"' in opened
+    picture = tmp_path / "page.png"
+    screenshot(page, "#open=0-1", tmp_path, picture)
+    with Image.open(picture) as image:
+        assert image.size[0] == 1280
+        colours = {colour: count for count, colour in image.convert("RGB").getcolors(1 << 24)}
+    legend = 12 * 20  # what the legend's own patch may take
+    assert colours.get((0xFF, 0x7B, 0x6B), 0) > 10 * legend  # a token at +2
+    assert colours.get((0xFF, 0xD9, 0x8A), 0) > 10 * legend  # a token at +0.05
+    assert colours.get((0xF1, 0xF5, 0xFB), 0) > 1000  # the tool's block
+
+
+def test_large_runs_are_thinned_out_evenly(run: Path) -> None:
+    rows, _ = read_rows(run)
+    many = [row | {"step": step} for step in range(1, 21) for row in rows[:8]]
+    page = build_page(many, max_bytes=5 * sum(len(json.dumps(row)) for row in rows[:8]))
+    steps = [group["step"] for group in page.groups]
+    assert steps[0] == 1 and steps[-1] == 20 and 2 <= len(steps) < 20
+    assert f"{20 - len(steps)} of 20 groups left out" in render(page, "x")
+
+
+def test_steps_and_bad_lines(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, _ = read_rows(run)
+    assert {row["step"] for row in select_steps(rows, "2")} == {2}
+    assert len(select_steps(rows, "1-2")) == 32
+    with pytest.raises(ValueError, match="--steps x"):
+        select_steps(rows, "x")
+    broken = tmp_path / "trajectories.jsonl"
+    broken.write_text(json.dumps(rows[0]) + "\n{\n")
+    assert main([str(broken)]) == 0
+    assert re.search(r"1 lines could not be read \(first: 2\)", capsys.readouterr().err)
+    assert main([str(tmp_path / "nothing")]) == 1 and "does not exist" in capsys.readouterr().err
