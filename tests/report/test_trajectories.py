@@ -199,11 +199,9 @@ def test_browser_shows_groups_penalties_and_endings(page: Path, tmp_path: Path) 
     ("address", "count"),
     [
         ("#reward=wrong", 2 * (3 + 8)),
-        ("#ending=length_limit", 4),
         ("#tool=timeout", 2 * 2 * 2),
-        ("#tool=no_tool", 4),
         ("#kept=kept&step=2", 4),
-        ("#text=thinking+without+END", 4),
+        ("#text=thinking+without+END&tool=no_tool&ending=length_limit", 4),
         ("#reward=right&tool=no_tool", 0),
     ],
 )
