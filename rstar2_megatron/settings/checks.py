@@ -209,8 +209,9 @@ def data_problems(settings: Settings) -> Iterator[str]:
         yield from _sft_data_problems(settings)
         return
     data = settings.data
+    least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
     for key, paths, least in (
-        ("train_data_paths", data.train_data_paths, data.rollout_batch_size),
+        ("train_data_paths", data.train_data_paths, least_problems),
         ("val_data_paths", data.val_data_paths, 0),
     ):
         if any(path.startswith(BUILT) for path in paths):

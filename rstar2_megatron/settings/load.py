@@ -97,9 +97,12 @@ def to_dict_config(settings: Settings) -> DictConfig:
 # ------------------------------------------------------------------------------------------------ finding
 
 
+PARTS = ("base", "paper", "released")  # of config/, for the defaults lists of the others
+
+
 def config_names() -> list[str]:
-    """Names of config/ that can be run; `base` is only a part of the others."""
-    return sorted(p.stem for p in CONFIG_DIR.glob("*.yaml") if p.stem != "base")
+    """Names of config/ that can be run."""
+    return sorted(p.stem for p in CONFIG_DIR.glob("*.yaml") if p.stem not in PARTS)
 
 
 def find_config(config: str) -> tuple[Path, str]:

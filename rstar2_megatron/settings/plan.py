@@ -174,7 +174,11 @@ def make_plan(
     model, source = model_of(settings)
     _plan_placement(plan, settings, slots, places)
     world = len(places.get("actor", range(slots.count)))
-    _plan_batch(plan, settings, world)
+    task = settings.runner.task_type
+    if task == "sft":
+        _plan_sft(plan, settings)
+    else:
+        _plan_batch(plan, settings, world)
     if model is None:
         plan.notes.append(
             f"rollout.model.model_path={settings.rollout.model.model_path} is absent and of no known name: "
@@ -182,9 +186,12 @@ def make_plan(
         )
         return plan
     plan.add("model", "parameters", f"{_parameters(model.num_parameters)} ({source})")
-    _plan_training(plan, settings, slots, model, world)
+    if task != "difficulty_filter":
+        _plan_training(plan, settings, slots, model, world)
+    if task == "sft":
+        return plan
     _plan_rollout(plan, settings, slots, model, len(places.get("rollout", range(slots.count))))
-    if not slots.is_cpu:
+    if not slots.is_cpu and task == "reasoning":
         _plan_times(plan, settings, model, world)
     return plan
 
@@ -200,6 +207,21 @@ def _plan_placement(plan: Plan, settings: Settings, slots: Slots, places: dict[s
     for component in ("actor", "rollout", "reward"):
         ranks = places.get(component)
         plan.add("placement", component, "by node group" if ranks is None else _ranges(ranks))
+
+
+def _plan_sft(plan: Plan, settings: Settings) -> None:
+    sft = settings.sft
+    plan.add(
+        "batch",
+        "step",
+        f"{sft.batch_size} conversations of at most {sft.max_length or settings.runner.seq_length} tokens, packed to "
+        f"{settings.runner.max_tokens_per_mbs} tokens a micro-batch",
+    )
+    plan.add(
+        "batch",
+        "schedule",
+        f"{sft.epochs:g} epochs, lr {sft.lr:g}, {sft.warmup_ratio:.1%} warm-up, then {sft.lr_decay_style}",
+    )
 
 
 def _plan_batch(plan: Plan, settings: Settings, world: int) -> None:
@@ -343,7 +365,9 @@ def _plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConf
     plan.add(
         "rollout",
         "trajectories an engine",
-        f"{-(-trajectories // engines)} a step, {rollout.max_running_requests} running at most",
+        f"{-(-trajectories // engines)} a step; in flight {min(rollout.max_running_requests, capacity // longest)} that "
+        f"surely fit, {min(rollout.max_running_requests, 2 * capacity // longest)} at half length "
+        f"(rollout.max_running_requests={rollout.max_running_requests})",
     )
 
 

@@ -177,7 +177,13 @@ def translate(data: dict[str, Any]) -> list[str]:
             notes.append(f"{old}={value!r} not used: {new}={get(data, new)!r} is written too")
 
     eps = take(data, "algorithm.ratio_clip_eps")
-    for side in ("low", "high"):
+    sides = ("low", "high")
+    written = [get(data, f"algorithm.clip_ratio_{side}") not in (MISSING, None) for side in sides]
+    if eps is not MISSING and all(written):
+        notes.append(
+            f"algorithm.ratio_clip_eps={eps!r} not used: clip_ratio_low and clip_ratio_high are written"
+        )
+    for side in sides:
         path = f"algorithm.clip_ratio_{side}"
         if get(data, path) is None or (eps is not MISSING and get(data, path) is MISSING):
             drop(data, path)

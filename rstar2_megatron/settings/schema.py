@@ -361,7 +361,10 @@ class SFTSettings(Section):
     lr: float = Field(5e-6, gt=0)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     warmup_ratio: float = Field(0.04, ge=0, le=1)
-    """Share of the steps; cosine to min_lr_ratio over all of them."""
+    """Share of the steps; the decay to min_lr_ratio runs over all of them."""
+    lr_decay_style: Literal["constant", "cosine"] = "cosine"
+    shuffle: bool = True
+    """False keeps the order of the files (a curriculum)."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     weight_decay: float = Field(0.01, ge=0)
@@ -370,6 +373,17 @@ class SFTSettings(Section):
     val_interval: int = -1
     """Steps between validation losses; -1 takes one before and one after."""
     seed: int = 1234
+
+
+class DifficultyFilterSettings(Section):
+    """`runner.task_type: difficulty_filter`: attempts at every problem of data.train_data_paths."""
+
+    num_samples: int = Field(8, ge=1)
+    """Attempts at each problem, sampled as in training."""
+    drop_always_solved: bool = True
+    drop_never_solved: bool = False
+    num_problems: int = Field(-1, ge=-1)
+    """Only the first so many problems; -1 takes all."""
 
 
 class ColdStartSettings(Section):
@@ -408,4 +422,5 @@ class Settings(Section):
     tools: ToolsSettings = ToolsSettings()
     cold_start: ColdStartSettings = ColdStartSettings()
     sft: SFTSettings = SFTSettings()
+    difficulty_filter: DifficultyFilterSettings = DifficultyFilterSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -11,9 +11,12 @@ DEFAULT_CONFIG = "rstar2-tiny-cpu"
 
 HELP = f"""\
 bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --print-config | --help]
+bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run | --print-config]
 
   NAME            a file of config/ without .yaml, or a path to a YAML (default {DEFAULT_CONFIG})
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
+  recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
+                  killed, the same command goes on in the right stage
   --dry-run       check the configuration, print the plan (placement, batch arithmetic, token budgets), exit
   --print-config  print the resolved YAML, exit
   --help          this text
@@ -32,6 +35,7 @@ Often changed:
   actor.model.tensor_model_parallel_size=N actor.optim.lr=X algorithm.recompute_logprobs=True
 
 Examples:
+  bash run_rstar2.sh recipe=rstar2-tiny
   bash run_rstar2.sh
   bash run_rstar2.sh rstar2-tiny-cpu runner.max_steps=3 runner.experiment_name=smoke
   bash run_rstar2.sh rstar2-qwen2.5-7b-megatron rollout.model.model_path=/models/Qwen2.5-7B-Instruct
@@ -78,6 +82,9 @@ def main(argv: list[str]) -> int:
         if arguments.help:
             print(HELP, end="")
             return 0
+        recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
+        if recipes:
+            return _run_recipe(recipes, arguments)
         settings, config = load_settings(arguments.config, arguments.overrides)
         if arguments.print_config:
             print(print_config(settings), end="")
@@ -89,3 +96,20 @@ def main(argv: list[str]) -> int:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+
+
+def _run_recipe(recipes: list[str], arguments: Arguments) -> int:
+    from rstar2_megatron.recipe.stages import load_recipe
+    from rstar2_megatron.training.recipe_run import execute_recipe
+
+    if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:
+        raise ConfigError(
+            f"{recipes[0]} names its configuration itself; give one recipe and no other name (got {arguments.config})"
+        )
+    recipe = load_recipe(recipes[0].removeprefix("recipe="))
+    words = [word for word in arguments.overrides if word != recipes[0]]
+    return execute_recipe(recipe, words, dry_run=arguments.dry_run, show_config=arguments.print_config)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -66,6 +66,10 @@ def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
         from rstar2_megatron.training.sft_run import SFTRun
 
         return SFTRun(settings, signals)
+    if settings.runner.task_type == "difficulty_filter":
+        from rstar2_megatron.training.filter_run import FilterRun
+
+        return FilterRun(settings, signals)
     return Run(settings, signals)
 
 

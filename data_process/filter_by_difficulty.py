@@ -1,0 +1,13 @@
+"""Problems -> those that a model does not always solve, with its pass counts.
+
+    python data_process/filter_by_difficulty.py --model DIR --data FILE [FILE ...] --out DIR [--config NAME] [key=value ...]
+
+8 attempts at each problem through the agent loop of training; what was solved every time is left out. Started again
+with the same --out it goes on where it stopped. The conversation format, the sampling and the engine come from the
+configuration (config/NAME.yaml or a path) and the overrides, as in training.
+"""
+
+from rstar2_megatron.data.difficulty_cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

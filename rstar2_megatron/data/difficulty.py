@@ -1,0 +1,76 @@
+"""How often a model solves each problem, and which problems are left out for it. Pure.
+
+Before its third stage the paper draws 8 rollouts of each problem and drops what was solved 8 times (arXiv 2508.20722,
+section 3.2). A problem that is never solved gives no gradient either, but the model may come to solve it: it is
+dropped only when asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rstar2_megatron.trajectory import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class PassCount:
+    """Attempts at one problem that count, and how many of them were right."""
+
+    query_id: str
+    solved: int
+    samples: int
+
+    def why_dropped(self, *, always_solved: bool, never_solved: bool, wanted: int) -> str:
+        """The reason to leave the problem out, or "".
+
+        A problem some of whose `wanted` attempts were spoilt by the infrastructure stays: nothing is known for sure.
+        """
+        if self.samples < wanted:
+            return ""
+        if always_solved and self.solved == self.samples:
+            return "always solved"
+        if never_solved and not self.solved:
+            return "never solved"
+        return ""
+
+
+def pass_counts(problems: Sequence[Problem], rewards: Iterable[tuple[str, float]]) -> list[PassCount]:
+    """Counts in the order of the problems, of (query_id, reward) of every usable attempt."""
+    solved: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
+    for query_id, reward in rewards:
+        samples[query_id] += 1
+        solved[query_id] += reward > 0
+    return [PassCount(p.query_id, solved[p.query_id], samples[p.query_id]) for p in problems]
+
+
+def difficulty_report(counts: Sequence[PassCount], dropped: Mapping[str, str], wanted: int) -> dict[str, Any]:
+    """Rows in and out, why problems were dropped, and how many problems were solved how often."""
+    histogram = Counter(count.solved for count in counts if count.samples == wanted)
+    samples = sum(count.samples for count in counts)
+    return {
+        "rows_in": len(counts),
+        "rows_out": len(counts) - len(dropped),
+        "dropped": dict(Counter(dropped.values())),
+        "samples": wanted,
+        "pass_rate": sum(count.solved for count in counts) / samples if samples else None,
+        "problems_by_times_solved": {str(n): histogram[n] for n in range(wanted + 1)},
+        "problems_with_spoilt_attempts": sum(count.samples < wanted for count in counts),
+    }
+
+
+def render_report(report: Mapping[str, Any]) -> str:
+    lines = [f"{report['rows_in']:>8,} problems x {report['samples']} attempts"]
+    if report["pass_rate"] is not None:
+        lines[0] += f", pass rate {report['pass_rate']:.3f}"
+    lines += [
+        f"{count:>8,} solved {times} times" for times, count in report["problems_by_times_solved"].items()
+    ]
+    if report["problems_with_spoilt_attempts"]:
+        lines.append(f"{report['problems_with_spoilt_attempts']:>8,} kept because attempts were spoilt")
+    lines += [f"{count:>8,} dropped: {why}" for why, count in report["dropped"].items()]
+    lines.append(f"{report['rows_out']:>8,} left")
+    return "\n".join(lines)
