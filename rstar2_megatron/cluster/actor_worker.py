@@ -101,10 +101,17 @@ class ActorWorker(Worker):
     def save_checkpoint(self, directory: str) -> None:
         self.actor.save_checkpoint(directory)
 
+    def load_checkpoint(self, directory: str) -> None:
+        self.actor.load_checkpoint(directory)
+
     def resume(self, directory: str) -> None:
-        """Go on from a checkpoint; the weights held until now, those RL began with, become the reference."""
+        """Go on from a checkpoint of RL; the weights held until now, those RL began with, are the reference."""
         self.actor.freeze_reference()
         self.actor.load_checkpoint(directory)
+
+    def freeze_reference(self) -> None:
+        """The weights of this moment are the reference of the KL term, if there is one."""
+        self.actor.freeze_reference()
 
     def export_hf(self, directory: str) -> None:
         self.actor.export_hf(directory)

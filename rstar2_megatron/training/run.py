@@ -162,11 +162,7 @@ class Run(BaseRun):
         settings = self.settings
         if settings.runner.init_checkpoint:
             self._say(f"starting from {settings.runner.init_checkpoint}, optimizer included")
-            self.actor.call(
-                "load_checkpoint",
-                str(Path(settings.runner.init_checkpoint) / "actor"),
-                timeout_s=settings.runner.step_timeout_s,
-            )
+            self._load_init_checkpoint()
         self.trainer.sync_weights(version=0)
         self.trainer.check_weights()
         self.table: dict[str, float | None] = {"before_sft": None, "after_sft": None, "after_rl": None}
@@ -185,8 +181,9 @@ class Run(BaseRun):
         elif self._evaluates:
             self.table["after_sft"] = self._evaluate("held-out before RL").average
         self._write_table()
-        if settings.runner.init_checkpoint:
-            return  # model and optimizer go on as they are
+        if settings.runner.init_checkpoint:  # model and optimizer go on as they are
+            self.actor.call("freeze_reference", timeout_s=settings.runner.step_timeout_s)
+            return
         self.actor.call(
             "start_rl",
             settings.actor.optim,
@@ -195,6 +192,10 @@ class Run(BaseRun):
             timeout_s=settings.runner.step_timeout_s,
         )
 
+    def _load_init_checkpoint(self) -> None:
+        directory = str(Path(self.settings.runner.init_checkpoint or "") / "actor")
+        self.actor.call("load_checkpoint", directory, timeout_s=self.settings.runner.step_timeout_s)
+
     def _resume(self, step: int, checkpoint: Path) -> int:
         """Load a checkpoint into actor, loader and engines; returns its step."""
         from rstar2_megatron.training.checkpoint import load_data_state
@@ -202,6 +203,8 @@ class Run(BaseRun):
 
         self._say(f"resuming from {checkpoint}")
         state = load_data_state(checkpoint)
+        if self.settings.runner.init_checkpoint and self.settings.algorithm.kl_beta:
+            self._load_init_checkpoint()  # the reference of the KL term
         self.actor.call("resume", str(checkpoint / "actor"), timeout_s=self.settings.runner.step_timeout_s)
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
