@@ -125,6 +125,17 @@ class JobQueue:
             answers.append((key.decode(), body))
         return answers
 
+    async def cached(self, names: list[str]) -> list[bytes | None]:
+        """Kept results of identical calls, where there are any."""
+        return list(await self.redis.mget([f"{self.prefix}cache:{name}" for name in names])) if names else []
+
+    async def remember(self, results: list[tuple[str, bytes]], seconds: float) -> None:
+        """Keep results for identical calls."""
+        async with self.redis.pipeline(transaction=False) as pipeline:
+            for name, result in results:
+                pipeline.set(f"{self.prefix}cache:{name}", result, px=round(seconds * 1000))
+            await pipeline.execute()
+
     async def status(self) -> dict[str, Any]:
         """Jobs waiting, and what each live worker tells of itself."""
         names = sorted(name.decode() for name in await self.redis.smembers(f"{self.prefix}workers"))
