@@ -60,8 +60,9 @@ class JobQueue:
         )
         self.redis: Any = redis.Redis.from_pool(pool)
         self._enqueue = self.redis.register_script(scripts.ENQUEUE)
-        self._take = self.redis.register_script(scripts.TAKE)
-        self._finish = self.redis.register_script(scripts.FINISH)
+        self._exchange = self.redis.register_script(scripts.EXCHANGE)
+        self._ring = self.redis.register_script(scripts.RING)
+        self._reclaim = self.redis.register_script(scripts.RECLAIM)
         self._withdraw = self.redis.register_script(scripts.WITHDRAW)
         self._cancel = self.redis.register_script(scripts.CANCEL)
         self._heartbeat = self.redis.register_script(scripts.HEARTBEAT)
@@ -146,10 +147,19 @@ class JobQueue:
 
     # ------------------------------------------------------------------------------------ for workers
 
-    async def take(self, worker: str, count: int, session_room: int = 0) -> list[Job]:
-        """Lease up to `count` jobs, of which `session_room` may open a session."""
-        flat = await self._take(args=[self.prefix, worker, count, session_room])
+    async def exchange(
+        self, worker: str, answers: list[tuple[str, bytes]], count: int, session_room: int = 0
+    ) -> list[Job]:
+        """Ack jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
+        arguments: list[Any] = [self.prefix, worker, count, session_room, KEEP_ANSWER_S]
+        for key, answer in answers:
+            arguments += (key, answer)
+        flat = await self._exchange(args=arguments)
         return [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+
+    async def reclaim(self, worker: str, held: list[str]) -> int:
+        """Put back jobs that Redis gave to `worker` and that never reached it. Returns how many."""
+        return int(await self._reclaim(args=[self.prefix, worker, *held]))
 
     async def wait_for_bell(self, worker: str, may_open_sessions: bool) -> None:
         """Until jobs may be there, or a little while."""
@@ -158,12 +168,9 @@ class JobQueue:
             bells.append(f"{self.prefix}sbell")
         await self.redis.blpop(bells, timeout=_BLOCK_S)
 
-    async def finish(self, worker: str, answers: list[tuple[str, bytes]]) -> int:
-        """Ack jobs with their answers. Returns how many were still this worker's."""
-        arguments: list[Any] = [self.prefix, worker, KEEP_ANSWER_S]
-        for key, answer in answers:
-            arguments += (key, answer)
-        return int(await self._finish(args=arguments))
+    async def ring(self) -> None:
+        """Wake another idle worker, if jobs wait."""
+        await self._ring(args=[self.prefix])
 
     async def cancellations(self, worker: str) -> AsyncIterator[str]:
         """Keys of jobs that this worker runs and nobody waits for. Raises RedisError when Redis goes away."""
