@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -293,10 +294,12 @@ class Broker:
                 answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
                 if self._cached_as:
                     await self._remember(answers)
-            except (RedisError, OSError) as error:
+            except Exception as error:  # whatever it is, requests wait for this reader
                 log.warning("reading answers failed (%s), waiting for Redis", error)
-                await until_redis_answers("answers", self.queue.redis.ping)
-                await self._submit_pending_again()
+                await asyncio.sleep(0.05)
+                with contextlib.suppress(Exception):
+                    await until_redis_answers("answers", self.queue.redis.ping)
+                    await self._submit_pending_again()
                 continue
             for key, answer in answers:
                 if answer == POISON:

@@ -30,6 +30,10 @@ _CONNECTIONS = 32
 POISON, LOST = b"!poison", b"!lost"
 
 
+# Refusals that end without us: it loads its data, runs a long script, has no disk or memory left, has no replica.
+_PASSING_STATES = ("LOADING", "BUSY", "UNKILLABLE", "MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN")
+
+
 class QueueFull(Exception):
     """The queue holds as many jobs as it may."""
 
@@ -208,7 +212,7 @@ class JobQueue:
 async def until_redis_answers(
     what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
 ) -> T:
-    """Repeat `step` while Redis is away (short waits, growing to a second). Other errors pass through."""
+    """Repeat `step` while Redis is away or refuses (short waits, growing to a second). Other errors pass through."""
     pause_s, told = 0.05, False
     while True:
         try:
@@ -220,7 +224,10 @@ async def until_redis_answers(
                 log.warning("%s: Redis is away (%s), waiting", what, error)
                 told = True
         except RedisError as error:
-            if not str(error).startswith(("LOADING", "BUSY", "UNKILLABLE")):
+            if not any(word in str(error) for word in _PASSING_STATES):
                 raise
+            if not told:
+                log.warning("%s: Redis refuses (%s), waiting", what, error)
+                told = True
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s * 2, 1.0)
