@@ -15,7 +15,7 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
   files+=(requirements/gpu.txt)
 fi
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
-want_dev=$(sha256sum < requirements/dev.txt | cut -c1-16)
+want_dev=$(cat requirements/dev.txt requirements/loggers.txt | sha256sum | cut -c1-16)
 stamp=.venv/.rstar2-installed
 stamp_dev=.venv/.rstar2-installed-dev
 dev=""
@@ -65,5 +65,7 @@ fi
 if [ -n "$dev" ] && ! up_to_date "$stamp_dev" "$want_dev"; then
   step "test packages" .venv/bin/python -m pip install --disable-pip-version-check --no-input \
     -c requirements/constraints.txt -r requirements/dev.txt
+  step "wandb and swanlab" .venv/bin/python -m pip install --disable-pip-version-check --no-input \
+    --no-deps -r requirements/loggers.txt
   echo "$want_dev" > "$stamp_dev"
 fi

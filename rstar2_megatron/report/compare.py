@@ -7,13 +7,14 @@ import html
 import io
 import re
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.report.names import COMPARABLE, LENGTH, PASS_RATE, REWARD
+from rstar2_megatron.report.names import COMPARABLE, LENGTH, PASS_RATE, RESAMPLED, REWARD
 from rstar2_megatron.report.read import Log, Series
 
 LAST = 5  # steps of the final value
@@ -44,6 +45,11 @@ class Arm:
 
     label: str
     logs: list[Log] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """ "verl" or "ours" (RLinf's names)."""
+        return self.logs[0].kind if self.logs else "ours"
 
     def curve(self, name: str) -> dict[int, Point]:
         """step -> Point, steps counted from 1."""
@@ -175,6 +181,12 @@ def caveats(arms: Sequence[Arm]) -> list[str]:
     notes = [f"{name}: {COMPARABLE[name]}" for name in (REWARD, LENGTH) if any(a.curve(name) for a in arms)]
     if any(arm.curve(PASS_RATE) for arm in arms):
         notes.append(f"{PASS_RATE}: {COMPARABLE[PASS_RATE]}")
+    plain = [arm.label for arm in arms if arm.kind == "verl" and not arm.curve(RESAMPLED)]
+    if plain:
+        notes.append(
+            f"NOT COMPARABLE in reward: {', '.join(plain)} logs no resampling, so its reward is of all rollouts; compare it "
+            f"with the dotted {PASS_RATE}, and its length with rollout/response_length_all"
+        )
     singles = [arm.label for arm in arms if len(arm.logs) == 1]
     if singles and len(arms) > 1:
         notes.append(f"one seed only, so a difference may be chance: {', '.join(singles)}")
@@ -214,6 +226,8 @@ def draw_comparison(arms: Sequence[Arm]) -> Any:
             if len(arm.logs) > 1:
                 low, high = [p.low for p in curve.values()], [p.high for p in curve.values()]
                 axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+        if name == REWARD:
+            _draw_pass_rates(axes, arms)
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
@@ -221,10 +235,21 @@ def draw_comparison(arms: Sequence[Arm]) -> Any:
             axes.legend(fontsize=8)
         else:
             axes.text(0.5, 0.5, f"no log has {name}", ha="center", transform=axes.transAxes)
-    notes = caveats(arms)
+    notes = [line for note in caveats(arms) for line in textwrap.wrap(note, 190, subsequent_indent="   ")]
     figure.subplots_adjust(bottom=0.13 + 0.045 * len(notes), top=0.93, left=0.06, right=0.98)
     figure.text(0.02, 0.02, "\n".join(notes), fontsize=7, va="bottom")
     return figure
+
+
+def _draw_pass_rates(axes: Any, arms: Sequence[Arm]) -> None:
+    """Reward before rejection and resampling, dotted, so that nobody takes one for the other."""
+    for i, arm in enumerate(arms):
+        curve = arm.curve(PASS_RATE)
+        if curve:
+            values = [point.mean for point in curve.values()]
+            axes.plot(
+                list(curve), values, ":", color=f"C{i % 10}", linewidth=1, label=f"{arm.label}: all rollouts"
+            )
 
 
 def write_comparison(

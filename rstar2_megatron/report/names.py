@@ -45,11 +45,13 @@ _FROM_VERL = {theirs: ours for ours, names in TO_VERL.items() for theirs in name
 REWARD = "rollout/reward_scores"
 LENGTH = "rollout/response_length"
 PASS_RATE = "rollout/pass_rate"
+RESAMPLED = "rollout/total_num_sequence"  # logged by every code that resamples
 
 COMPARABLE: dict[str, str] = {
     REWARD: "reward of the trajectories that are trained on: after rejection and resampling, in all three codes; "
     "it is not the pass rate, which only ours logs",
-    LENGTH: "tokens of the response after resampling, tool responses included, in all three codes",
+    LENGTH: "tokens of the response after resampling, tool responses included, in all three codes; a log that counts "
+    "generated tokens only lies lower",
     PASS_RATE: "mean reward of every finished trajectory before rejection; not comparable to verl's or RLinf's reward",
     "rollout/tool_error_ratio": "ours counts typed outcomes of all rollouts; verl counts the word error, after "
     "rejection",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.report.names import ours_from_verl
+from rstar2_megatron.report.wandb_file import BrokenFile, read_history
 
 Series = dict[int, float]  # step -> value
 
@@ -56,8 +57,8 @@ def read_log(path: str | Path, *, verl: bool = False) -> Log:
     """Curves of a run directory or a log file; `verl` translates verl's names.
 
     Understands metrics.jsonl, TensorBoard event directories, verl's `file` jsonl, verl's console output,
-    wandb's offline summaries as CSV or jsonl. Never raises for what is in the files; an unreadable log has
-    no series and says why.
+    wandb's offline runs (`.wandb`) and its exports as CSV or jsonl. Never raises for what is in the files; an
+    unreadable log has no series and says why.
     """
     path = Path(path)
     log = Log(path, "verl" if verl else "ours")
@@ -74,9 +75,22 @@ def read_log(path: str | Path, *, verl: bool = False) -> Log:
     if not log.series:
         log.messages.append(f"{path}: no training curves found")
     else:
-        firsts = [min(series) for name, series in log.series.items() if not name.startswith(("eval/", "val"))]
-        log.first_step = 0 if firsts and min(firsts) == 0 else 1
+        _find_numbering(log)
     return log
+
+
+def _find_numbering(log: Log) -> None:
+    """RLinf counts from 0 and, with several mini-batches a step, in optimizer steps: bring it to one a step."""
+    training = [series for name, series in log.series.items() if not name.startswith(("eval/", "val"))]
+    steps = {step for series in training for step in series}
+    log.first_step = 0 if 0 in steps else 1
+    stride = math.gcd(*steps) if log.first_step == 0 and len(steps) > 2 else 1
+    if stride > 1:
+        log.series = {
+            name: {step // stride: value for step, value in series.items()}
+            for name, series in log.series.items()
+        }
+        log.messages.append(f"{log.path}: steps are multiples of {stride}; read as one training step each")
 
 
 def _read_into(log: Log, path: Path) -> None:
@@ -89,6 +103,11 @@ def _read_into(log: Log, path: Path) -> None:
         if events:
             _read_tensorboard(log, events)
             return
+        offline = sorted(path.rglob("*.wandb"))
+        if offline:
+            for file in offline:
+                _read_wandb(log, file)
+            return
         for file in sorted(path.rglob("*")):
             if file.suffix in (".jsonl", ".csv", ".log", ".txt") and file.is_file():
                 _read_into(log, file)
@@ -96,7 +115,11 @@ def _read_into(log: Log, path: Path) -> None:
     if _EVENT_FILE in path.name:
         _read_tensorboard(log, [path])
         return
-    readers: dict[str, Callable[[Log, Path], None]] = {".jsonl": _read_jsonl, ".csv": _read_csv}
+    readers: dict[str, Callable[[Log, Path], None]] = {
+        ".jsonl": _read_jsonl,
+        ".csv": _read_csv,
+        ".wandb": _read_wandb,
+    }
     readers.get(path.suffix, _read_console)(log, path)
 
 
@@ -155,6 +178,22 @@ def _read_csv(log: Log, path: Path) -> None:
                 if value is not None:
                     log.add(name, step, value)
     _report_bad(log, path, bad, "rows")
+
+
+def _read_wandb(log: Log, path: Path) -> None:
+    rows = 0
+    try:
+        for step, values in read_history(path):
+            rows += 1
+            for name, value in values.items():
+                if (
+                    not name.startswith("_")
+                    and isinstance(value, int | float)
+                    and not isinstance(value, bool)
+                ):
+                    log.add(name, step, float(value))
+    except BrokenFile as error:
+        log.messages.append(f"{path}: read up to a break, {rows} rows ({error})")
 
 
 def _read_console(log: Log, path: Path) -> None:

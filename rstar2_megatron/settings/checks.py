@@ -5,6 +5,7 @@ Each problem is a sentence with the operands and the remedy; all of them are rep
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -58,6 +59,7 @@ def check_before_start(
     _raise(layout_problems(settings, model, slots, places))
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(data_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
     if model is not None:
         ask = free_bytes if free_bytes is not None else _free_bytes
         _raise_or_warn(list(disk_problems(settings, model, ask)), dry_run, warnings)
@@ -244,6 +246,16 @@ def _sft_data_problems(settings: Settings) -> Iterator[str]:
     for path in [*sft.train_data_paths, *sft.val_data_paths]:
         if not path.startswith(BUILT) and not Path(path).is_file():
             yield f"sft data file {path} does not exist; data_process/build_sft_dataset.py writes such files"
+
+
+def logger_problems(settings: Settings) -> Iterator[str]:
+    """Backends whose package is not installed."""
+    for backend in settings.runner.logger.logger_backends:
+        if importlib.util.find_spec(backend) is None:
+            yield (
+                f"runner.logger.logger_backends names {backend}, which is not installed: "
+                ".venv/bin/pip install --no-deps -r requirements/loggers.txt"
+            )
 
 
 def checkpoint_bytes(settings: Settings, model: ModelConfig) -> int:

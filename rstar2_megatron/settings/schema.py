@@ -39,6 +39,11 @@ class LoggerSettings(Section):
     project_name: str = "rstar2"
     experiment_name: str
     logger_backends: list[Literal["tensorboard", "wandb", "swanlab"]] = ["tensorboard"]
+    """metrics.jsonl is always written. wandb and swanlab need `requirements/loggers.txt`."""
+    wandb_entity: str | None = None
+    wandb_proxy: str | None = None
+    """wandb runs offline where WANDB_MODE=offline is in the environment."""
+    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] = "cloud"
 
 
 class StopCondition(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from rstar2_megatron.report.compare import (
     arm_label,
     bands_separate,
     best_value,
+    caveats,
     comparison_table,
+    draw_comparison,
     final_value,
     group_arms,
     largest_gap,
@@ -97,6 +100,100 @@ def test_tensorboard_of_rlinf_counts_from_0_and_is_shifted(tmp_path: Path) -> No
     assert log.first_step == 0
     assert log.aligned(REWARD) == pytest.approx({1: 0.0, 2: 0.1, 3: 0.2, 4: 0.3})
     assert arm_label(log) == "run"
+
+
+def test_rlinf_steps_in_mini_batches_become_training_steps(tmp_path: Path) -> None:
+    """RLinf logs step 0, 4, 8, ... when a step has four mini-batches."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        file.append({"step": 4 * step, REWARD: step / 10, "time/step": 1.0})
+    log = read_log(tmp_path)
+    assert log.aligned(REWARD) == {1: 0.0, 2: 0.1, 3: 0.2}
+    assert log.messages == [f"{tmp_path}: steps are multiples of 4; read as one training step each"]
+
+
+# An offline wandb file written by its published layout, apart from the reader: LevelDB records of protobuf messages.
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value > 0x7F:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def field(number: int, value: bytes | int) -> bytes:
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def history(step: int, values: dict[str, float]) -> bytes:
+    items = b"".join(
+        field(1, field(1, name.encode()) + field(16, json.dumps(value).encode()))
+        for name, value in {**values, "_step": step}.items()
+    )
+    return field(1, step) + field(2, items + field(2, field(1, step)))
+
+
+def leveldb(records: list[bytes]) -> bytes:
+    out = b":W&B\xe1\xbe\x00"
+    for record in records:
+        first = True
+        while first or record:
+            left = 32768 - len(out) % 32768
+            if left < 7:
+                out += b"\x00" * left
+                continue
+            piece, record = record[: left - 7], record[left - 7 :]
+            kind = bytes([(1 if first else 4) if not record else (2 if first else 3)])
+            out += struct.pack("<IHB", zlib.crc32(kind + piece), len(piece), kind[0]) + piece
+            first = False
+    return out
+
+
+def test_wandb_offline_file(tmp_path: Path) -> None:
+    """Records that cross blocks, other record kinds, nested names; cut and damaged files up to the break."""
+    path = tmp_path / "wandb" / "offline-run-1" / "run-1.wandb"
+    path.parent.mkdir(parents=True)
+    long = {f"x/{i}": float(i) for i in range(900)}
+    records = [field(17, b"the run") + field(1, 7)]
+    records += [
+        history(s, {"critic/rewards/mean": s / 100, "response_length/mean": 5, **long}) for s in range(1, 9)
+    ]
+    records.append(field(1, 99) + field(2, field(1, field(2, b"val") + field(2, b"acc") + field(16, b"0.5"))))
+    data = leveldb(records)
+    assert len(data) > 3 * 32768
+    path.write_bytes(data)
+    log = read_log(tmp_path, verl=True)
+    assert log.messages == []
+    assert log.series[REWARD] == {s: s / 100 for s in range(1, 9)} and log.series["x/899"][8] == 899.0
+    assert list(log.series["val.acc"].values()) == [0.5]
+
+    path.write_bytes(data[: len(data) // 2])
+    cut = read_log(tmp_path, verl=True)
+    assert 2 <= len(cut.series[REWARD]) < 8 and "middle of a record" in cut.messages[0]
+    path.write_bytes(data[:70_000] + b"\xff" * 10 + data[70_010:])
+    damaged = read_log(tmp_path, verl=True)
+    assert 1 <= len(damaged.series[REWARD]) < 8 and "damaged record" in damaged.messages[0]
+    path.write_bytes(b"something else")
+    assert "is no .wandb file" in read_log(path).messages[0]
+
+
+def test_a_verl_log_without_resampling_is_marked_on_the_plot(tmp_path: Path) -> None:
+    """Plain verl's reward is of all rollouts: it is set against the dotted pass rate, and the figure says so."""
+    ours = write_run(tmp_path / "ours", [0.2, 0.4, 0.6])
+    plain, recipe = tmp_path / "plain.jsonl", tmp_path / "recipe.jsonl"
+    for path, extra in ((plain, {}), (recipe, {"down_sampling/after_sampling_trace_num": 512})):
+        rows = [{"step": s, "data": {"critic/rewards/mean": 0.1 * s, **extra}} for s in (1, 2, 3)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+    arms = group_arms([(None, read_log(ours)), (None, read_log(plain)), (None, read_log(recipe))])
+    (note,) = [note for note in caveats(arms) if "NOT COMPARABLE" in note]
+    assert "verl plain.jsonl" in note and "recipe" not in note
+    figure = draw_comparison(arms)
+    assert note in " ".join(figure.texts[0].get_text().split())
+    assert "ours: all rollouts" in [line.get_label() for line in figure.axes[0].lines]
 
 
 def test_a_broken_event_file_is_read_up_to_the_break(tmp_path: Path) -> None:
