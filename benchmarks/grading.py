@@ -84,7 +84,7 @@ def main() -> None:
         "process_per_response_per_s": 1 / forked,
         "ratio": forked / pooled,
     }
-    print(json.dumps(result, indent=2))
+    print(json.dumps(result))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -13,6 +13,8 @@ from rstar2_megatron.training.rollouts import RolloutCoordinator
 from rstar2_megatron.trajectory import Problem
 from rstar2_megatron.trajectory_row import trajectory_row
 
+_OF_TASKS = ("average", "pass@", "majority@", "response_length", "tool_calls")
+
 
 @dataclass
 class HeldOutResult:
@@ -28,12 +30,14 @@ class HeldOutResult:
         return self.scores.average.value if self.scores else None
 
     def metrics(self) -> dict[str, float]:
-        """`eval/...` values: all scores, and avg@k of each task when there are several."""
+        """`eval/...` values: all scores, and the main ones of each task when there are several."""
         metrics = (
             {f"eval/{name}": value for name, value in self.scores.metrics().items()} if self.scores else {}
         )
         if len(self.by_task) > 1:
-            metrics |= {f"eval/{task}/average": s.average.value for task, s in self.by_task.items()}
+            for task, scores in self.by_task.items():
+                chosen = {name: v for name, v in scores.metrics().items() if name.startswith(_OF_TASKS)}
+                metrics |= {f"eval/{task}/{name}": value for name, value in chosen.items()}
         metrics["eval/seconds"] = self.seconds
         return metrics
 

@@ -236,7 +236,7 @@ def draw_comparison(arms: Sequence[Arm]) -> Any:
         else:
             axes.text(0.5, 0.5, f"no log has {name}", ha="center", transform=axes.transAxes)
     notes = [line for note in caveats(arms) for line in textwrap.wrap(note, 190, subsequent_indent="   ")]
-    figure.subplots_adjust(bottom=0.13 + 0.045 * len(notes), top=0.93, left=0.06, right=0.98)
+    figure.subplots_adjust(bottom=0.13 + 0.025 * len(notes), top=0.93, left=0.06, right=0.98)
     figure.text(0.02, 0.02, "\n".join(notes), fontsize=7, va="bottom")
     return figure
 

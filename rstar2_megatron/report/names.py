@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 # ours: (verl's names, best first)
 TO_VERL: dict[str, tuple[str, ...]] = {
     "rollout/reward_scores": ("critic/rewards/mean", "critic/score/mean"),
@@ -26,8 +28,9 @@ TO_VERL: dict[str, tuple[str, ...]] = {
     "rollout/num_turns": ("num_turns/mean",),
     "rollout/max_of_num_turns": ("num_turns/max",),
     "rollout/min_of_num_turns": ("num_turns/min",),
-    "rollout/tool_seconds": ("timing_s/agent_loop/tool_calls/mean",),
-    "rollout/max_of_tool_seconds": ("timing_s/agent_loop/tool_calls/max",),
+    "rollout/tool_seconds_per_trajectory": ("timing_s/agent_loop/tool_calls/mean",),
+    "rollout/max_of_tool_seconds_per_trajectory": ("timing_s/agent_loop/tool_calls/max",),
+    "rollout/groups_rejected_ratio": ("reject_equal_reward/solve_equal_total_ratio",),
     "train/actor/policy_loss": ("actor/pg_loss",),
     "train/actor/clip_fraction": ("actor/pg_clipfrac",),
     "train/actor/approx_kl": ("actor/ppo_kl",),
@@ -39,6 +42,11 @@ TO_VERL: dict[str, tuple[str, ...]] = {
     "time/training": ("timing_s/update_actor",),
     "time/resample": ("timing_s/down_sample",),
 }
+
+# verl: val-core/{data source}/{reward or acc}/{mean, best, maj}@{k}...; ours: eval/{task}/{average, pass@k, majority@k}
+_VALIDATION = re.compile(
+    r"val-(?:core|aux)/(?P<source>.+)/(?:reward|acc|score)/(?P<what>mean|best|maj)@(?P<k>\d+)(?:/mean)?"
+)
 
 _FROM_VERL = {theirs: ours for ours, names in TO_VERL.items() for theirs in names}
 
@@ -61,4 +69,8 @@ COMPARABLE: dict[str, str] = {
 
 def ours_from_verl(name: str) -> str:
     """Our name of a quantity of verl's; its own name when there is none here."""
-    return _FROM_VERL.get(name, name)
+    match = _VALIDATION.fullmatch(name)
+    if match is None:
+        return _FROM_VERL.get(name, name)
+    ours = {"mean": "average", "best": f"pass@{match['k']}", "maj": f"majority@{match['k']}"}
+    return f"eval/{match['source']}/{ours[match['what']]}"

@@ -103,6 +103,7 @@ def _group_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult])
         "rollout/groups": len(groups),
         "rollout/groups_kept": len(groups) - sum(reasons.values()),
         "rollout/groups_rejected": sum(reasons.values()),
+        "rollout/groups_rejected_ratio": _ratio(sum(reasons.values()), len(groups)),
         "rollout/groups_rejected_all_correct": reasons[Rejection.ALL_CORRECT],
         "rollout/groups_rejected_all_wrong": reasons[Rejection.ALL_WRONG],
         "rollout/groups_rejected_too_few": reasons[Rejection.TOO_FEW],
@@ -151,6 +152,9 @@ def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
     _put_mean(metrics, "rollout/tool_seconds", [call.seconds for call in every])
     if every:
         metrics["rollout/max_of_tool_seconds"] = max(call.seconds for call in every)
+        per_trajectory = [sum(call.seconds for call in t.tool_calls) for t in usable]
+        _put_mean(metrics, "rollout/tool_seconds_per_trajectory", per_trajectory)
+        metrics["rollout/max_of_tool_seconds_per_trajectory"] = max(per_trajectory)
     return metrics
 
 

@@ -64,7 +64,7 @@ def test_verl_console_with_colours_prefixes_and_numpy_values(tmp_path: Path) -> 
     assert log.series[REWARD] == {1: 0.41, 2: 0.5}
     assert log.series[LENGTH] == {1: 512.5}
     assert log.series["train/actor/lr"] == {1: 1e-6}
-    assert log.series["val-core/aime/reward/mean@16"] == {1: -0.5}
+    assert log.series["eval/aime/average"] == {1: -0.5}
     assert log.kind == "verl" and log.messages == []
 
 
@@ -223,6 +223,9 @@ def test_the_name_map_is_one_to_one() -> None:
     assert len(theirs) == len(set(theirs))
     assert all(ours_from_verl(name) == ours for ours, names in TO_VERL.items() for name in names)
     assert ours_from_verl("actor/unknown") == "actor/unknown"
+    assert ours_from_verl("val-core/math/500/acc/maj@8/mean") == "eval/math/500/majority@8"
+    assert ours_from_verl("val-aux/aime24/reward/best@16/mean") == "eval/aime24/pass@16"
+    assert ours_from_verl("val-aux/aime24/reward/best@16/std") == "val-aux/aime24/reward/best@16/std"
     assert REWARD in COMPARABLE and LENGTH in COMPARABLE
 
 
