@@ -159,6 +159,7 @@ class StagePlan:
     def __init__(self, recipe: Recipe, words: Sequence[str] = ()) -> None:
         """Raises ConfigError for overrides that do not fit."""
         self.recipe = recipe
+        self._loaded: dict[tuple[str, ...], Settings] = {}
         self._common, self._own = split_overrides(recipe, words)
         for number, word in enumerate(list(self._common)):
             if word.startswith("runner.experiment_name="):
@@ -178,8 +179,11 @@ class StagePlan:
             override_word("runner.experiment_name", stage.name),
             *passed_on,
         ]
+        key = tuple(words)
         try:
-            return load(self.recipe.config, words).settings
+            if key not in self._loaded:
+                self._loaded[key] = load(self.recipe.config, words).settings
+            return self._loaded[key]
         except ConfigError as error:
             raise ConfigError(f"stage {stage.name}: {error}") from None
 

@@ -2,7 +2,7 @@
 
 Formulas (N parameters, world = data x tensor x pipeline x context ranks, GB = 1e9 bytes):
 - weights 2N/(TP PP) in bf16, gradients 4N/(TP PP) in fp32, optimizer 12N/world (fp32 master, two moments,
-  sharded by the distributed optimizer); fp32 training: 4N, 4N and 8N;
+  sharded by the distributed optimizer); fp32 training: 4N, 4N and 8N; experts are divided by EP instead of TP;
 - activations with full recompute: one input per layer, plus one layer at work; without: every layer's;
 - vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP fp32 logits, three times (logits, softmax,
   gradient);
@@ -100,6 +100,15 @@ def parameters_of_largest_stage(model: ModelConfig, pipeline: int) -> float:
     return layers + matrices * matrix if pipeline == 1 else layers / pipeline + matrix
 
 
+def expert_parameters(model: ModelConfig) -> float:
+    """Parameters that expert parallelism divides, and tensor parallelism does not; 0 for a dense model."""
+    if not model.is_moe:
+        return 0.0
+    return float(
+        model.num_layers * model.num_experts * 3 * model.hidden_size * model.expert_intermediate_size
+    )
+
+
 def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: bool) -> Memory:
     """Memory of the fullest actor rank of `world`."""
     parallel, optim = settings.actor.model, settings.actor.optim
@@ -107,9 +116,13 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     cp = parallel.context_parallel_size
     bf16 = parallel.precision == "bf16"
     width = 2 if bf16 else 4
-    per_rank = parameters_of_largest_stage(model, pp) / tp
+    ep = parallel.expert_model_parallel_size
+    experts = expert_parameters(model) / pp
+    dense_rank, expert_rank = (parameters_of_largest_stage(model, pp) - experts) / tp, experts / ep
+    per_rank = dense_rank + expert_rank
     state = 12 if bf16 else 8
-    shards = max(world // (tp * pp), 1) if optim.use_distributed_optimizer else 1
+    sharded = dense_rank / max(world // (tp * pp), 1) + expert_rank / max(world // (ep * pp), 1)
+    optimizer = sharded if optim.use_distributed_optimizer else per_rank
 
     tokens = settings.runner.max_tokens_per_mbs
     if not settings.runner.enable_dynamic_batch_size:
@@ -134,7 +147,7 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     return Memory(
         weights=width * per_rank / GB,
         gradients=4 * per_rank / GB,
-        optimizer=state * per_rank / shards / GB,
+        optimizer=state * optimizer / GB,
         activations=activations / GB,
         head=head / GB,
         overhead=0.0 if cpu else CUDA_OVERHEAD_GB,
@@ -245,7 +258,12 @@ def _plan_batch(plan: Plan, settings: Settings, world: int) -> None:
         "batch",
         "parallel",
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
-        f"context {parallel.context_parallel_size} x data {data_parallel}",
+        f"context {parallel.context_parallel_size} x data {data_parallel}"
+        + (
+            f", experts {parallel.expert_model_parallel_size}"
+            if parallel.expert_model_parallel_size > 1
+            else ""
+        ),
     )
     tokens = settings.runner.max_tokens_per_mbs
     longest = settings.runner.seq_length

@@ -19,7 +19,7 @@ from tests.settings.rlinf_yaml import RLINF_7B
 SIZES = [name for name in config_names() if name != "rstar2-tiny-cpu"]
 WANTED = {
     *(f"rstar2-qwen2.5-{size}-megatron" for size in ("1.5b", "7b", "14b", "32b")),
-    *(f"rstar2-qwen3-{size}-megatron" for size in ("4b", "8b", "14b")),
+    *(f"rstar2-qwen3-{size}-megatron" for size in ("4b", "8b", "14b", "30b-a3b")),
     "rstar2-qwen2.5-14b-megatron-2nodes",
     "rstar2-qwen2.5-14b-megatron-paper",
 }

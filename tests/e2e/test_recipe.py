@@ -1,0 +1,134 @@
+"""`run_rstar2.sh recipe=...` with every part real: SFT, difficulty filter, RL; killed once on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.runs import RunProcess, read_jsonl
+from tests.rollout.memorised import ANSWER, SETTINGS
+
+LIMIT_S = 600
+# The filter's model has learnt to answer 42: one problem is always solved, one never.
+SOLUTIONS = {"right": "42", "broken": "41"}
+
+
+@pytest.fixture
+def recipe(memorised_model: Path, tmp_path: Path) -> Path:
+    problems = tmp_path / "problems.jsonl"
+    rows = [{"prompt": f"{name}?", "solutions": [s], "query_id": name} for name, s in SOLUTIONS.items()]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    conversations = tmp_path / "conversations.jsonl"
+    messages = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": ANSWER}]
+    conversations.write_text((json.dumps({"messages": messages}) + "\n") * 24)
+    path = tmp_path / "short.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "config": "rstar2-tiny-cpu",
+                "overrides": {
+                    "cold_start.enabled": False,
+                    "cold_start.builder": None,
+                    "cluster.component_placement": {"actor,rollout,reward": "0"},
+                    "rollout.model.model_path": str(memorised_model),
+                    "rollout.max_total_tokens": 8192,
+                    "data.train_data_paths": [str(problems)],
+                    "data.val_data_paths": [],
+                    "data.rollout_batch_size": 1,
+                    "agentloop.system_prompt": SETTINGS.system_prompt,
+                    "agentloop.max_assistant_turns": 2,
+                    "algorithm.group_size": 4,
+                    # Groups of equal reward are all that this model makes; let them reach the actor.
+                    "algorithm.down_sampling.do_down_sampling": False,
+                    "actor.model.tensor_model_parallel_size": 1,
+                    "evaluation.before_and_after": False,
+                    "tools.codejudge.num_workers": 1,
+                },
+                "stages": [
+                    {
+                        "name": "sft",
+                        "task": "sft",
+                        "overrides": {
+                            "sft.train_data_paths": [str(conversations)],
+                            "sft.val_data_paths": [str(conversations)],
+                            "sft.batch_size": 2,
+                            "sft.epochs": 1,
+                            "sft.lr": 1e-6,
+                            "runner.save_interval": 2,
+                        },
+                    },
+                    {
+                        "name": "filter",
+                        "task": "difficulty_filter",
+                        "overrides": {
+                            "difficulty_filter.num_samples": 2,
+                            "algorithm.sampling_params.temperature": 0.0,
+                        },
+                    },
+                    {
+                        "name": "rl",
+                        "problems_from": "filter",
+                        "overrides": {
+                            "runner.max_steps": 3,
+                            "runner.save_interval": 1,
+                            "runner.stop_when": [{"metric": "rollout/pass_rate", "at_most": 0.5}],
+                        },
+                    },
+                ],
+            }
+        )
+    )
+    return path
+
+
+@pytest.mark.timeout(900)
+def test_stages_run_in_order_and_go_on_after_a_kill(recipe: Path, tmp_path: Path) -> None:
+    words = [f"recipe={recipe}", f"runner.output_dir={tmp_path}"]
+    root = tmp_path / "short"
+    first = RunProcess(words, tmp_path / "first.log").start()
+    first.wait_for(
+        lambda: (root / "sft" / "checkpoints" / "global_step_4").is_dir(), LIMIT_S, "a checkpoint of SFT"
+    )
+    first.send(signal.SIGKILL)
+    first.assert_nothing_left(60)
+    assert json.loads((root / "recipe.json").read_text())["stages"]["sft"]["status"] == "running"
+
+    second = RunProcess(words, tmp_path / "second.log").start()
+    assert second.wait(LIMIT_S) == 0, second.text()[-6000:]
+    second.assert_nothing_left()
+    assert f"resuming from {root}/sft/checkpoints/global_step_" in second.text()
+    state = json.loads((root / "recipe.json").read_text())["stages"]
+    assert {name: stage["status"] for name, stage in state.items()} == dict.fromkeys(
+        ("sft", "filter", "rl"), "done"
+    )
+
+    losses = read_jsonl(root / "sft" / "metrics.jsonl")
+    assert [row["step"] for row in losses] == list(range(1, 13))
+    assert losses[-1]["eval/sft_loss"] == pytest.approx(losses[-1]["train/sft/token_loss"], rel=0.05)
+    assert (root / "sft" / "curves.png").stat().st_size > 5000
+
+    counts = {
+        row["query_id"]: (row["solved"], row["samples"])
+        for row in read_jsonl(root / "filter" / "pass_counts.jsonl")
+    }
+    assert counts == {"right": (2, 2), "broken": (0, 2)}
+    assert [row["query_id"] for row in read_jsonl(root / "filter" / "train.jsonl")] == ["broken"]
+
+    # the stage ended by its condition after the first of three steps, on the problem that the filter left
+    rows = read_jsonl(root / "metrics.jsonl")
+    assert [(row["step"], row["stage"], row["stage_step"]) for row in rows] == [(1, "rl", 1)]
+    assert {row["query_id"] for row in read_jsonl(root / "rl" / "trajectories.jsonl")} == {"broken"}
+    assert json.loads((root / "rl" / "finished.json").read_text())["condition"].startswith(
+        "rollout/pass_rate <= 0.5"
+    )
+    assert f"model_path: {root / 'sft' / 'model'}" in (root / "rl" / "config.yaml").read_text()
+    assert (root / "rl" / "model" / "config.json").is_file() and (root / "curves.png").stat().st_size > 10_000
+
+    third = RunProcess(words, tmp_path / "third.log").start()
+    assert third.wait(60) == 0 and third.text().count("done before") == 3
+    changed = RunProcess([*words, "rl/runner.max_steps=4"], tmp_path / "changed.log").start()
+    assert changed.wait(60) == 2 and "was done with other settings" in changed.text()
