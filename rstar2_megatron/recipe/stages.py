@@ -147,7 +147,9 @@ def _hydra(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(_hydra(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_hydra(item)}" for key, item in value.items()) + "}"
+        # Hydra takes no quoted keys; the placement, whose keys need quotes, is read as YAML (`settings/load.py`).
+        keys = {key: str(key) if re.fullmatch(r"[\w.-]+", str(key)) else _hydra(str(key)) for key in value}
+        return "{" + ", ".join(f"{keys[key]}: {_hydra(item)}" for key, item in value.items()) + "}"
     # Hydra takes a backslash literally, unless quotes follow it.
     text = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), str(value))
     return f"'{text}'"

@@ -100,6 +100,12 @@ def test_overrides_of_all_stages_and_of_one(tmp_path: Path) -> None:
     assert plan(tmp_path, "runner.experiment_name=other").root == tmp_path / "other"
 
 
+def test_a_placement_survives_too() -> None:
+    for placement in ({"actor,rollout,reward": "0"}, {"actor": "0-1", "rollout": "all", "reward": 0}):
+        settings = load("rstar2-tiny-cpu", [override_word("cluster.component_placement", placement)]).settings
+        assert settings.cluster.component_placement == placement
+
+
 def test_a_stage_that_cannot_keep_an_optimizer_says_so(tmp_path: Path) -> None:
     stages = plan(tmp_path)
     with pytest.raises(
