@@ -10,7 +10,8 @@ fail() { echo "setup: $*" >&2; exit 1; }
 
 files=(requirements/constraints.txt requirements/base.txt requirements/no-deps.txt)
 extras=""
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+# RSTAR2_GPU=1 asks for the GPU packages where none is visible yet: while a container image is built.
+if [ -n "${RSTAR2_GPU:-}" ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then
   extras="gpu"
   files+=(requirements/gpu.txt)
 fi

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import time
 import uuid
 from collections import Counter
@@ -72,6 +73,9 @@ class JudgeClient:
         self.max_overload_s = max_overload_s
         self.max_concurrency = max_concurrency
         self._headers = {}
+        token = token or os.environ.get(
+            "JUDGE_TOKEN"
+        )  # as the server's; RLinf hands it to workers on all nodes
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         if client_id:

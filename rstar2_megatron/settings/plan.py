@@ -414,8 +414,8 @@ def _plan_times(plan: Plan, settings: Settings, model: ModelConfig, world: int) 
     )
     if settings.actor.offload_optimizer and settings.actor.offload_weight:
         plan.notes.append(
-            "collocated: the plan assumes that actor and engine leave the GPU to each other phase by phase; this hand-over "
-            "is not wired yet (docs/install.md), so lower rollout.gpu_memory_utilization until both fit together"
+            "collocated: actor and engines leave the GPU to each other phase by phase (training/handover.py), so each has "
+            "to fit alone"
         )
 
 
