@@ -20,7 +20,7 @@ from typing import Any
 
 from rstar2_megatron.data.resumable import write_json, write_jsonl
 from rstar2_megatron.recipe.stages import Recipe, Stage, StagePlan
-from rstar2_megatron.services.process import die_with_parent
+from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
 from rstar2_megatron.training.base_run import FINISHED
 from rstar2_megatron.training.metrics import MetricsFile
