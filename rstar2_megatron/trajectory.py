@@ -18,6 +18,9 @@ class FinishReason(StrEnum):
     TURN_LIMIT = "turn_limit"  # max_assistant_turns reached with a tool call pending
     LENGTH_LIMIT = "length_limit"  # response token budget exhausted
     TOOL_RESPONSE_TOO_LONG = "tool_response_too_long"  # the tool response does not fit the budget
+    REPEATED_CALL = "repeated_call"  # the same call, arguments included, too many times in a row
+    MALFORMED_CALLS = "malformed_calls"  # too many turns in a row without a call that could be run
+    CUT = "cut"  # rollout.tail=cut ended the phase before the trajectory: dropped, never trained on
     INFRASTRUCTURE = "infrastructure"  # engine or judge lost, or deadline passed: dropped, never trained on
 
 
@@ -94,6 +97,8 @@ class Trajectory:
     answer: str | None = None  # what the grader read as the answer
     seconds: float = 0.0  # wall time of the whole trajectory
     error: str = ""  # message of an infrastructure failure
+    open_turn: int | None = None  # response_ids[open_turn:] is a turn that rollout.tail=carry interrupted
+    session: str = ""  # name of its live interpreter at the judge
 
     @property
     def num_turns(self) -> int:
@@ -114,8 +119,13 @@ class Trajectory:
 
     @property
     def usable(self) -> bool:
-        """False for a trajectory that infrastructure spoiled: it is counted and dropped."""
-        return self.finish_reason is not None and self.finish_reason is not FinishReason.INFRASTRUCTURE
+        """False for a trajectory that infrastructure spoiled or the phase's end cut: it is counted and dropped."""
+        return self.finish_reason not in (None, FinishReason.INFRASTRUCTURE, FinishReason.CUT)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Weight version of its oldest tokens; None before the first."""
+        return min((span.version for span in self.version_spans), default=None)
 
     def check(self) -> None:
         """Raise ValueError when the per-token lists disagree in length or tokens before the prompt exist."""

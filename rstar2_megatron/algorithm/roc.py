@@ -211,18 +211,22 @@ def _choose_as_in_paper(
     config: DownSamplingConfig,
     rng: random.Random,
 ) -> list[int]:
-    target = config.down_sample_to_n
-    total = len(positives) + len(negatives)
-    num_negative = math.floor(len(negatives) * target / total)
-    num_negative = max(num_negative, min(config.min_zero_reward_trace_num, len(negatives)))
-    num_positive = target - num_negative
-    num_positive = max(num_positive, min(config.min_non_zero_reward_trace_num, len(positives)))
-    # Both minimum counts fit into the target, so the side that gives way still has its own.
-    num_positive = min(num_positive, len(positives))
-    num_negative = min(target - num_positive, len(negatives))
+    num_positive, num_negative = paper_quotas(len(positives), len(negatives), config)
     weights = [1.0 / (totals[i] + config.penalty_epsilon) for i in positives]
     drawn = draw_without_replacement(weights, num_positive, rng)
     return [positives[i] for i in drawn] + rng.sample(negatives, num_negative)
+
+
+def paper_quotas(num_positive: int, num_negative: int, config: DownSamplingConfig) -> tuple[int, int]:
+    """(positives, negatives) kept of a group of more than G: G in all, the minimum counts where there are so many."""
+    target = config.down_sample_to_n
+    negative = math.floor(num_negative * target / (num_positive + num_negative))
+    negative = max(negative, min(config.min_zero_reward_trace_num, num_negative))
+    positive = target - negative
+    positive = max(positive, min(config.min_non_zero_reward_trace_num, num_positive))
+    # Both minimum counts fit into the target, so the side that gives way still has its own.
+    positive = min(positive, num_positive)
+    return positive, min(target - positive, num_negative)
 
 
 def draw_without_replacement(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:

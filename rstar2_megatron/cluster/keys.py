@@ -1,5 +1,9 @@
-"""Names on the rollout channel. One RLinf channel carries all three streams, each under its own key."""
+"""Names on the rollout channel. One RLinf channel carries all streams, each under its own key."""
 
-PROBLEMS = "problems"  # driver -> rollout workers: Problem, then one None per worker
-GROUPS = "groups"  # rollout workers -> reward workers: finished Group, then one None per reward worker
-GRADED = "graded"  # reward workers -> driver: graded Group
+ENDED = "ended"  # rollout workers -> reward workers: list[Ended], then one None per reward worker
+TO_DRIVER = "to driver"  # reward workers: list[Ended], graded; rollout workers: WorkRequest
+
+
+def work_key(engine: int) -> str:
+    """driver -> one rollout worker: list[Slice], then one None at the end of the phase."""
+    return f"work {engine}"

@@ -1,16 +1,17 @@
-"""Grades trajectories as groups arrive from the rollout workers."""
+"""Grades trajectories as they end, while others are still generated."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from rlinf.scheduler import Channel, Worker
 
-from rstar2_megatron.cluster.keys import GRADED, GROUPS
+from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER
 from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.rollout.messages import Ended
 from rstar2_megatron.settings.schema import RewardSettings
-from rstar2_megatron.trajectory import Group
 
 
 class RewardWorker(Worker):
@@ -22,18 +23,35 @@ class RewardWorker(Worker):
         return True
 
     async def serve(self, channel: Channel) -> dict[str, float]:
-        """Grade groups from GROUPS to GRADED until a None arrives. Returns counts and seconds spent."""
-        groups = 0
+        """Grade what arrives at ENDED and pass it on, until a None arrives. Returns counts and seconds of grading.
+
+        Messages are graded side by side: a slow answer holds up nobody else's. Raises what grading raises.
+        """
+        trajectories = 0
         seconds = 0.0
-        while True:
-            group: Group | None = await channel.get(key=GROUPS, async_op=True).async_wait()
-            if group is None:
-                return {"groups": float(groups), "seconds": seconds}
+        grading: set[asyncio.Task[None]] = set()
+
+        async def handle(ended: list[Ended]) -> None:
+            nonlocal seconds
             start = time.perf_counter()
-            await grade_trajectories(self._pool, group.problem, group.usable)
+            await asyncio.gather(*(self._grade(item) for item in ended))
             seconds += time.perf_counter() - start
-            groups += 1
-            await channel.put(group, key=GRADED, async_op=True).async_wait()
+            await channel.put(ended, key=TO_DRIVER, async_op=True).async_wait()
+
+        while True:
+            ended: list[Ended] | None = await channel.get(key=ENDED, async_op=True).async_wait()
+            for task in [task for task in grading if task.done()]:
+                grading.remove(task)
+                task.result()
+            if ended is None:
+                await asyncio.gather(*grading)
+                return {"trajectories": float(trajectories), "seconds": seconds}
+            trajectories += len(ended)
+            grading.add(asyncio.create_task(handle(ended)))
+
+    async def _grade(self, ended: Ended) -> None:
+        if ended.trajectory.usable:
+            await grade_trajectories(self._pool, ended.problem, [ended.trajectory])
 
     def shutdown(self) -> None:
         self._pool.close()

@@ -9,17 +9,21 @@ from typing import Any
 
 from rlinf.scheduler import Channel, Worker
 
-from rstar2_megatron.cluster.keys import GROUPS, PROBLEMS
+from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.cluster.outbox import Outbox
 from rstar2_megatron.cluster.weights import WeightRoute, receive_weights
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine import EngineClient, MemoryTag
-from rstar2_megatron.rollout.group_runner import run_groups
+from rstar2_megatron.rollout.engine_runner import EngineRunner
+from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.kv_budget import KVBudget, make_budget
+from rstar2_megatron.rollout.messages import Ended, WorkRequest
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import SamplingParams, Settings
-from rstar2_megatron.trajectory import Problem
+from rstar2_megatron.trajectory import Trajectory
 
 
 class RolloutWorker(Worker):
@@ -29,6 +33,7 @@ class RolloutWorker(Worker):
         self._device = device
         self._generating: asyncio.Task[Any] | None = None
         self._budget: KVBudget | None = None
+        self._runner: EngineRunner | None = None
         self._started = False
 
     async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
@@ -91,14 +96,50 @@ class RolloutWorker(Worker):
         return await self._engine.weights_checksum()
 
     async def generate(self, channel: Channel, spec: RolloutSpec) -> dict[str, float]:
-        """Roll out problems from PROBLEMS until a None arrives; finished groups go to GROUPS.
+        """Roll out slices, asking the driver for each, until it answers None; what ends goes to ENDED at once.
 
         Returns the counters of this phase, all sums, so that those of several workers add up.
         """
-        settings = self._settings
         self._generating = asyncio.current_task()
-        start = time.monotonic()
-        loop = AgentLoop(
+        loop = self._loop(spec)
+        if self._budget is None:  # kept over the steps: the adaptive policy learns lengths
+            rollout = self._settings.rollout
+            self._budget = make_budget(
+                rollout.scheduler, self._engine.kv_capacity_tokens, rollout.max_running_requests
+            )
+        outbox = Outbox(lambda items: channel.put(items, key=ENDED, async_op=True).async_wait())
+
+        async def next_work(room: int) -> list[Slice] | None:
+            request = WorkRequest(self._rank, spec.phase, room)
+            await channel.put(request, key=TO_DRIVER, async_op=True).async_wait()
+            return await channel.get(key=work_key(self._rank), async_op=True).async_wait()
+
+        async def ended(work: Slice, trajectory: Trajectory) -> None:
+            outbox.add(Ended(self._rank, spec.phase, work.group, work.problem, trajectory))
+
+        self._runner = EngineRunner(loop, EngineScheduler(self._budget), next_work, ended)
+        self._engine.on_report = self._runner.observe
+        try:
+            await self._runner.run()
+            await outbox.flush()
+        finally:
+            self._runner = None
+            self._engine.on_report = lambda report: None
+            await outbox.close()
+        return {
+            **loop.stats.sums(),
+            "reported": float(outbox.sent),
+            "engine_restarts": float(self._engine.restarts),
+        }
+
+    async def end_phase(self, cut: bool) -> None:
+        """Park what runs: `generate` then returns as soon as the tool calls under way are back."""
+        if self._runner is not None:
+            await self._runner.park(cut=cut)
+
+    def _loop(self, spec: RolloutSpec) -> AgentLoop:
+        settings = self._settings
+        return AgentLoop(
             self._engine,
             self._judge,
             self._template,
@@ -112,24 +153,6 @@ class RolloutWorker(Worker):
             max_context_tokens=settings.runner.seq_length,
             timeout_s=settings.rollout.trajectory_timeout_s,
         )
-        if self._budget is None:  # kept over the steps: the adaptive policy learns lengths
-            self._budget = make_budget(
-                settings.rollout.scheduler,
-                self._engine.kv_capacity_tokens,
-                settings.rollout.max_running_requests,
-            )
-
-        async def next_problem() -> Problem | None:
-            return await channel.get(key=PROBLEMS, async_op=True).async_wait()
-
-        async for group in run_groups(next_problem, loop, self._budget, group_size=spec.samples):
-            await channel.put(group, key=GROUPS, async_op=True).async_wait()
-        stats = loop.stats
-        stats.wall_seconds = time.monotonic() - start
-        return {
-            **stats.sums(),
-            "engine_restarts": float(self._engine.restarts),
-        }
 
     async def shutdown(self) -> None:
         """Stop generating, end the engine and the connection to the judge."""

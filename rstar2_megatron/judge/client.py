@@ -139,6 +139,10 @@ class JudgeClient:
                 f"the judge at {self.base_url} keeps no sessions (the public server does not)"
             )
 
+    def expect_session(self, session: str) -> None:
+        """Another client opened it: should it be gone, the next call is SESSION_LOST, not a fresh interpreter."""
+        self._sessions[session] = True
+
     async def close_session(self, session: str) -> None:
         """End a session's interpreter. Never raises for a judge that is away: its time to live ends it too."""
         if self._sessions.pop(session, None) is None:

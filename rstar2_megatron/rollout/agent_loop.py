@@ -1,7 +1,7 @@
 """One trajectory: prompt, assistant turns, tool calls and responses, until a typed ending.
 
 Tokens in, tokens out: what the engine generated is appended as it is, tool responses are tokenised once, and text
-is decoded only to find tool calls.
+is decoded only to find tool calls. A trajectory can be parked at any token and go on later, under other weights.
 """
 
 from __future__ import annotations
@@ -16,53 +16,38 @@ from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
-from rstar2_megatron.rollout.tool_response import ToolRun, format_refusal, format_tool_response, truncate
+from rstar2_megatron.rollout.tool_runner import Judge, ToolRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
-from rstar2_megatron.trajectory import (
-    FinishReason,
-    Problem,
-    ToolCall,
-    ToolOutcome,
-    Trajectory,
-    VersionSpan,
-)
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
 
 log = logging.getLogger(__name__)
 
-# A judge's own words for what became of a call. Running out of memory or output, or being killed for it, is the
-# program's doing; anything not named here is the judge's.
-_OUTCOMES = {
-    "ok": ToolOutcome.OK,
-    "error": ToolOutcome.ERROR,
-    "memory": ToolOutcome.ERROR,
-    "output_limit": ToolOutcome.ERROR,
-    "killed": ToolOutcome.ERROR,
-    "invalid_input": ToolOutcome.ERROR,
-    "timeout": ToolOutcome.TIMEOUT,
-}
+LengthCallback = Callable[[int], None]
 
 
 class Engine(Protocol):
     """What the loop needs of an engine (`EngineClient`)."""
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float
+        self,
+        input_ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        timeout_s: float,
+        on_tokens: LengthCallback | None = None,
     ) -> GenerateResult: ...
 
     async def recover(self) -> None: ...
 
-
-class Judge(Protocol):
-    """What the loop needs of the Code Judge's client: retries inside, raises when the judge stays away."""
-
-    async def run(self, code: str, stdin: str = "") -> ToolRun: ...
+    async def abort_all(self) -> None: ...
 
 
 class Interrupted(Exception):
     """The trajectory cannot go on, and not for the model's fault."""
 
 
-ProgressCallback = Callable[[int], None]
+class Parked(Exception):
+    """The phase ends before the trajectory."""
 
 
 class AgentLoop:
@@ -84,32 +69,47 @@ class AgentLoop:
         timeout_s: float,
     ) -> None:
         self.engine = engine
-        self.judge = judge
+        self.tools = ToolRunner(judge, settings)
         self.template = template
         self.settings = settings
         self.sampling = sampling
         self.max_context_tokens = max_context_tokens
         self.timeout_s = timeout_s
         self.stats = RolloutStats()
+        self.parking = False  # set it and abort the engine's requests: every running trajectory is parked
+        self.cutting = False  # and with this, parked ones are over
 
     def response_budget(self, prompt_tokens: int) -> int:
         """Tokens that a response may take, tool responses included."""
         return min(self.sampling.max_new_tokens, self.max_context_tokens - prompt_tokens)
 
     async def run(
-        self, problem: Problem, rollout_index: int, *, on_progress: ProgressCallback | None = None
+        self,
+        problem: Problem,
+        rollout_index: int,
+        *,
+        on_progress: LengthCallback | None = None,
+        resume: Trajectory | None = None,
     ) -> Trajectory:
-        """One attempt at `problem`. Never raises, except when it is cancelled.
+        """One attempt at `problem`, or the rest of `resume`. Never raises, except when it is cancelled.
 
-        `on_progress` is told the trajectory's length in tokens after every turn. A trajectory that the engine or
-        the judge spoilt ends as INFRASTRUCTURE with the reason in `error`.
+        `on_progress` is told the trajectory's length in tokens after every turn, and about once a second inside
+        one. A trajectory that the engine or the judge spoilt ends as INFRASTRUCTURE with the reason in `error`; a
+        parked one comes back without a finish reason.
         """
         started = time.monotonic()
-        trajectory = Trajectory(query_id=problem.query_id, rollout_index=rollout_index, prompt_ids=[])
+        trajectory = resume or Trajectory(
+            query_id=problem.query_id, rollout_index=rollout_index, prompt_ids=[]
+        )
         try:
-            trajectory.prompt_ids = self.template.prompt_ids(problem)
+            if not trajectory.prompt_ids:
+                trajectory.prompt_ids = self.template.prompt_ids(problem)
+            if trajectory.session:
+                self.tools.judge.expect_session(trajectory.session)
             turns = _Turns(self, trajectory, started + self.timeout_s, on_progress)
             trajectory.finish_reason = await turns.until_end()
+        except Parked:
+            trajectory.finish_reason = FinishReason.CUT if self.cutting else None
         except Interrupted as error:
             trajectory.finish_reason = FinishReason.INFRASTRUCTURE
             trajectory.error = str(error)
@@ -117,7 +117,10 @@ class AgentLoop:
             log.exception("trajectory %s#%d failed", problem.query_id, rollout_index)
             trajectory.finish_reason = FinishReason.INFRASTRUCTURE
             trajectory.error = f"{type(error).__name__}: {error}"
-        trajectory.seconds = time.monotonic() - started
+        finally:
+            if trajectory.finish_reason is not None or not self.parking:
+                await self.tools.close(trajectory)
+        trajectory.seconds += time.monotonic() - started
         self.stats.finish(trajectory)
         return trajectory
 
@@ -126,13 +129,16 @@ class _Turns:
     """The state of one running trajectory."""
 
     def __init__(
-        self, loop: AgentLoop, trajectory: Trajectory, deadline: float, on_progress: ProgressCallback | None
+        self, loop: AgentLoop, trajectory: Trajectory, deadline: float, on_progress: LengthCallback | None
     ) -> None:
         self.loop = loop
         self.trajectory = trajectory
         self.deadline = deadline
         self.on_progress = on_progress
         self.budget = loop.response_budget(len(trajectory.prompt_ids))
+        self.malformed_turns = 0
+        self.identical_calls = 0
+        self.last_call: list[tuple[str, Any]] = []
         if self.budget <= 0:
             raise Interrupted(
                 f"the prompt of {trajectory.query_id} has {len(trajectory.prompt_ids)} tokens and leaves no room "
@@ -142,31 +148,39 @@ class _Turns:
     async def until_end(self) -> FinishReason:
         trajectory, settings, template = self.trajectory, self.loop.settings, self.loop.template
         while True:
-            result = await self._generate()
-            self._append_generated(result)
-            text = template.decode(result.token_ids)
-            trajectory.assistant_texts.append(text)
-            if result.finish_reason == "abort":
-                raise Interrupted("the engine aborted the request")
-            if result.finish_reason == "length":
+            if await self._assistant_turn() == "length":
                 return FinishReason.LENGTH_LIMIT
-            calls = parse_tool_calls(text, template.schemas)
+            calls = parse_tool_calls(trajectory.assistant_texts[-1], template.schemas)
             if not calls:
                 return FinishReason.ANSWERED
             if trajectory.num_turns >= settings.max_assistant_turns:
                 return FinishReason.TURN_LIMIT
-            responses = await self._run_tools(calls)
-            ids = template.tool_response_ids(responses)
+            if (ending := self._gone_astray(calls)) is not None:
+                return ending
+            ids = template.tool_response_ids(await self._run_tools(calls))
             if len(trajectory.response_ids) + len(ids) >= self.budget:  # a token at least must follow
                 return FinishReason.TOOL_RESPONSE_TOO_LONG
             trajectory.response_ids += ids
             trajectory.loss_mask += [0] * len(ids)
             trajectory.rollout_logprobs += [0.0] * len(ids)
-            self._report_progress()
+            self._report_progress(0)
 
-    def _report_progress(self) -> None:
+    def _gone_astray(self, calls: list[ParsedCall]) -> FinishReason | None:
+        """Endings of a model that goes round in circles; both are off unless the YAML sets them."""
+        settings = self.loop.settings
+        self.malformed_turns = 0 if any(call.valid for call in calls) else self.malformed_turns + 1
+        if settings.max_malformed_turns is not None and self.malformed_turns >= settings.max_malformed_turns:
+            return FinishReason.MALFORMED_CALLS
+        these = [(call.name, call.arguments) for call in calls if call.valid]
+        self.identical_calls = self.identical_calls + 1 if these and these == self.last_call else 1
+        self.last_call = these
+        if settings.max_identical_calls is not None and self.identical_calls >= settings.max_identical_calls:
+            return FinishReason.REPEATED_CALL
+        return None
+
+    def _report_progress(self, more: int) -> None:
         if self.on_progress is not None:
-            self.on_progress(self.trajectory.length)
+            self.on_progress(self.trajectory.length + more)
 
     def _seconds_left(self) -> float:
         seconds = self.deadline - time.monotonic()
@@ -176,8 +190,22 @@ class _Turns:
 
     # ------------------------------------------------------------------------------------ generation
 
+    async def _assistant_turn(self) -> str:
+        """Generate one turn, or the rest of one that was parked. Returns why it ended: stop or length."""
+        trajectory = self.trajectory
+        if trajectory.open_turn is None:
+            trajectory.open_turn = len(trajectory.response_ids)
+        result = await self._generate()
+        self._append_generated(result)
+        if result.finish_reason == "abort":
+            raise Parked if self.loop.parking else Interrupted("the engine aborted the request")
+        turn = trajectory.response_ids[trajectory.open_turn :]
+        trajectory.assistant_texts.append(self.loop.template.decode(turn))
+        trajectory.open_turn = None
+        return result.finish_reason
+
     async def _generate(self) -> GenerateResult:
-        """One assistant turn. After the loss of an engine the turn starts again, from the same tokens."""
+        """After the loss of an engine the turn starts again, from the same tokens."""
         sampling = self.loop.sampling
         parameters = {
             "temperature": sampling.temperature,
@@ -189,10 +217,13 @@ class _Turns:
         input_ids = self.trajectory.prompt_ids + self.trajectory.response_ids
         stats = self.loop.stats
         while True:
+            if self.loop.parking:
+                raise Parked
             begun = time.monotonic()
+            stats.enter_engine()
             try:
                 result = await self.loop.engine.generate(
-                    input_ids, parameters, timeout_s=self._seconds_left()
+                    input_ids, parameters, timeout_s=self._seconds_left(), on_tokens=self._report_progress
                 )
             except GenerationTimeout as error:
                 raise Interrupted(str(error)) from error
@@ -203,6 +234,7 @@ class _Turns:
             except EngineError as error:
                 raise Interrupted(str(error)) from error
             finally:
+                stats.leave_engine()
                 stats.generate_seconds += time.monotonic() - begun
             stats.cached_tokens += result.cached_tokens
             stats.prefill_tokens += result.prompt_tokens - result.cached_tokens
@@ -226,47 +258,17 @@ class _Turns:
         trajectory.rollout_logprobs += result.logprobs
         for start, end, version in result.version_spans:
             trajectory.version_spans.append(VersionSpan(offset + start, offset + end, version))
-        self._report_progress()
+        self._report_progress(0)
 
     # ----------------------------------------------------------------------------------------- tools
 
     async def _run_tools(self, calls: list[ParsedCall]) -> list[str]:
-        """Run the turn's first calls together; the responses as the model reads them, in order."""
-        limit = self.loop.settings.max_parallel_calls
-        begun = time.monotonic()
-        done = await asyncio.gather(*(self._run_tool(call) for call in calls[:limit]))
-        self.loop.stats.tool_seconds += time.monotonic() - begun
+        """The responses as the model reads them, in order."""
+        done, responses = await self.loop.tools.run(
+            self.trajectory, calls, self._seconds_left, self.loop.stats
+        )
         self.trajectory.tool_calls += done
         lost = [call for call in done if call.outcome is ToolOutcome.INFRASTRUCTURE]
         if lost:
             raise Interrupted(f"tool call lost: {lost[0].response_text}")
-        responses = [call.response_text for call in done]
-        if len(calls) > limit:
-            skipped = len(calls) - limit
-            responses.append(
-                format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn.")
-            )
         return responses
-
-    async def _run_tool(self, call: ParsedCall) -> ToolCall:
-        """Never raises for the judge's failures: they come back as outcome INFRASTRUCTURE."""
-        if not call.valid:
-            text = self._shown(format_refusal(call.message))
-            return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, text)
-        begun = time.monotonic()
-        try:
-            run = await asyncio.wait_for(
-                self.loop.judge.run(call.arguments["code"], call.arguments.get("input", "")),
-                self._seconds_left(),
-            )
-        except Exception as error:  # JudgeUnavailable, or the deadline
-            message = f"{type(error).__name__}: {error}"
-            outcome, text = ToolOutcome.INFRASTRUCTURE, message
-        else:
-            outcome = _OUTCOMES.get(str(run.outcome), ToolOutcome.INFRASTRUCTURE)
-            text = self._shown(format_tool_response(run))
-        return ToolCall(call.name, call.arguments, outcome, text, time.monotonic() - begun)
-
-    def _shown(self, text: str) -> str:
-        settings = self.loop.settings
-        return truncate(text, settings.max_tool_response_length, settings.tool_response_truncate_side)

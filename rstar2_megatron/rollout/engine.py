@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from rstar2_megatron.rollout.engine_protocol import (
     EngineError,
     EngineInfo,
     EngineLost,
+    EngineReport,
     GenerateResult,
     GenerationTimeout,
 )
@@ -31,6 +32,7 @@ from rstar2_megatron.settings.schema import RolloutSettings
 
 _FLUSH_RETRY_S = 0.05
 
+TokensCallback = Callable[[int], None]
 MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
@@ -64,6 +66,9 @@ class EngineClient:
         self._bucket_bytes = bucket_bytes
         self._keep_weights_bytes = keep_weights_bytes
         self._request_ids = itertools.count(1)
+        self._on_tokens: dict[str, TokensCallback] = {}  # of running requests
+        self.on_report: Callable[[EngineReport], None] = lambda report: None
+        """Called about once a second with the engine's load."""
         self._child: EngineChild | None = None
         self._closed = False
         self._recovering = asyncio.Lock()
@@ -80,6 +85,7 @@ class EngineClient:
         """Start the process and wait until it serves. Raises EngineLost with the end of its log."""
         self._released.clear()  # a fresh engine has all its memory
         self._child = EngineChild(self.settings, self._arguments, name=self.name, log_path=self._log_path)
+        self._child.on_report = self._take_report
         await self._child.start()
 
     async def close(self) -> None:
@@ -148,9 +154,16 @@ class EngineClient:
     # ------------------------------------------------------------------------------------- generation
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float
+        self,
+        input_ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        timeout_s: float,
+        on_tokens: TokensCallback | None = None,
     ) -> GenerateResult:
         """Continue `input_ids`. `sampling` holds SGLang's sampling parameters (stop_token_ids, max_new_tokens, ...).
+
+        `on_tokens` is told about once a second how many tokens there are.
 
         Raises EngineLost, its subclass GenerationTimeout after `timeout_s` (the request is aborted in the engine),
         or EngineError when SGLang refuses the request, for example because it is too long.
@@ -164,6 +177,8 @@ class EngineClient:
             raise EngineLost(f"{self.name} has no current weights: call update_weights")
         # fixed width: SGLang aborts every request whose id begins like the given one
         rid = f"{next(self._request_ids):016x}"
+        if on_tokens is not None:
+            self._on_tokens[rid] = on_tokens
         try:
             result = await child.call(
                 "generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s
@@ -171,7 +186,15 @@ class EngineClient:
         except (GenerationTimeout, asyncio.CancelledError):
             child.post("abort", {"rid": rid})
             raise
+        finally:
+            self._on_tokens.pop(rid, None)
         return msgspec.convert(result, GenerateResult)
+
+    def _take_report(self, report: EngineReport) -> None:
+        for rid, tokens in report.generated.items():
+            if rid in self._on_tokens:
+                self._on_tokens[rid](tokens)
+        self.on_report(report)
 
     async def abort_all(self) -> None:
         """End every running request; their callers get finish_reason `abort` and the tokens so far."""

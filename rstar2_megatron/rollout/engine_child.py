@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,6 +55,7 @@ class EngineChild:
         self.name = name
         self.report = EngineReport(ready=False, progress=0.0)
         self.lost_reason = ""
+        self.on_report: Callable[[EngineReport], None] = lambda report: None
         self._arguments = arguments
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -162,6 +164,7 @@ class EngineChild:
             self._progress_seen = self._report_seen
         self.report = report
         self._ready.set()
+        self.on_report(report)
 
     async def _watch(self) -> None:
         """Heartbeat and progress; a start has its own deadline."""

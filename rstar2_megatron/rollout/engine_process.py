@@ -131,11 +131,16 @@ class _EngineServer:
 
     async def _report(self) -> None:
         while True:
+            loads = await self._manager.get_loads()  # a snapshot in shared memory
             report = EngineReport(
                 ready=True,
                 progress=self._manager.last_receive_tstamp,
                 max_total_tokens=self._capacity,
                 max_context_tokens=self._max_context,
+                used_tokens=loads[0].num_used_tokens if loads else 0,
+                running_requests=loads[0].num_running_reqs if loads else 0,
+                waiting_requests=loads[0].num_waiting_reqs if loads else 0,
+                generated={rid: len(state.output_ids) for rid, state in self._manager.rid_to_state.items()},
             )
             write_message(self._writer, [REPORT_ID, None, report])
             await asyncio.sleep(_REPORT_INTERVAL_S)

@@ -25,6 +25,10 @@ class EngineReport(msgspec.Struct):
     progress: float  # time of the scheduler's last message; only its changes matter
     max_total_tokens: int = 0  # KV capacity
     max_context_tokens: int = 0  # longest request the engine takes
+    used_tokens: int = 0  # of the KV cache
+    running_requests: int = 0
+    waiting_requests: int = 0
+    generated: dict[str, int] = {}  # request id: tokens so far, a few dozen late
 
 
 class EngineInfo(msgspec.Struct):

@@ -1,40 +1,78 @@
-"""How much longer a trajectory of a given length will get, judged by those that have ended."""
+"""How long trajectories get, learnt from those that have ended and from those that are still running.
+
+Trajectories end short first. An estimate from the ended ones alone is therefore far too low early in a phase, which
+is when the cache fills. The product-limit estimator (Kaplan and Meier 1958) counts a running trajectory as one that
+has survived so far, and is unbiased at any time.
+"""
 
 from __future__ import annotations
 
-import bisect
-from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+_MEMORY = 4096  # trajectories after which an ended one weighs 1/e: lengths drift during training
+
+_SURVIVORS = 16
 
 
-class RemainingLength:
-    """Quantiles of (final length - length so far) among ended trajectories that were at least as long.
+class LengthSurvival:
+    """Survival of response lengths over `num_bins` bins up to `max_tokens`.
 
-    Keeps the last `window` lengths, so that it follows a policy whose answers grow during training. Trajectories
-    end short first, so early in a phase the estimate is low; feedback from evictions corrects it (`kv_budget`).
+    `log_survival` [num_bins + 1] holds ln P(length > i * bin_tokens). Lengths that nobody has reached yet count as
+    survived, so an estimate without data is the maximum.
     """
 
-    def __init__(self, window: int = 4096, min_samples: int = 16) -> None:
-        self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
-        self._window = window
-        self._min_samples = min_samples
+    def __init__(self, max_tokens: int, num_bins: int = 64) -> None:
+        self.bin_tokens = max(1, -(-max_tokens // num_bins))
+        self.num_bins = num_bins
+        self._ended: Array = np.zeros(num_bins)
+        self.log_survival: Array = np.zeros(num_bins + 1)
 
-    def add(self, length: int) -> None:
-        """A trajectory ended with `length` response tokens."""
-        self._recent.append(length)
-        bisect.insort(self._sorted, length)
-        if len(self._recent) > self._window:
-            oldest = self._recent.popleft()
-            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
+    def bin_of(self, tokens: int) -> int:
+        return min(tokens // self.bin_tokens, self.num_bins - 1)
 
-    def quantile(self, so_far: int, q: float) -> int | None:
-        """Remaining tokens that a share `q` of comparable trajectories stayed within.
+    def add(self, tokens: int) -> None:
+        """A trajectory ended with `tokens` response tokens; seen in `log_survival` after `refresh`."""
+        self._ended *= 1 - 1 / _MEMORY
+        self._ended[self.bin_of(tokens)] += 1
 
-        None when too few ended trajectories were as long as `so_far`: then nothing is known.
-        """
-        first = bisect.bisect_left(self._sorted, so_far)
-        count = len(self._sorted) - first
-        if count < self._min_samples:
-            return None
-        index = first + min(count - 1, int(q * count))
-        return self._sorted[index] - so_far
+    def refresh(self, running: Iterable[int]) -> None:
+        """Recompute `log_survival` from ended trajectories and the lengths of running ones."""
+        reached = np.zeros(self.num_bins)  # running trajectories by the bin they are in
+        for tokens in running:
+            reached[self.bin_of(tokens)] += 1
+        past = np.cumsum(reached[::-1])[::-1] - reached  # those that have left a bin behind
+        at_risk = np.cumsum(self._ended[::-1])[::-1] + past
+        # as if some more had survived every bin: what few have reached is taken for long
+        hazard = self._ended / (at_risk + _SURVIVORS)
+        self.log_survival[1:] = np.cumsum(np.log1p(-hazard))
+
+
+class GroupLengths:
+    """Expected duration of a trajectory of each group, from its siblings: longest first needs only an order.
+
+    Seconds (or tokens) of ended trajectories and of running ones so far; with r of n ended the estimate is total
+    exposure / r, drawn towards the mean of all groups by `prior` pseudo-trajectories.
+    """
+
+    def __init__(self, prior: float = 2.0) -> None:
+        self._prior = prior
+        self._ended: dict[int, list[float]] = {}
+        self._total = 0.0
+        self._count = 0
+
+    def add(self, group: int, duration: float) -> None:
+        """A trajectory of `group` ended after `duration`."""
+        self._ended.setdefault(group, []).append(duration)
+        self._total += duration
+        self._count += 1
+
+    def expected(self, group: int, running: float = 0.0) -> float:
+        """Expected duration; `running` is the sum of what its unfinished trajectories have had so far."""
+        mean = self._total / self._count if self._count else 1.0
+        ended = self._ended.get(group, ())
+        return (self._prior * mean + sum(ended) + running) / (self._prior + len(ended))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rstar2_megatron.rollout.phase import Tail
 from rstar2_megatron.settings.schema import Settings
 
 
@@ -17,6 +18,8 @@ class RolloutSpec:
     top_k: int
     max_new_tokens: int  # response budget in tokens, tool responses included
     max_assistant_turns: int
+    tail: Tail = "wait"
+    phase: int = 0  # set by the driver, counts up
 
     @classmethod
     def training(cls, settings: Settings) -> RolloutSpec:
@@ -28,6 +31,7 @@ class RolloutSpec:
             top_k=sampling.top_k,
             max_new_tokens=sampling.max_new_tokens,
             max_assistant_turns=settings.agentloop.max_assistant_turns,
+            tail=settings.rollout.tail,
         )
 
     @classmethod

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from rstar2_megatron.trajectory import Trajectory
+from rstar2_megatron.rollout.engine_protocol import EngineReport
+from rstar2_megatron.trajectory import Group, Trajectory
 
 
 @dataclass(slots=True)
 class RolloutStats:
-    """Everything is a sum, so that stats of several workers add up with `+=`."""
+    """Everything is a sum, so that stats of several workers add up; `combine` makes the ratios."""
 
     trajectories: int = 0
     generated_tokens: int = 0
@@ -20,43 +22,86 @@ class RolloutStats:
     cached_tokens: int = 0  # prompt tokens found in their KV caches
     retractions: int = 0  # evictions of a running request, each computed again
     engine_retries: int = 0  # turns generated again after an engine was lost
+    parked: int = 0  # trajectories that go on in the next step
     generate_seconds: float = 0.0  # sum over trajectories
     tool_seconds: float = 0.0
     admission_seconds: float = 0.0  # waiting for room in the KV budget
-    wall_seconds: float = 0.0
+    engine_busy_seconds: float = 0.0  # with a request at least
+    kv_used_tokens: float = 0.0  # sum over reports, as the four below
+    kv_capacity_tokens: float = 0.0
+    engine_running: float = 0.0
+    engine_waiting: float = 0.0
+    reports: int = 0
     tool_calls: Counter[str] = field(default_factory=Counter)  # by outcome
     endings: Counter[str] = field(default_factory=Counter)  # by finish reason
+    _at_engine: int = 0
+    _busy_since: float = 0.0
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Count a finished trajectory."""
+        """Count a trajectory that has ended, or that was parked: its tokens count when it ends."""
+        if trajectory.finish_reason is None:
+            self.parked += 1
+            return
         self.trajectories += 1
         self.generated_tokens += trajectory.num_trained_tokens
         self.tool_tokens += len(trajectory.response_ids) - trajectory.num_trained_tokens
         self.tool_calls.update(str(call.outcome) for call in trajectory.tool_calls)
         self.endings[str(trajectory.finish_reason)] += 1
 
-    def __iadd__(self, other: RolloutStats) -> RolloutStats:
-        for f in fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            setattr(self, f.name, mine + theirs)
-        return self
+    def enter_engine(self) -> None:
+        """A request goes to the engine."""
+        if self._at_engine == 0:
+            self._busy_since = time.monotonic()
+        self._at_engine += 1
+
+    def leave_engine(self) -> None:
+        """Its answer is here."""
+        self._at_engine -= 1
+        if self._at_engine == 0:
+            self.engine_busy_seconds += time.monotonic() - self._busy_since
+
+    def observe(self, report: EngineReport) -> None:
+        """The engine's load, about once a second."""
+        self.reports += 1
+        self.kv_used_tokens += report.used_tokens
+        self.kv_capacity_tokens += report.max_total_tokens
+        self.engine_running += report.running_requests
+        self.engine_waiting += report.waiting_requests
 
     def sums(self) -> dict[str, float]:
-        """Flat values, counters one key each. They add up over workers; ratios do not, see `combine`."""
+        """Flat values, counters one key each."""
         values = {
             f.name: float(getattr(self, f.name))
             for f in fields(self)
-            if f.name not in ("tool_calls", "endings")
+            if f.name not in ("tool_calls", "endings") and not f.name.startswith("_")
         }
         values |= {f"tool_calls/{name}": float(n) for name, n in sorted(self.tool_calls.items())}
         values |= {f"endings/{name}": float(n) for name, n in sorted(self.endings.items())}
         return values
 
 
-def combine(workers: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sums over the workers of one phase, and the ratios that follow from them."""
+def combine(workers: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
+    """Sums over the workers of a phase that took `seconds`, and the ratios that follow from them."""
     totals: Counter[str] = Counter()
     for sums in workers:
         totals.update(sums)
+    reports = totals.pop("reports", 0)
+    used, capacity = totals.pop("kv_used_tokens", 0), totals.pop("kv_capacity_tokens", 0)
+    running, waiting = totals.pop("engine_running", 0), totals.pop("engine_waiting", 0)
     prompts = totals["prefill_tokens"] + totals["cached_tokens"]
-    return {**totals, "prefix_hit_rate": totals["cached_tokens"] / prompts if prompts else 0.0}
+    return {
+        **totals,
+        "prefix_hit_rate": totals["cached_tokens"] / prompts if prompts else 0.0,
+        "idle_share": max(0.0, 1 - totals["engine_busy_seconds"] / (seconds * len(workers))),
+        "kv_use": used / capacity if capacity else 0.0,
+        "running_requests": running / reports if reports else 0.0,
+        "waiting_requests": waiting / reports if reports else 0.0,
+    }
+
+
+def trajectory_age(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Steps between a usable trajectory's oldest tokens and the weights of this phase: 0 unless carried."""
+    ages = [version - t.oldest_version for g in groups for t in g.usable if t.oldest_version is not None]
+    if not ages:
+        return {}
+    return {"trajectory_age": sum(ages) / len(ages), "max_of_trajectory_age": float(max(ages))}

@@ -34,9 +34,26 @@ def _standard_io_schema(name: str) -> ToolSchema:
 STANDARD_IO = "python_code_with_standard_io"
 STANDARD_IO_PAPER = "execute_python_code_with_standard_io"
 
+JUPYTER = "jupyter_code"
+
+_JUPYTER_SCHEMA: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": JUPYTER,
+        "description": "Run Python code in an interpreter that keeps its names and imports from call to call, and "
+        "return what it writes and the value of its last expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The code of the next cell."}},
+            "required": ["code"],
+        },
+    },
+}
+
 TOOL_SCHEMAS: dict[str, ToolSchema] = {
     STANDARD_IO: _standard_io_schema(STANDARD_IO),
     STANDARD_IO_PAPER: _standard_io_schema(STANDARD_IO_PAPER),
+    JUPYTER: _JUPYTER_SCHEMA,
 }
 
 

@@ -97,6 +97,8 @@ class RunnerSettings(Section):
     """A step that is not done by then is a failure, not a hang."""
     save_trajectories_per_step: int = Field(8, ge=0)
     """Trajectories of each step written to trajectories.jsonl, rounded up to whole groups; 0 writes none."""
+    save_rollouts: bool = False
+    """Lengths, turns and tool times of every trajectory to rollouts.jsonl, for `python -m benchmarks.scheduler`."""
 
 
 # ------------------------------------------------------------------------------------------- algorithm
@@ -127,6 +129,16 @@ class SamplingParams(Section):
     top_k: int = -1
     max_new_tokens: int = Field(ge=1)
     """Response budget of a trajectory in tokens, tool responses included."""
+
+
+class RefillSettings(Section):
+    """More problems when rejected groups thin a step's batch. Off as released: the step then trains on what is left."""
+
+    enabled: bool = False
+    min_share: float = Field(0.5, gt=0, le=1)
+    """Groups that must survive rejection, as a share of data.rollout_batch_size."""
+    max_extra: float = Field(1.0, gt=0)
+    """Most problems added to a step, as a share of data.rollout_batch_size."""
 
 
 class AlgorithmSettings(Section):
@@ -160,6 +172,7 @@ class AlgorithmSettings(Section):
     """Truncated importance sampling between engine and actor; needs recompute_logprobs."""
     importance_sampling_clip: float = Field(2.0, gt=0)
     down_sampling: DownSamplingSettings
+    refill: RefillSettings = RefillSettings()
     sampling_params: SamplingParams
 
 
@@ -199,8 +212,22 @@ class RolloutSettings(Section):
     max_engine_restarts: int = Field(2, ge=0)
     cpu_threads: int = Field(1, ge=1)
     """OMP threads of an engine that runs on CPU."""
-    scheduler: Literal["static", "kv_reserve", "kv_adaptive"] = "kv_adaptive"
-    """Admission to an engine's KV cache: a fixed number, what surely fits (the paper), or what probably fits."""
+    scheduler: Literal["static", "least_requests", "kv_reserve", "kv_adaptive"] = "kv_adaptive"
+    """Who runs where and when: a fixed share of the problems per engine; the engine with the fewest requests;
+    what surely fits an engine's KV cache (the paper); or what will in all probability fit, longest first.
+    """
+    slice_size: int = Field(8, ge=1)
+    """Rollouts of one problem that an engine takes at a time; they share its prompt in the prefix cache."""
+    tail: Literal["wait", "cut", "carry"] = "wait"
+    """The last trajectories of a step: wait for all; cut those that would not change what is kept; or carry them
+    over to the next step, where they go on.
+    """
+    cut_share: float = Field(0.0, ge=0, le=1)
+    """tail=cut: how much of a group's kept trajectories (positives against negatives) the cut may change."""
+    carry_share: float = Field(0.1, ge=0, lt=1)
+    """tail=carry: groups of a step, as a share, that may be unfinished when it ends."""
+    max_carry_age: int = Field(1, ge=1)
+    """tail=carry: steps that a trajectory may be carried; then its group is waited for."""
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -301,6 +328,10 @@ class AgentLoopSettings(Section):
     max_tool_response_length: int = Field(256, ge=16)
     """Characters of a tool response shown to the model."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    max_identical_calls: int | None = Field(None, ge=2)
+    """End a trajectory that makes the same call, arguments included, so many times in a row; null never does."""
+    max_malformed_turns: int | None = Field(None, ge=1)
+    """End a trajectory after so many turns in a row without a call that can be run; null never does."""
     system_prompt: str | None = None
     """null takes rStar2's system prompt; {tools} is replaced by the JSON tool schema."""
     user_prefix: str | None = None

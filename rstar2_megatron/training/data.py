@@ -130,6 +130,7 @@ class ProblemLoader:
                 f"{len(problems)} problems do not fill a step of data.rollout_batch_size={batch_size}; lower it "
                 "or add problems"
             )
+        self._batch_size = batch_size
         self._problems = list(problems)
         self._sampler = _EpochSampler(len(problems), data.shuffle, data.seed)
         with warnings.catch_warnings():
@@ -145,6 +146,7 @@ class ProblemLoader:
         self._max_epochs = max_epochs
         self._epoch = 0
         self._batches: Iterator[list[Problem]] | None = None
+        self._ahead: list[Problem] = []  # drawn for a refill and not used: they come first in the next batch
 
     @property
     def epoch(self) -> int:
@@ -157,6 +159,16 @@ class ProblemLoader:
 
     def next_batch(self) -> list[Problem]:
         """The next batch. Raises DataError after `max_epochs` epochs."""
+        return self.take(self._batch_size)
+
+    def take(self, count: int) -> list[Problem]:
+        """The next `count` problems, however many. Raises DataError after `max_epochs` epochs."""
+        while len(self._ahead) < count:
+            self._ahead += self._draw()
+        taken, self._ahead = self._ahead[:count], self._ahead[count:]
+        return taken
+
+    def _draw(self) -> list[Problem]:
         while self._max_epochs is None or self._epoch < self._max_epochs:
             if self._batches is None:
                 self._sampler.epoch = self._epoch
@@ -176,6 +188,7 @@ class ProblemLoader:
             "epoch": self._epoch,
             "num_problems": len(self._problems),
             "loader": None if self._batches is None else self._loader.state_dict(),
+            "ahead": [problem.query_id for problem in self._ahead],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,6 +201,8 @@ class ProblemLoader:
         self._epoch = int(state["epoch"])
         self._sampler.epoch = self._epoch
         self._batches = None
+        by_id = {problem.query_id: problem for problem in self._problems}
+        self._ahead = [by_id[query_id] for query_id in state.get("ahead", [])]
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
             self._batches = iter(self._loader)

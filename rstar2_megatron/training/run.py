@@ -138,9 +138,7 @@ class Run(BaseRun):
         )
         engine_figures = engines.result(timeout)
         actor_figures = actors.result(timeout)[0]
-        self.coordinator = RolloutCoordinator(
-            self.cluster.channel, self.rollout, self.reward, settings.runner.step_timeout_s
-        )
+        self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
         self._closing.append(self.coordinator.close)
         self.trainer = Trainer(settings, self.actor, self.rollout, self.coordinator)
         kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
@@ -209,6 +207,7 @@ class Run(BaseRun):
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
+        self.coordinator.restore(state.get("carried", []))
         MetricsFile(self.directory / "metrics.jsonl").truncate_after(step)
         self.trainer.sync_weights(version=step)
         self.trainer.check_weights()
@@ -239,7 +238,7 @@ class Run(BaseRun):
                 return self._stop_early(step - 1, held)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
-            result = self.trainer.step(step, self.loader.next_batch())
+            result = self.trainer.step(step, self.loader)
             row = {
                 "step": float(step),
                 **step_metrics(
@@ -281,6 +280,7 @@ class Run(BaseRun):
             "loader": self.loader.state_dict(),
             "python_random": random.getstate(),
             "table": self.table,
+            "carried": self.coordinator.carried,
         }
         timeout = self.settings.runner.step_timeout_s
         checkpoint.save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -13,10 +14,13 @@ from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.cluster.weights import WeightRoute
+from rstar2_megatron.rollout.phase import problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
-from rstar2_megatron.training.rollouts import RolloutCoordinator
+from rstar2_megatron.training.data import ProblemLoader
+from rstar2_megatron.training.rollouts import Refill, RolloutCoordinator
 from rstar2_megatron.training.samples import ShownGroup, choose_shown
 from rstar2_megatron.trajectory import Group, Problem, Trajectory
 
@@ -59,10 +63,15 @@ class Trainer:
         )
         self._gates_open = True  # the step-0 gates have not been passed yet
 
-    def step(self, step: int, problems: Sequence[Problem]) -> StepResult:
-        """Training step `step` (1, 2, ...) on `problems`."""
+    def step(self, step: int, loader: ProblemLoader) -> StepResult:
+        """Training step `step` (1, 2, ...) on the loader's next problems."""
         clock = _Clock()
-        phase = self.coordinator.run(problems, RolloutSpec.training(self.settings), f"step {step} rollout")
+        phase = self.coordinator.run(
+            loader.next_batch(),
+            RolloutSpec.training(self.settings),
+            f"step {step} rollout",
+            self._refill(loader),
+        )
         clock.lap("rollout")
         resampled = self.resample(step, phase.groups)
         sequences = self.build_batch(resampled)
@@ -73,7 +82,8 @@ class Trainer:
         clock.lap("training")
         actor_metrics.update(self.sync_weights(version=step))
         clock.lap("sync_weights")
-        return StepResult(step, phase.groups, resampled, actor_metrics, phase.stats, clock.laps(), shown)
+        stats = {**phase.stats, **trajectory_age(phase.groups, version=step - 1)}
+        return StepResult(step, phase.groups, resampled, actor_metrics, stats, clock.laps(), shown)
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[ResampleResult]:
         """Resample-on-correct of every group, under a seed that depends on the step only (exact on resume)."""
@@ -82,6 +92,27 @@ class Trainer:
         if not config.do_down_sampling:
             return [ResampleResult.keep_all(group.usable) for group in groups]
         return [resample_on_correct(group.usable, config.down_sampling_config, rng) for group in groups]
+
+    def _refill(self, loader: ProblemLoader) -> Refill | None:
+        """Asks for more problems as rejected groups thin the step's batch (algorithm.refill)."""
+        settings, target = self.settings.algorithm.refill, self.settings.data.rollout_batch_size
+        if not settings.enabled:
+            return None
+        left = math.ceil(settings.max_extra * target)
+        survivors = seen = 0
+
+        def refill(complete: Sequence[Group], num_open: int) -> Sequence[Problem]:
+            nonlocal left, survivors, seen
+            results = self.resample(
+                0, complete[seen:]
+            )  # only whether a group is rejected, which is not drawn
+            survivors += sum(not result.rejected for result in results)
+            seen = len(complete)
+            wanted = problems_to_refill(survivors, num_open, target, settings.min_share, left)
+            left -= wanted
+            return loader.take(wanted)
+
+        return refill
 
     def build_batch(self, resampled: Sequence[ResampleResult]) -> list[TrainSequence]:
         """Advantages over each kept group, and its trajectories in training form."""

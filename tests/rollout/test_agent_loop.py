@@ -22,8 +22,8 @@ from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.group_runner import run_groups
-from rstar2_megatron.rollout.kv_budget import make_budget
-from rstar2_megatron.rollout.tools import STANDARD_IO
+from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
+from rstar2_megatron.rollout.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 
@@ -45,9 +45,10 @@ class WrittenEngine:
     recovered: int = 0
     recover_error: Exception | None = None
     delay_s: float = 0.0
+    aborting: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
     ) -> GenerateResult:
         self.seen.append(list(input_ids))
         await asyncio.sleep(self.delay_s)
@@ -60,6 +61,9 @@ class WrittenEngine:
             reason = "length"
         return GenerateResult(ids, [-0.5] * len(ids), reason, [(0, len(ids), 3)], len(input_ids), 0)
 
+    async def abort_all(self) -> None:
+        self.aborting.set()
+
     async def recover(self) -> None:
         self.recovered += 1
         if self.recover_error is not None:
@@ -71,9 +75,19 @@ class WrittenJudge:
         self.results = list(results) or [JudgeResult(Outcome.OK, "4\n", "", 0, 0.01)]
         self.delay_s = delay_s
         self.codes: list[str] = []
+        self.sessions: list[str | None] = []
+        self.expected: list[str] = []
+        self.closed: list[str] = []
 
-    async def run(self, code: str, stdin: str = "") -> JudgeResult:
+    def expect_session(self, session: str) -> None:
+        self.expected.append(session)
+
+    async def close_session(self, session: str) -> None:
+        self.closed.append(session)
+
+    async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> JudgeResult:
         self.codes.append(code)
+        self.sessions.append(session)
         await asyncio.sleep(self.delay_s)
         result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
         if isinstance(result, Exception):
@@ -184,6 +198,41 @@ async def test_calls_past_the_limit_are_told(tokenizer) -> None:
     assert "1 further call" in tokenizer.decode(written(loop).seen[1])
 
 
+async def test_the_same_call_again_and_again_is_an_ending(tokenizer) -> None:
+    turns = [call("a"), call("b"), call("b"), call("b"), ANSWER]
+    trajectory, loop = await run(tokenizer, turns, max_assistant_turns=9, max_identical_calls=3)
+    assert trajectory.finish_reason is FinishReason.REPEATED_CALL and trajectory.usable
+    assert trajectory.num_turns == 4 and len(trajectory.tool_calls) == 3  # the third "b" is not run
+    assert loop.stats.endings == {"repeated_call": 1}
+    trajectory, _ = await run(tokenizer, turns, max_assistant_turns=9)  # off unless asked for
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+
+
+async def test_malformed_calls_in_a_row_are_an_ending(tokenizer) -> None:
+    bad = "<tool_call>{oops</tool_call>"
+    turns = [bad, call(), bad, bad, ANSWER]
+    trajectory, loop = await run(tokenizer, turns, max_assistant_turns=9, max_malformed_turns=2)
+    assert trajectory.finish_reason is FinishReason.MALFORMED_CALLS
+    assert trajectory.num_turns == 4 and loop.stats.endings == {"malformed_calls": 1}
+
+
+async def test_jupyter_calls_share_one_session_that_is_closed(tokenizer) -> None:
+    cell = f'x</reason><tool_call>{{"name": "{JUPYTER}", "arguments": {{"code": "x"}}}}</tool_call>'
+    judge = WrittenJudge()
+    trajectory, _ = await run(tokenizer, [cell, call(), cell, ANSWER], judge, tools=[JUPYTER, STANDARD_IO])
+    assert [c.outcome for c in trajectory.tool_calls] == [ToolOutcome.OK] * 3
+    first, plain, second = judge.sessions
+    assert first and first == second and plain is None
+    assert judge.closed == [first] and trajectory.session == ""
+
+
+async def test_a_lost_session_is_not_the_models_fault(tokenizer) -> None:
+    cell = f'x</reason><tool_call>{{"name": "{JUPYTER}", "arguments": {{"code": "x"}}}}</tool_call>'
+    judge = WrittenJudge(JudgeResult(Outcome.SESSION_LOST, "", "", None, 0.0))
+    trajectory, _ = await run(tokenizer, [cell, ANSWER], judge, tools=[JUPYTER])
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.num_tool_errors == 0
+
+
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
@@ -262,6 +311,66 @@ async def test_prompt_without_room(tokenizer) -> None:
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "seq_length" in trajectory.error
 
 
+# ------------------------------------------------------------------------------------------------- parking
+
+
+@dataclass
+class ParkableEngine(WrittenEngine):
+    """Cuts the turn under way in half when it is aborted, as SGLang does."""
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
+    ) -> GenerateResult:
+        whole = await super().generate(input_ids, sampling, timeout_s=timeout_s)
+        if self.aborting.is_set():
+            half = whole.token_ids[: len(whole.token_ids) // 2]
+            self.turns.insert(0, (self.tokenizer.decode(whole.token_ids[len(half) :]), "stop"))
+            return GenerateResult(half, [-0.5] * len(half), "abort", [(0, len(half), 3)], len(input_ids), 0)
+        return whole
+
+
+@pytest.mark.parametrize("parked_in", ["first turn", "tool call", "second turn"])
+async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, parked_in: str) -> None:
+    expected, _ = await run(tokenizer, [call(), ANSWER])
+    loop = make_loop(tokenizer, [call(), ANSWER])
+    engine = ParkableEngine(tokenizer, [call(), ANSWER], delay_s=0.1)
+    judge = WrittenJudge(delay_s=0.1)
+    loop.engine, loop.tools.judge = engine, judge
+    task = asyncio.create_task(loop.run(PROBLEM, 0))
+    await asyncio.sleep({"first turn": 0.05, "tool call": 0.15, "second turn": 0.25}[parked_in])
+    loop.parking = True
+    await engine.abort_all()
+    parked = await task
+    parked.check()
+    assert (
+        parked.finish_reason is None and not parked.usable and len(judge.codes) == (parked_in != "first turn")
+    )
+    assert loop.stats.parked == 1 and not loop.stats.endings
+
+    engine.aborting.clear()
+    later = make_loop(tokenizer, [ANSWER])
+    later.engine = engine
+    done = await later.run(PROBLEM, 0, resume=parked)
+    done.check()
+    assert done.finish_reason is FinishReason.ANSWERED and done.open_turn is None
+    assert done.response_ids == expected.response_ids and done.loss_mask == expected.loss_mask
+    assert done.assistant_texts == expected.assistant_texts and len(done.tool_calls) == 1
+    covered = [i for span in done.version_spans for i in range(span.start, span.end)]
+    assert covered == [i for i, kept in enumerate(done.loss_mask) if kept]
+
+
+async def test_a_cut_trajectory_is_counted_and_its_session_closed(tokenizer) -> None:
+    cell = f'x</reason><tool_call>{{"name": "{JUPYTER}", "arguments": {{"code": "x"}}}}</tool_call>'
+    judge = WrittenJudge(delay_s=0.05)
+    loop = make_loop(tokenizer, [cell, ANSWER], judge, tools=[JUPYTER])
+    task = asyncio.create_task(loop.run(PROBLEM, 0))
+    await asyncio.sleep(0.02)
+    loop.parking = loop.cutting = True
+    trajectory = await task
+    assert trajectory.finish_reason is FinishReason.CUT and not trajectory.usable
+    assert len(judge.closed) == 1 and loop.stats.endings == {"cut": 1}
+
+
 # ------------------------------------------------------------------------------------------------- groups
 
 
@@ -281,7 +390,7 @@ def giver(work: list[Problem]):
     return next_problem
 
 
-@pytest.mark.parametrize("policy", ["static", "kv_reserve", "kv_adaptive"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 async def test_groups_are_complete_and_ordered(tokenizer, policy: str) -> None:
     loop = make_loop(tokenizer, [ANSWER], max_new_tokens=300)
     written(loop).delay_s = 0.001
@@ -329,11 +438,9 @@ async def test_trajectories_that_never_fit_are_an_error(tokenizer) -> None:
             pass
 
 
-async def test_repeated_query_id_is_an_error(tokenizer) -> None:
+async def test_the_same_problem_twice_makes_two_groups(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
-    written(loop).delay_s = 0.05
-    with pytest.raises(ValueError, match="unique"):
-        async for _ in run_groups(
-            giver([PROBLEM, PROBLEM]), loop, make_budget("static", 9000, 9), group_size=2
-        ):
-            pass
+    written(loop).delay_s = 0.01
+    budget = make_budget("static", 9000, 9)
+    groups = [g async for g in run_groups(giver([PROBLEM, PROBLEM]), loop, budget, group_size=2)]
+    assert [len(g.trajectories) for g in groups] == [2, 2]

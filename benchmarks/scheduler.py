@@ -1,0 +1,263 @@
+"""`python -m benchmarks.scheduler`: the rollout policies side by side in a discrete-event simulator.
+
+The simulator drives the very objects that run in production (`WorkQueue`, `EngineScheduler`, the KV budgets) against
+a model of SGLang (`engine_model`), one JSON line per scenario and policy. Columns: makespan of the phase, share of
+the engines' time without any request, evicted tokens, tokens computed again, prefix hit rate, p50 and p99 seconds of
+a trajectory from its admission to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.engine_model import EngineModel, EngineSpeed, Request
+from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, synthetic
+from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
+from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
+from rstar2_megatron.rollout.work_queue import WorkQueue
+
+_REPORT_S = 1.0  # the engine's report, as in production
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Engines of one kind."""
+
+    engines: int
+    speed: EngineSpeed
+    kv_tokens: int
+    max_requests: int
+
+
+@dataclass
+class Result:
+    """Figures of one phase under one policy."""
+
+    makespan_s: float
+    idle_share: float
+    recompute_share: float
+    evictions: int
+    evicted_tokens: int
+    recomputed_tokens: int
+    prefix_hit_rate: float
+    p50_s: float
+    p99_s: float
+    tail_s: float  # from the end of the first engine that has nothing left to the end of the phase
+
+
+@dataclass(slots=True)
+class _Life:
+    trace: Trace
+    turn: int = 0
+    length: int = 0
+    admitted_at: float = 0.0
+
+
+class Simulator:
+    """One phase: every trace once, on `cluster` under `policy`."""
+
+    def __init__(self, traces: Sequence[Trace], cluster: Cluster, policy: str, slice_size: int) -> None:
+        self.cluster = cluster
+        self.policy = policy
+        self.traces = {(t.group, t.index): t for t in traces}
+        groups: dict[int, list[int]] = {}
+        for t in traces:
+            groups.setdefault(t.group, []).append(t.index)
+        self.queue = WorkQueue(policy, cluster.engines, slice_size)
+        self.queue.add([(group, sorted(indices)) for group, indices in groups.items()])
+        self.engines = [
+            _Engine(self, number, make_budget(policy, cluster.kv_tokens, cluster.max_requests))
+            for number in range(cluster.engines)
+        ]
+        self.seconds: list[float] = []
+
+    def run(self) -> Result:
+        order = itertools.count()
+        events = [(0.0, next(order), engine) for engine in self.engines]
+        while events:
+            now, _, engine = heapq.heappop(events)
+            wake = engine.step(now)
+            if wake is not None:
+                heapq.heappush(events, (wake, next(order), engine))
+        return self._result()
+
+    def _result(self) -> Result:
+        if len(self.seconds) != len(self.traces):
+            raise RuntimeError(
+                f"{len(self.traces) - len(self.seconds)} trajectories never ended under {self.policy}"
+            )
+        makespan = max(engine.ended_at for engine in self.engines)
+        total = makespan * len(self.engines)
+        counters = [engine.model.counters for engine in self.engines]
+        cached = sum(c.cached_tokens for c in counters)
+        seconds = np.array(self.seconds)
+        return Result(
+            makespan_s=round(makespan, 2),
+            idle_share=round(1 - sum(c.busy_s for c in counters) / total, 4),
+            recompute_share=round(sum(c.recompute_s for c in counters) / total, 4),
+            evictions=sum(c.evictions for c in counters),
+            evicted_tokens=sum(c.evicted_tokens for c in counters),
+            recomputed_tokens=sum(c.recomputed_tokens for c in counters),
+            prefix_hit_rate=round(cached / (cached + sum(c.prefill_tokens for c in counters)), 4),
+            p50_s=round(float(np.quantile(seconds, 0.5)), 2),
+            p99_s=round(float(np.quantile(seconds, 0.99)), 2),
+            tail_s=round(makespan - min(engine.ended_at for engine in self.engines), 2),
+        )
+
+
+class _Engine:
+    """What a rollout worker does, in simulated time."""
+
+    def __init__(self, simulator: Simulator, number: int, budget: object) -> None:
+        self.simulator = simulator
+        self.number = number
+        self.scheduler = EngineScheduler(budget)  # type: ignore[arg-type]
+        self.model = EngineModel(
+            simulator.cluster.speed, simulator.cluster.kv_tokens, simulator.cluster.max_requests
+        )
+        self.lives: dict[int, _Life] = {}
+        self.tools: list[tuple[float, int]] = []  # when a tool's answer arrives
+        self.next_report = _REPORT_S
+        self.evictions_seen = 0
+        self.ended_at = 0.0
+
+    def step(self, now: float) -> float | None:
+        """Do the next thing; returns when to be called again, None when there will be nothing."""
+        self.model.now = max(self.model.now, now)
+        now = self.model.now
+        while self.tools and self.tools[0][0] <= now:
+            self._submit(heapq.heappop(self.tools)[1])
+        if now >= self.next_report:
+            self._report(now)
+        self._pull(now)
+        until = min(self.next_report, self.tools[0][0] if self.tools else float("inf"))
+        if self.model.idle:
+            if self.tools:
+                return until
+            if not self.lives and not self.scheduler.num_waiting:
+                return now + _REPORT_S if self.simulator.queue.left else None
+        self.model.advance(until)
+        for request in self.model.finished:
+            self._turn_ended(request)
+        self.model.finished.clear()
+        return self.model.now
+
+    def _pull(self, now: float) -> None:
+        while True:
+            for admission in self.scheduler.admit():
+                key = admission.key
+                assert isinstance(key, int)
+                life = self.lives[key]
+                life.admitted_at = now
+                self._submit(key)
+            if not self.scheduler.wants_work():
+                return
+            taken = self.simulator.queue.take(self.number, now)
+            if taken is None:
+                return
+            group, indices = taken
+            admissions = []
+            for index in indices:
+                trace = self.simulator.traces[group, index]
+                key = group << 20 | index
+                self.lives[key] = _Life(trace, 0, trace.prompt_tokens)
+                longest = trace.prompt_tokens + trace.max_response_tokens
+                admissions.append(Admission(key, group, trace.prompt_tokens, longest, trace.prompt_tokens))
+            self.scheduler.add(admissions)
+
+    def _submit(self, key: int) -> None:
+        life = self.lives[key]
+        trace = life.trace
+        left = trace.prompt_tokens + trace.max_response_tokens - life.length
+        generate = trace.turns[life.turn].generated_tokens
+        self.model.submit(Request(key, trace.group, trace.prompt_tokens, life.length, generate, left))
+
+    def _turn_ended(self, request: Request) -> None:
+        key, now = request.key, self.model.now
+        life = self.lives[key]
+        turn = life.trace.turns[life.turn]
+        life.length += turn.generated_tokens
+        life.turn += 1
+        if life.turn < len(life.trace.turns):
+            life.length += turn.tool_tokens
+            self.scheduler.budget.settle(key, life.length)
+            heapq.heappush(self.tools, (now + turn.tool_seconds, key))
+            return
+        self.scheduler.budget.settle(key, life.length)
+        self.scheduler.budget.release(key)
+        self.simulator.queue.ended(self.number, life.trace.group, life.trace.index, now)
+        self.model.forget(key)
+        self.simulator.seconds.append(now - life.admitted_at)
+        self.ended_at = now
+        del self.lives[key]
+
+    def _report(self, now: float) -> None:
+        evictions = self.model.counters.evictions
+        self.scheduler.budget.observe(evictions - self.evictions_seen, dict(self.model.lengths()))
+        self.evictions_seen = evictions
+        self.next_report = now + _REPORT_S
+
+
+def gpu_cluster(name: str, max_requests: int) -> Cluster:
+    """8 x 80 GB as four engines at TP 2; KV arithmetic: (80e9 * fraction * TP - weights) / KV bytes a token."""
+    parameters, kv_bytes = {"7b": (7.62e9, 56 * 1024), "14b": (14.77e9, 160 * 1024)}[name]
+    kv_tokens = int((80e9 * 0.5 * 2 - 2 * parameters) / kv_bytes)
+    return Cluster(4, EngineSpeed.of_gpu(parameters, kv_bytes, 2), kv_tokens, max_requests)
+
+
+SCENARIOS = {
+    "7b-128x32-8k": ("7b", STAGE_8K),
+    "14b-128x32-8k": ("14b", STAGE_8K),
+    "7b-512x32-12k": ("7b", STAGE_12K),
+    "14b-512x32-12k": ("14b", STAGE_12K),
+}
+
+
+def compare(name: str, traces: Sequence[Trace], cluster: Cluster, slice_size: int) -> None:
+    """Print every policy's figures, and each one's against `static`."""
+    static: Result | None = None
+    for policy in POLICIES:
+        result = Simulator(traces, cluster, policy, slice_size).run()
+        static = static or result
+        row = {
+            "scenario": name,
+            "policy": policy,
+            **vars(result),
+            "efficiency_vs_static": round(static.makespan_s / result.makespan_s - 1, 3),
+            "idle_vs_static": round(result.idle_share / static.idle_share - 1, 3)
+            if static.idle_share
+            else None,
+        }
+        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], help="all of them by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slice-size", type=int, default=8)
+    parser.add_argument("--max-requests", type=int, default=2048, help="SGLang's default is 2048 or more")
+    parser.add_argument(
+        "--trace", type=Path, help="rollouts.jsonl of a real run instead of synthetic trajectories"
+    )
+    options = parser.parse_args()
+    for name in options.scenarios or SCENARIOS:
+        model, shape = SCENARIOS[name]
+        compare(
+            name, synthetic(shape, options.seed), gpu_cluster(model, options.max_requests), options.slice_size
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Sends what ends as it ends, several items to a message when sending is slower than ending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+
+class Outbox:
+    """`send` is awaited with a list of items, one call at a time; a channel takes about 100 messages a second."""
+
+    def __init__(self, send: Callable[[list[Any]], Awaitable[Any]]) -> None:
+        self.sent = 0
+        self._send = send
+        self._items: list[Any] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    def add(self, item: Any) -> None:
+        self._items.append(item)
+        if self._sending is None or self._sending.done():
+            if self._sending is not None:
+                self._sending.result()  # raises what the last one raised
+            self._sending = asyncio.create_task(self._run())
+
+    async def flush(self) -> None:
+        """Until everything has been sent. Raises what sending raised."""
+        if self._sending is not None:
+            await self._sending
+
+    async def close(self) -> None:
+        """Give up what has not been sent."""
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.wait([self._sending])
+
+    async def _run(self) -> None:
+        while self._items:
+            items, self._items = self._items, []
+            await self._send(items)
+            self.sent += len(items)

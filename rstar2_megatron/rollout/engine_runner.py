@@ -1,0 +1,168 @@
+"""Keeps one engine busy: takes slices when its scheduler has room, runs their trajectories, parks them on request.
+
+Nothing here can hang: every trajectory has its own deadline, and asking for work runs beside the rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, EngineReport
+from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
+from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.trajectory import Trajectory
+
+NextWork = Callable[[int], Awaitable[list[Slice] | None]]
+OnTrajectory = Callable[[Slice, Trajectory], Awaitable[None]]
+
+_Key = tuple[int, int]  # group, rollout index
+
+
+@dataclass(slots=True)
+class _Waiting:
+    work: Slice
+    since: float
+
+
+class EngineRunner:
+    """One phase of one engine: `run` until `next_work` gives None and everything taken has ended.
+
+    `next_work` is told about how many trajectories would fit and gives slices. `on_trajectory` is awaited as each
+    trajectory ends or is parked, for scoring beside generation. What either raises ends the run; so does a
+    trajectory that can never fit the engine (ValueError).
+    """
+
+    def __init__(
+        self,
+        loop: AgentLoop,
+        scheduler: EngineScheduler,
+        next_work: NextWork,
+        on_trajectory: OnTrajectory,
+    ) -> None:
+        self.loop = loop
+        self.scheduler = scheduler
+        self._next_work = next_work
+        self._on_trajectory = on_trajectory
+        self._waiting: dict[_Key, _Waiting] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._lengths: dict[_Key, int] = {}  # of running trajectories, as last heard
+        self._pull: asyncio.Future[list[Slice] | None] | None = None
+        self._no_more = False
+        self._wake = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._evictions_seen = loop.stats.retractions
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self._start_what_fits()
+                self._ask_for_work()
+                if not self._running and self._pull is None:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+                if self._failure is not None:
+                    raise self._failure
+        finally:
+            await self._cancel()
+
+    async def park(self, *, cut: bool) -> None:
+        """End the phase now: running trajectories come to `on_trajectory` as far as they are, within a tool call.
+
+        With `cut` they are over (FinishReason.CUT); otherwise `run` of a later phase goes on with them. What had not
+        started is forgotten.
+        """
+        self._no_more = True
+        self.loop.parking, self.loop.cutting = True, cut
+        self.scheduler.withdraw()
+        self._waiting.clear()
+        with contextlib.suppress(EngineLost, EngineError):  # then nothing runs there
+            await self.loop.engine.abort_all()
+
+    def observe(self, report: EngineReport) -> None:
+        """The engine's report: current lengths and evictions go to the scheduler, the load to the statistics."""
+        stats = self.loop.stats
+        stats.observe(report)
+        self.scheduler.budget.observe(stats.retractions - self._evictions_seen, self._lengths)
+        self._evictions_seen = stats.retractions
+        self._wake.set()  # there may be room now
+
+    # ------------------------------------------------------------------------------------------- work
+
+    def _ask_for_work(self) -> None:
+        if self._pull is None and not self._no_more and self.scheduler.wants_work():
+            self._pull = asyncio.ensure_future(self._next_work(self.scheduler.budget.room()))
+            self._pull.add_done_callback(self._pulled)
+
+    def _pulled(self, pull: asyncio.Future[list[Slice] | None]) -> None:
+        self._pull = None
+        self._wake.set()
+        if pull.cancelled():
+            return
+        if (error := pull.exception()) is not None:
+            self._failure = error
+        elif (work := pull.result()) is None:
+            self._no_more = True
+        elif not self.loop.parking:
+            for one in work:
+                self._enqueue(one)
+
+    def _enqueue(self, work: Slice) -> None:
+        prompt_tokens = len(self.loop.template.prompt_ids(work.problem))
+        max_tokens = prompt_tokens + max(1, self.loop.response_budget(prompt_tokens))
+        admissions = []
+        for index in work.indices:
+            parked = work.parked.get(index)
+            length = max(parked.length, prompt_tokens) if parked else prompt_tokens
+            key = (work.group, index)
+            self._waiting[key] = _Waiting(work, time.monotonic())
+            admissions.append(Admission(key, work.group, prompt_tokens, max_tokens, length))
+        self.scheduler.add(admissions)
+
+    def _start_what_fits(self) -> None:
+        for admission in self.scheduler.admit():
+            key = admission.key
+            assert isinstance(key, tuple)
+            waiting = self._waiting.pop(key)
+            self.loop.stats.admission_seconds += time.monotonic() - waiting.since
+            task = asyncio.create_task(self._run_one(key, waiting.work))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+
+    async def _run_one(self, key: _Key, work: Slice) -> None:
+        def progress(length: int) -> None:
+            self._lengths[key] = length
+
+        finished = False
+        try:
+            trajectory = await self.loop.run(
+                work.problem, key[1], on_progress=progress, resume=work.parked.get(key[1])
+            )
+            finished = trajectory.usable
+            self.scheduler.budget.settle(key, trajectory.length)
+        finally:
+            self._lengths.pop(key, None)
+            self.scheduler.budget.release(key, finished=finished)
+            self._wake.set()
+        await self._on_trajectory(work, trajectory)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._wake.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+
+    async def _cancel(self) -> None:
+        futures: list[asyncio.Future[None] | asyncio.Future[list[Slice] | None]] = [*self._running]
+        if self._pull is not None:
+            futures.append(self._pull)
+        for future in futures:
+            future.cancel()
+        if futures:
+            await asyncio.wait(futures)
+        self.scheduler.withdraw()

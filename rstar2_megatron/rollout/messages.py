@@ -1,0 +1,27 @@
+"""What rollout workers, reward workers and the driver tell each other over the rollout channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rstar2_megatron.trajectory import Problem, Trajectory
+
+
+@dataclass(slots=True, frozen=True)
+class WorkRequest:
+    """An engine has room. The answer, slices or None for the end of the phase, comes under `work_key`."""
+
+    engine: int
+    phase: int  # one of an earlier phase is void
+    room: int  # trajectories that would fit, about
+
+
+@dataclass(slots=True)
+class Ended:
+    """A trajectory that ended or was parked; graded on its way to the driver."""
+
+    engine: int
+    phase: int
+    group: int
+    problem: Problem
+    trajectory: Trajectory

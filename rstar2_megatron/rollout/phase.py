@@ -1,0 +1,140 @@
+"""One rollout phase as the driver sees it: groups and what of them has ended, when the phase is over, what is missing.
+
+Pure: engines ask through `take`, results come in through `ended`, time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rstar2_megatron.rollout.work_queue import Slice, WorkQueue
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
+
+Tail = Literal["wait", "cut", "carry"]
+# of a group's graded trajectories and how many are to come: would cutting them change little enough?
+MayCut = Callable[[Sequence[Trajectory], int], bool]
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group on its way; trajectories by rollout index."""
+
+    problem: Problem
+    size: int
+    ended: dict[int, Trajectory] = field(default_factory=dict)
+    parked: dict[int, Trajectory] = field(default_factory=dict)
+    carried: int = 0  # phases that ended without it
+
+    @property
+    def missing(self) -> list[int]:
+        return [index for index in range(self.size) if index not in self.ended]
+
+    def close(self) -> Group:
+        """What has ended, in rollout order; what has not is cut."""
+        for index in self.missing:
+            cut = Trajectory(self.problem.query_id, index, [], finish_reason=FinishReason.CUT)
+            self.ended[index] = cut
+        return Group(self.problem, [self.ended[index] for index in sorted(self.ended)])
+
+
+class Phase:
+    """Groups of `group_size` rollouts each. `tail` says when it is over (`rollout.tail` of the YAML)."""
+
+    def __init__(
+        self,
+        queue: WorkQueue,
+        group_size: int,
+        *,
+        tail: Tail = "wait",
+        may_cut: MayCut = lambda ended, missing: False,
+        carry_share: float = 0.1,
+        max_carry_age: int = 1,
+    ) -> None:
+        self.queue = queue
+        self.group_size = group_size
+        self.tail = tail
+        self._may_cut = may_cut
+        self._carry_share = carry_share
+        self._max_carry_age = max_carry_age
+        self._open: dict[int, OpenGroup] = {}
+        self._closed: dict[int, Group] = {}
+        self.reported = 0  # trajectories that came back, parked ones included
+
+    def add(self, groups: Sequence[OpenGroup]) -> None:
+        """Groups to roll out, those of an earlier phase with what they have."""
+        first = len(self._open) + len(self._closed)
+        numbers = range(first, first + len(groups))
+        self._open |= dict(zip(numbers, groups, strict=True))
+        self.queue.add([(number, group.missing) for number, group in zip(numbers, groups, strict=True)])
+
+    def add_problems(self, problems: Sequence[Problem]) -> None:
+        self.add([OpenGroup(problem, self.group_size) for problem in problems])
+
+    def take(self, engine: int, room: int, now: float) -> list[Slice]:
+        """Work for `engine`: one slice, or more where it has room for them and others keep their share."""
+        slices: list[Slice] = []
+        wanted = min(room, self.queue.left // (2 * self.queue.num_engines))
+        while (taken := self.queue.take(engine, now)) is not None:
+            number, indices = taken
+            group = self._open[number]
+            parked = {index: group.parked.pop(index) for index in indices if index in group.parked}
+            slices.append(Slice(number, group.problem, indices, parked))
+            wanted -= len(indices)
+            if wanted <= 0 and self.queue.policy != "static":
+                break
+        return slices
+
+    def ended(self, engine: int, number: int, trajectory: Trajectory, now: float) -> Group | None:
+        """A trajectory came back; returns its group when that is complete."""
+        self.reported += 1
+        group = self._open[number]
+        self.queue.ended(engine, number, trajectory.rollout_index, now)
+        if trajectory.finish_reason is None:
+            group.parked[trajectory.rollout_index] = trajectory
+            return None
+        group.ended[trajectory.rollout_index] = trajectory
+        if group.missing:
+            return None
+        self._closed[number] = self._open.pop(number).close()
+        return self._closed[number]
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of this phase has to be waited for any more."""
+        if not self._open:
+            return True
+        if self.tail == "cut":
+            return all(
+                self._may_cut([t for t in group.ended.values() if t.usable], len(group.missing))
+                for group in self._open.values()
+            )
+        if self.tail == "carry":
+            few = len(self._open) <= self._carry_share * (len(self._open) + len(self._closed))
+            return few and all(group.carried < self._max_carry_age for group in self._open.values())
+        return False
+
+    def finish(self) -> tuple[list[Group], list[OpenGroup]]:
+        """(groups of this phase in their order, groups that the next one goes on with)."""
+        carried: list[OpenGroup] = []
+        if self.tail == "carry":
+            carried = list(self._open.values())
+            for group in carried:
+                group.carried += 1
+        else:
+            self._closed |= {number: group.close() for number, group in self._open.items()}
+        return [self._closed[number] for number in sorted(self._closed)], carried
+
+
+def problems_to_refill(survivors: int, open_groups: int, target: int, min_share: float, left: int) -> int:
+    """How many more problems a step needs so that `min_share` of `target` groups can survive rejection.
+
+    `survivors` have survived, `open_groups` still may; at most `left` more are allowed.
+    """
+    return max(0, min(left, math.ceil(min_share * target) - survivors - open_groups))

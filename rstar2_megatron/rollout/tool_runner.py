@@ -1,0 +1,111 @@
+"""Runs a turn's tool calls on the judge; every outcome is typed, and what is not the model's fault is said so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+from rstar2_megatron.rollout.stats import RolloutStats
+from rstar2_megatron.rollout.tool_call import ParsedCall
+from rstar2_megatron.rollout.tool_response import ToolRun, format_refusal, format_tool_response, truncate
+from rstar2_megatron.rollout.tools import JUPYTER
+from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.trajectory import ToolCall, ToolOutcome, Trajectory
+
+# A judge's own words for what became of a call. Running out of memory or output, or being killed for it, is the
+# program's doing; anything not named here is the judge's.
+_OUTCOMES = {
+    "ok": ToolOutcome.OK,
+    "error": ToolOutcome.ERROR,
+    "memory": ToolOutcome.ERROR,
+    "output_limit": ToolOutcome.ERROR,
+    "killed": ToolOutcome.ERROR,
+    "invalid_input": ToolOutcome.ERROR,
+    "timeout": ToolOutcome.TIMEOUT,
+}
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Judge(Protocol):
+    """What is needed of the Code Judge's client: retries inside, raises when the judge stays away."""
+
+    async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> ToolRun: ...
+
+    def expect_session(self, session: str) -> None: ...
+
+    async def close_session(self, session: str) -> None: ...
+
+
+class ToolRunner:
+    """The tools of one agent loop. `stats` may be replaced at any time."""
+
+    def __init__(self, judge: Judge, settings: AgentLoopSettings) -> None:
+        self.judge = judge
+        self.settings = settings
+
+    async def run(
+        self,
+        trajectory: Trajectory,
+        calls: list[ParsedCall],
+        seconds_left: Callable[[], float],
+        stats: RolloutStats,
+    ) -> tuple[list[ToolCall], list[str]]:
+        """Run the turn's first calls together: what became of them, and the responses as the model reads them.
+
+        `seconds_left` gives the trajectory's deadline and may raise. Never raises for the judge's failures: they
+        come back as outcome INFRASTRUCTURE.
+        """
+        limit = self.settings.max_parallel_calls
+        begun = time.monotonic()
+        try:
+            done = await asyncio.gather(
+                *(self._run_one(trajectory, c, seconds_left()) for c in calls[:limit])
+            )
+        finally:
+            stats.tool_seconds += time.monotonic() - begun
+        responses = [call.response_text for call in done]
+        if len(calls) > limit:
+            skipped = len(calls) - limit
+            responses.append(
+                format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn.")
+            )
+        return done, responses
+
+    async def close(self, trajectory: Trajectory) -> None:
+        """End the trajectory's interpreter, if it has one."""
+        if trajectory.session:
+            with contextlib.suppress(TimeoutError):  # it also ends by its time to live
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await self.judge.close_session(trajectory.session)
+            trajectory.session = ""
+
+    async def _run_one(self, trajectory: Trajectory, call: ParsedCall, limit_s: float) -> ToolCall:
+        if not call.valid:
+            text = self._shown(format_refusal(call.message))
+            return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, text)
+        session = None
+        if call.name == JUPYTER:
+            trajectory.session = trajectory.session or uuid.uuid4().hex  # whoever knows the name may use it
+            session = trajectory.session
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                run = await self.judge.run(
+                    call.arguments["code"], call.arguments.get("input", ""), session=session
+                )
+        except Exception as error:  # JudgeUnavailable, or the deadline
+            outcome, text = ToolOutcome.INFRASTRUCTURE, f"{type(error).__name__}: {error}"
+        else:
+            outcome = _OUTCOMES.get(str(run.outcome), ToolOutcome.INFRASTRUCTURE)
+            text = self._shown(format_tool_response(run))
+        return ToolCall(call.name, call.arguments, outcome, text, time.monotonic() - begun)
+
+    def _shown(self, text: str) -> str:
+        return truncate(
+            text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side
+        )

@@ -1,0 +1,109 @@
+"""The phase's common queue: which rollouts of which group an engine gets when it asks. Pure; time is an argument.
+
+A group is handed out in slices, so that its rollouts share the prompt in an engine's prefix cache and still spread
+over engines. `kv_adaptive` gives out a first slice of every group and then the groups whose trajectories take
+longest: a long one started late is the tail that everybody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rstar2_megatron.rollout.length_estimate import GroupLengths
+from rstar2_megatron.trajectory import Problem, Trajectory
+
+
+@dataclass(slots=True)
+class Slice:
+    """Some rollouts of one group for one engine; `parked` are those that go on from an earlier step, by index."""
+
+    group: int
+    problem: Problem
+    indices: list[int]
+    parked: dict[int, Trajectory] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A group with rollouts to hand out."""
+
+    group: int
+    indices: list[int]
+    started: bool = False
+    running: dict[int, float] = field(default_factory=dict)  # rollout index: when it was handed out
+
+
+class WorkQueue:
+    """Slices of groups for `num_engines` engines under the policy `rollout.scheduler`."""
+
+    def __init__(self, policy: str, num_engines: int, slice_size: int) -> None:
+        self.policy = policy
+        self.num_engines = num_engines
+        self.slice_size = 1 if policy == "least_requests" else slice_size
+        self._groups: dict[int, _Pending] = {}
+        self._pending: list[int] = []  # groups with something left, in the order of arrival
+        self._owner: dict[int, int] = {}  # static: the group's engine
+        self._left = 0
+        self._lengths = GroupLengths()
+        self._held = [0] * num_engines  # rollouts that each engine has
+
+    @property
+    def left(self) -> int:
+        """Rollouts that nobody has taken."""
+        return self._left
+
+    def add(self, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """More groups, as (group, rollout indices)."""
+        for position, (group, indices) in enumerate(groups):
+            self._groups[group] = _Pending(group, list(indices))
+            self._pending.append(group)
+            self._left += len(indices)
+            self._owner[group] = position * self.num_engines // len(groups)
+
+    def take(self, engine: int, now: float) -> tuple[int, list[int]] | None:
+        """The next slice for `engine`: a group and rollout indices. None when there is nothing for it now.
+
+        `static` gives an engine its share and no more; `least_requests` only serves the one with the fewest.
+        """
+        candidates = self._pending
+        if self.policy == "least_requests" and self._held[engine] > min(self._held):
+            return None
+        if self.policy == "static":
+            candidates = [group for group in candidates if self._owner[group] == engine]
+        if not candidates:
+            return None
+        chosen = self._groups[self._choose(candidates, now)]
+        size = len(chosen.indices) if self.policy == "static" else self._slice()
+        taken, chosen.indices = chosen.indices[:size], chosen.indices[size:]
+        chosen.started = True
+        chosen.running |= dict.fromkeys(taken, now)
+        self._left -= len(taken)
+        self._held[engine] += len(taken)
+        if not chosen.indices:
+            self._pending.remove(chosen.group)
+        return chosen.group, taken
+
+    def ended(self, engine: int, group: int, index: int, now: float) -> None:
+        """A rollout of `engine` ended, well or not."""
+        self._held[engine] -= 1
+        begun = self._groups[group].running.pop(index, None)
+        if begun is not None:
+            self._lengths.add(group, now - begun)
+
+    def _choose(self, candidates: list[int], now: float) -> int:
+        if self.policy != "kv_adaptive":
+            return candidates[0]
+        for group in candidates:
+            if not self._groups[group].started:
+                return group
+        return max(candidates, key=lambda group: self._expected(self._groups[group], now))
+
+    def _expected(self, pending: _Pending, now: float) -> float:
+        return self._lengths.expected(
+            pending.group, len(pending.running) * now - sum(pending.running.values())
+        )
+
+    def _slice(self) -> int:
+        """Smaller towards the end, so that the last slices even out the engines."""
+        return max(1, min(self.slice_size, self._left // (2 * self.num_engines)))

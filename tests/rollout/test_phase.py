@@ -1,0 +1,203 @@
+"""The common queue and the phase: every rollout handed out once, slices, order, tails, refill."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rstar2_megatron.algorithm.early_stop import cut_rule
+from rstar2_megatron.rollout.kv_budget import POLICIES
+from rstar2_megatron.rollout.phase import OpenGroup, Phase, Tail, problems_to_refill
+from rstar2_megatron.rollout.work_queue import Slice, WorkQueue
+from rstar2_megatron.settings.schema import DownSamplingConfig, DownSamplingSettings
+from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
+
+
+def problem(number: int) -> Problem:
+    return Problem(f"q{number}", [{"role": "user", "content": "?"}], ["1"])
+
+
+def ended(index: int, reward: float = 1.0, reason: FinishReason | None = FinishReason.ANSWERED) -> Trajectory:
+    return Trajectory("q", index, [1], finish_reason=reason, reward=reward)
+
+
+def make_phase(groups: int, size: int, *, policy: str = "kv_adaptive", engines: int = 2, **tail) -> Phase:
+    phase = Phase(WorkQueue(policy, engines, slice_size=4), size, **tail)
+    phase.add_problems([problem(i) for i in range(groups)])
+    return phase
+
+
+def take_all(phase: Phase, engines: int = 2, room: int = 1) -> list[tuple[int, Slice]]:
+    taken: list[tuple[int, Slice]] = []
+    while phase.queue.left:
+        for engine in range(engines):
+            taken += [(engine, one) for one in phase.take(engine, room, 0.0)]
+    return taken
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.integers(1, 12),
+    size=st.integers(1, 17),
+    engines=st.integers(1, 4),
+    policy=st.sampled_from(sorted(POLICIES)),
+    room=st.integers(1, 20),
+    seed=st.integers(0, 100),
+)
+def test_every_rollout_is_handed_out_once_and_every_group_completes(
+    groups: int, size: int, engines: int, policy: str, room: int, seed: int
+) -> None:
+    """Engines ask and finish in any order; nothing is lost, given twice, or left over."""
+    rng = random.Random(seed)
+    phase = make_phase(groups, size, policy=policy, engines=engines)
+    running: list[tuple[int, int, int]] = []
+    seen: set[tuple[int, int]] = set()
+    complete = []
+    now = 0.0
+    while not phase.over:
+        now += 1
+        engine = rng.randrange(engines)
+        for one in phase.take(engine, room, now):
+            for index in one.indices:
+                assert (one.group, index) not in seen
+                seen.add((one.group, index))
+                running.append((engine, one.group, index))
+        if running and rng.random() < 0.7:
+            engine, group, index = running.pop(rng.randrange(len(running)))
+            done = phase.ended(engine, group, ended(index), now)
+            complete += [done] if done else []
+    assert len(seen) == groups * size and len(complete) == groups
+    closed, carried = phase.finish()
+    assert [[t.rollout_index for t in g.trajectories] for g in closed] == [list(range(size))] * groups
+    assert [g.problem.query_id for g in closed] == [f"q{i}" for i in range(groups)] and not carried
+
+
+def test_static_gives_each_engine_its_share_at_once() -> None:
+    phase = make_phase(4, 8, policy="static")
+    first = phase.take(0, 1, 0.0)
+    assert [one.group for one in first] == [0, 1] and all(len(one.indices) == 8 for one in first)
+    assert phase.take(0, 1, 0.0) == []  # the rest is the other engine's, however long that takes
+
+
+def test_least_requests_serves_the_engine_with_the_fewest() -> None:
+    phase = make_phase(1, 8, policy="least_requests")
+    assert [one.indices for one in phase.take(0, 1, 0.0)] == [[0]]
+    assert phase.take(0, 1, 0.0) == []
+    assert [one.indices for one in phase.take(1, 1, 0.0)] == [[1]]
+    assert [one.indices for one in phase.take(0, 1, 0.0)] == [[2]]
+
+
+def test_adaptive_probes_every_group_then_takes_the_longest_first() -> None:
+    phase = make_phase(3, 16)
+    for _ in range(3):
+        phase.take(0, 1, 0.0)
+    for group, seconds in ((0, 5.0), (1, 50.0), (2, 20.0)):
+        for index in range(4):
+            phase.ended(0, group, ended(index), seconds)
+    order = [one.group for _, one in take_all(phase)]
+    assert order[0] == 1 and order.index(2) < order.index(0)
+
+
+def test_slices_shrink_towards_the_end() -> None:
+    sizes = [len(one.indices) for _, one in take_all(make_phase(2, 16))]
+    assert sizes[0] == 4 and sizes[-1] == 1 and sum(sizes) == 32
+
+
+def test_an_engine_with_much_room_takes_several_slices() -> None:
+    phase = make_phase(8, 8)
+    assert sum(len(one.indices) for one in phase.take(0, 100, 0.0)) == 16  # a quarter: half of its half
+
+
+# ------------------------------------------------------------------------------------------------- tails
+
+
+def downsampling(**changes) -> DownSamplingSettings:
+    config = {"down_sample_to_n": 4, "min_zero_reward_trace_num": 1, "min_non_zero_reward_trace_num": 1}
+    return DownSamplingSettings(down_sampling_config=DownSamplingConfig(**{**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("positives", "negatives", "missing", "share", "expected"),
+    [
+        (3, 4, 1, 0.0, True),  # (2, 2) is kept of 7, and of 8 whatever the eighth gets
+        (6, 1, 1, 0.0, True),  # (3, 1): the minimum counts bind
+        (7, 0, 1, 1.0, False),  # one kind only: the last may save the group
+        (2, 1, 5, 1.0, False),  # fewer than are kept
+        (3, 2, 3, 0.0, False),  # the missing ones would change the halves
+        (3, 2, 3, 0.25, True),  # by one of four, which the share allows
+    ],
+)
+@pytest.mark.parametrize("mode", ["paper", "released"])
+def test_cut_rule(
+    positives: int, negatives: int, missing: int, share: float, expected: bool, mode: str
+) -> None:
+    trajectories = [ended(i, reward=float(i < positives)) for i in range(positives + negatives)]
+    rule = cut_rule(downsampling(mode=mode), share)
+    assert rule(trajectories, missing) is expected
+
+
+def test_without_down_sampling_nothing_is_cut() -> None:
+    config = downsampling().model_copy(update={"do_down_sampling": False})
+    assert not cut_rule(config, 1.0)([ended(0, 1.0), *(ended(i, 0.0) for i in range(1, 8))], 1)
+
+
+def end_all_but(phase: Phase, left: set[tuple[int, int]]) -> None:
+    for engine, one in take_all(phase):
+        for index in one.indices:
+            if (one.group, index) not in left:
+                phase.ended(engine, one.group, ended(index, reward=float(index % 2)), 1.0)
+
+
+def test_wait_waits_for_the_last() -> None:
+    phase = make_phase(2, 8)
+    end_all_but(phase, {(1, 7)})
+    assert not phase.over
+
+
+def test_cut_closes_the_group_and_marks_what_it_cut() -> None:
+    phase = make_phase(2, 8, tail="cut", may_cut=cut_rule(downsampling(), 0.25))
+    end_all_but(phase, {(1, 7)})
+    assert phase.over
+    groups, carried = phase.finish()
+    assert not carried and [len(g.usable) for g in groups] == [8, 7]
+    assert groups[1].trajectories[7].finish_reason is FinishReason.CUT
+
+
+def test_carry_goes_on_in_the_next_phase_and_is_waited_for_at_its_age() -> None:
+    tail: Tail = "carry"
+    phase = make_phase(4, 8, tail=tail, carry_share=0.25)
+    end_all_but(phase, {(3, 6), (3, 7), (2, 0)})
+    assert not phase.over  # two of four groups are unfinished
+    phase.ended(0, 2, ended(0), 1.0)
+    assert phase.over
+    half = Trajectory("q3", 6, [1], response_ids=[5, 6], open_turn=0)
+    phase.ended(0, 3, half, 2.0)  # parked; of number 7 nothing came back
+    groups, carried = phase.finish()
+    assert [g.problem.query_id for g in groups] == ["q0", "q1", "q2"]
+
+    later = Phase(WorkQueue("kv_adaptive", 2, 4), 8, tail=tail, carry_share=0.5, max_carry_age=1)
+    later.add([*carried, OpenGroup(problem(9), 8)])
+    given_out = take_all(later)
+    resumed = [one for _, one in given_out if one.group == 0]
+    assert sorted(index for one in resumed for index in one.indices) == [6, 7]
+    assert {index: t for one in resumed for index, t in one.parked.items()} == {6: half}
+    for index in range(8):
+        later.ended(0, 1, ended(index), 3.0)
+    assert not later.over  # one of two is few enough, but it was carried once already
+    later.ended(0, 0, ended(6), 4.0)
+    done = later.ended(0, 0, ended(7), 4.0)
+    assert later.over and done is not None and len(done.usable) == 8
+
+
+# ------------------------------------------------------------------------------------------------ refill
+
+
+@pytest.mark.parametrize(
+    ("survivors", "open_groups", "left", "expected"),
+    [(0, 8, 8, 0), (3, 5, 8, 0), (0, 2, 8, 2), (1, 0, 8, 3), (1, 0, 2, 2), (1, 0, 0, 0)],
+)
+def test_refill_asks_for_what_is_missing(survivors: int, open_groups: int, left: int, expected: int) -> None:
+    assert problems_to_refill(survivors, open_groups, target=8, min_share=0.5, left=left) == expected
