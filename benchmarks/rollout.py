@@ -1,27 +1,37 @@
-"""`python -m benchmarks.rollout --model DIR`: generated tokens/s of the bare engine and of the agent loop over it.
+"""`python -m benchmarks.rollout --model DIR`: rollout policies live on two engines, and the agent loop's own cost.
 
-The same prompts, lengths and concurrency go through `EngineClient.generate` and through `run_groups`; tools are not
-called, so the ratio is the loop's own cost. CPU microseconds per token are the figure to compare where a machine is
-shared.
+1. `overhead`: generated tokens/s of the bare engine and of the agent loop over it, same requests, no tools. CPU
+   microseconds per token of this process are the loop's cost where a machine is shared.
+2. `live` and `simulated`, one line per policy: synthetic traces replayed on two real engines with real tool calls
+   (`live_replay`), and the same traces in the simulator with an engine model fitted to one of these engines.
+
+Each line is a JSON object; `load` is the machine's load average.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import time
-from collections.abc import Awaitable
+from typing import Any
 
 import psutil
 from transformers import AutoTokenizer
 
+from benchmarks.engine_fit import fit_speed
+from benchmarks.live_replay import replay
+from benchmarks.scheduler import Cluster, Simulator
+from benchmarks.traces import Shape, synthetic
+from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine import EngineClient
 from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
-from rstar2_megatron.rollout.tool_response import ToolRun
+from rstar2_megatron.rollout.tools import STANDARD_IO
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
     RolloutModelSettings,
@@ -30,53 +40,32 @@ from rstar2_megatron.settings.schema import (
 )
 from rstar2_megatron.trajectory import Problem
 
-
-class NoJudge:
-    """A random model's calls are never valid, so none arrives here."""
-
-    async def run(self, code: str, stdin: str = "") -> ToolRun:
-        raise RuntimeError("the benchmark calls no tools")
-
-
-async def measure(name: str, work: Awaitable[int]) -> float:
-    """Await `work`, which returns its generated tokens; print and return tokens/s."""
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    before = sum(sum(p.cpu_times()[:2]) for p in family)
-    start = time.monotonic()
-    tokens = await work
-    seconds = time.monotonic() - start
-    cpu = sum(sum(p.cpu_times()[:2]) for p in family) - before
-    load = os.getloadavg()[0]
-    print(
-        f"{name:24s} {tokens:7d} tokens  {seconds:6.1f} s  {tokens / seconds:7.0f} tokens/s  "
-        f"{cpu / tokens * 1e6:5.0f} CPU us/token  load {load:.1f}",
-        flush=True,
-    )
-    return tokens / seconds
+# 12 x 16 trajectories, a response budget of 640 tokens, calls of 50 ms: a CPU's version of the paper's stage
+_SHAPE = Shape(
+    12,
+    16,
+    640,
+    180,
+    0.7,
+    mean_calls=1.5,
+    max_turns=5,
+    prompt_tokens=(60, 120),
+    tool_tokens=(10, 40),
+    tool_median_s=0.05,
+)
 
 
-async def run(options: argparse.Namespace) -> None:
-    settings = RolloutSettings(
-        model=RolloutModelSettings(model_path=options.model, precision="fp32"),
-        max_total_tokens=options.kv_tokens,
-        max_running_requests=options.max_running,
-        cpu_threads=options.threads,
-    )
-    engine = EngineClient(settings)
-    start = time.monotonic()
-    await engine.start()
-    print(f"engine started in {time.monotonic() - start:.1f} s")
-    wording = AgentLoopSettings(system_prompt="{tools}" if options.long_prompt else "", user_prefix="")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    template = ChatTemplate(tokenizer, wording)
-    sampling = SamplingParams(max_new_tokens=options.tokens)
+def line(case: str, **values: Any) -> None:
+    print(json.dumps({"case": case, **values, "load": round(os.getloadavg()[0], 1)}), flush=True)
+
+
+async def overhead(engine: EngineClient, template: ChatTemplate, options: argparse.Namespace) -> None:
+    """The same prompts, lengths and concurrency through the engine and through the loop."""
     problems = [
         Problem(f"q{i}", [{"role": "user", "content": f"What is {i}+{7 * i}?"}], [str(8 * i)])
         for i in range(options.groups)
     ]
-    loop = AgentLoop(
-        engine, NoJudge(), template, wording, sampling, max_context_tokens=options.kv_tokens, timeout_s=600
-    )
+    count = options.groups * options.group_size
 
     async def bare() -> int:
         prompts = [template.prompt_ids(p) for p in problems for _ in range(options.group_size)]
@@ -88,43 +77,122 @@ async def run(options: argparse.Namespace) -> None:
         results = await asyncio.gather(*(engine.generate(ids, parameters, timeout_s=600) for ids in prompts))
         return sum(len(result.token_ids) for result in results)
 
-    async def looped(policy: str) -> int:
+    async def looped() -> int:
         iterator = iter(problems)
 
         async def next_problem() -> Problem | None:
             return next(iterator, None)
 
-        budget = make_budget(policy, engine.kv_capacity_tokens, options.max_running)
+        settings = template.settings.model_copy(update={"max_assistant_turns": 1})
+        loop = AgentLoop(
+            engine,
+            NoJudge(),
+            template,
+            settings,
+            SamplingParams(max_new_tokens=options.tokens),
+            max_context_tokens=engine.max_context_tokens,
+            timeout_s=600,
+        )
+        budget = make_budget("least_requests", engine.kv_capacity_tokens, count)
         groups = run_groups(next_problem, loop, budget, group_size=options.group_size)
         return sum([t.num_trained_tokens async for g in groups for t in g.trajectories])
 
-    try:
-        await bare()  # warm-up
-        await engine.flush_cache()
-        rate = await measure("bare engine", bare())
-        for policy in POLICIES:
+    await bare()  # warm-up
+    rates: dict[str, list[float]] = {"bare": [], "loop": []}
+    for _ in range(options.repeat):  # in turn, so that a change of load meets both
+        for name, work in (("bare", bare), ("loop", looped)):
             await engine.flush_cache()
-            retractions = loop.stats.retractions
-            share = await measure(f"agent loop, {policy}", looped(policy)) / rate
-            print(
-                f"{'':24s} {share:.2f} of the bare engine, {loop.stats.retractions - retractions} evictions"
+            cpu, start = sum(psutil.Process().cpu_times()[:2]), time.monotonic()
+            tokens = await work()
+            seconds = time.monotonic() - start
+            cpu = sum(psutil.Process().cpu_times()[:2]) - cpu
+            rates[name].append(tokens / seconds)
+            line(
+                f"overhead {name}",
+                tokens=tokens,
+                tokens_per_second=round(tokens / seconds),
+                loop_cpu_us_per_token=round(cpu / tokens * 1e6, 1),
             )
+    line("overhead", loop_to_bare=round(max(rates["loop"]) / max(rates["bare"]), 3))
+
+
+class NoJudge:
+    """With one turn no tool is ever called."""
+
+    async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> Any:
+        raise RuntimeError("the benchmark of the overhead calls no tools")
+
+    def expect_session(self, session: str) -> None: ...
+
+    async def close_session(self, session: str) -> None: ...
+
+
+async def run(options: argparse.Namespace) -> None:
+    settings = RolloutSettings(
+        model=RolloutModelSettings(model_path=options.model, precision="fp32"),
+        max_total_tokens=options.kv_tokens,
+        max_running_requests=options.max_running,
+        cpu_threads=options.threads,
+    )
+    engines = [EngineClient(settings, seed=i, name=f"engine {i}", context_length=2048) for i in range(2)]
+    wording = AgentLoopSettings(
+        system_prompt=STANDARD_IO, user_prefix="", max_assistant_turns=_SHAPE.max_turns + 1
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    template = ChatTemplate(tokenizer, wording)
+    traces = synthetic(_SHAPE, options.seed)
+    service = JudgeService(workers=options.judge_workers, time_limit_s=4.0)
+    await asyncio.to_thread(service.start)
+    judge = JudgeClient(service.url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
+    try:
+        await asyncio.gather(*(engine.start() for engine in engines))
+        if "overhead" in options.cases:
+            await overhead(engines[0], template, options)
+        if "policies" in options.cases:
+            speed = await fit_speed(engines[0])
+            line("fit", **{name: float(f"{value:.3g}") for name, value in vars(speed).items()})
+            cluster = Cluster(len(engines), speed, options.kv_tokens, options.max_running)
+            for policy in POLICIES:
+                for engine in engines:
+                    await engine.flush_cache()
+                live = await replay(
+                    traces,
+                    engines,
+                    judge,
+                    template,
+                    wording,
+                    policy=policy,
+                    max_requests=options.max_running,
+                    slice_size=options.slice_size,
+                )
+                line("live", policy=policy, **live)
+                simulated = Simulator(traces, cluster, policy, options.slice_size).run()
+                line("simulated", policy=policy, **vars(simulated))
     finally:
-        await engine.close()
+        for engine in engines:
+            await engine.close()
+        await judge.close()
+        await asyncio.to_thread(service.stop)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="Hugging Face directory with weights and tokenizer")
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--group-size", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=160, help="response budget of a trajectory")
-    parser.add_argument("--kv-tokens", type=int, default=65536)
-    parser.add_argument("--max-running", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--long-prompt", action="store_true", help="put the whole tool schema into the prompt"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", required=True, help="Hugging Face directory with weights and tokenizer")
+    parser.add_argument(
+        "--cases", nargs="*", default=["overhead", "policies"], choices=["overhead", "policies"]
+    )
+    parser.add_argument("--groups", type=int, default=16, help="of the overhead's requests")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=160, help="response budget of the overhead's requests")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--kv-tokens", type=int, default=8192, help="KV cache of each engine")
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--slice-size", type=int, default=4)
+    parser.add_argument("--judge-workers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
     asyncio.run(run(parser.parse_args()))
 
 

@@ -12,15 +12,14 @@ import argparse
 import heapq
 import itertools
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.engine_model import EngineModel, EngineSpeed, Request
-from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, synthetic
+from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
 from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
 from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.work_queue import WorkQueue
@@ -214,6 +213,9 @@ def gpu_cluster(name: str, max_requests: int) -> Cluster:
     return Cluster(4, EngineSpeed.of_gpu(parameters, kv_bytes, 2), kv_tokens, max_requests)
 
 
+# The 1.3 M parameter model of rstar2-tiny-cpu on one of two cores, as `python -m benchmarks.rollout` fitted it.
+TINY_ON_CPU = EngineSpeed(7.5e-3, 1.2e-4, 2.0e-7, 1.0e-2, 2.0e-5)
+
 SCENARIOS = {
     "7b-128x32-8k": ("7b", STAGE_8K),
     "14b-128x32-8k": ("14b", STAGE_8K),
@@ -251,13 +253,21 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, help="rollouts.jsonl of a real run instead of synthetic trajectories"
     )
+    parser.add_argument("--max-response-tokens", type=int, default=8192, help="of the recorded run")
+    parser.add_argument("--kv-tokens", type=int, help="KV cache of an engine, instead of the scenario's")
     options = parser.parse_args()
+    if options.trace:
+        traces = recorded(options.trace, options.max_response_tokens)
+        cluster = Cluster(2, TINY_ON_CPU, options.kv_tokens or 65536, options.max_requests)
+        compare(options.trace.parent.name, traces, cluster, options.slice_size)
+        return
     for name in options.scenarios or SCENARIOS:
         model, shape = SCENARIOS[name]
-        compare(
-            name, synthetic(shape, options.seed), gpu_cluster(model, options.max_requests), options.slice_size
-        )
+        cluster = gpu_cluster(model, options.max_requests)
+        if options.kv_tokens:
+            cluster = replace(cluster, kv_tokens=options.kv_tokens)
+        compare(name, synthetic(shape, options.seed), cluster, options.slice_size)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

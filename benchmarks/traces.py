@@ -38,6 +38,10 @@ def recorded(path: Path, max_response_tokens: int) -> list[Trace]:
             row = json.loads(line)
             key = (row["step"], row["query_id"])
             turns = tuple(Turn(*turn) for turn in row["trace"])
+            if not turns or sum(t.generated_tokens + t.tool_tokens for t in turns) > max_response_tokens:
+                raise ValueError(
+                    f"{len(turns)} turns; does --max-response-tokens={max_response_tokens} fit this run?"
+                )
             group = groups.setdefault(key, len(groups))
             traces.append(
                 Trace(group, row["rollout_index"], row["prompt_tokens"], max_response_tokens, turns)

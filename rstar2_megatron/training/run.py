@@ -224,6 +224,7 @@ class Run(BaseRun):
         from rlinf.utils.runner_utils import check_progress
 
         from rstar2_megatron.training.metrics import MetricsFile, header_line, step_line, step_metrics
+        from rstar2_megatron.training.rollout_log import append_rollouts
         from rstar2_megatron.training.samples import TrajectorySamples
         from rstar2_megatron.training.stop import first_that_holds
 
@@ -261,6 +262,8 @@ class Run(BaseRun):
             metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
             log.log({k: v for k, v in row.items() if k != "step"}, step)
             samples.append(step, result.shown)
+            if runner.save_rollouts:
+                append_rollouts(self.directory / "rollouts.jsonl", step, result.groups)
             if save or step == runner.max_steps:
                 self._save(step)
         return max(done, runner.max_steps), ""

@@ -76,8 +76,14 @@ class Trainer:
         resampled = self.resample(step, phase.groups)
         sequences = self.build_batch(resampled)
         shown = choose_shown(phase.groups, resampled, self.settings.runner.save_trajectories_per_step)
-        gates.check_trained_tokens([t for result in resampled for t in result.kept], sequences)
+        kept = [t for result in resampled for t in result.kept]
+        gates.check_trained_tokens(kept, sequences)
+        # carried trajectories hold tokens of earlier weights, on which actor and engine need not agree
+        current = [s for s, t in zip(sequences, kept, strict=True) if t.oldest_version == step - 1]
         clock.lap("resample")
+        if self._gates_open and current:
+            self._check_first_batch(current)
+            self._gates_open = False
         actor_metrics = self.train(sequences, shown)
         clock.lap("training")
         actor_metrics.update(self.sync_weights(version=step))
@@ -103,9 +109,7 @@ class Trainer:
 
         def refill(complete: Sequence[Group], num_open: int) -> Sequence[Problem]:
             nonlocal left, survivors, seen
-            results = self.resample(
-                0, complete[seen:]
-            )  # only whether a group is rejected, which is not drawn
+            results = self.resample(0, complete[seen:])  # rejection is not drawn, so any seed will do
             survivors += sum(not result.rejected for result in results)
             seen = len(complete)
             wanted = problems_to_refill(survivors, num_open, target, settings.min_share, left)
@@ -132,9 +136,6 @@ class Trainer:
         if not sequences:
             return {"actor/skipped_update": 1.0}
         metrics: dict[str, float] = {"actor/skipped_update": 0.0}
-        if self._gates_open:
-            self._check_first_batch(sequences)
-            self._gates_open = False
         self._score(shown)
         metrics.update(self.actor.call("train_step", sequences, timeout_s=self.timeout_s)[0])
         gates.check_actor_tokens(sequences, metrics["actor/trained_tokens"])

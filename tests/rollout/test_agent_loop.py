@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from transformers import AutoTokenizer
 
-from rstar2_megatron.judge.client import JudgeUnavailable
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
+from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.result import JudgeResult
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
@@ -275,9 +277,35 @@ async def test_a_judge_that_never_answers_meets_the_deadline(tokenizer) -> None:
     assert trajectory.seconds < 10
 
 
-async def test_a_huge_tool_reply_is_cut(tokenizer) -> None:
-    judge = WrittenJudge(JudgeResult(Outcome.OK, "9" * 10_000_000, "", 0, 0.1))
-    trajectory, _ = await run(tokenizer, [call(), ANSWER], judge, max_tool_response_length=64)
+async def test_a_server_that_takes_the_call_and_never_answers(tokenizer) -> None:
+    """The real client over a real socket: its request times out, it retries, and gives up in the end."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client hangs up
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with JudgeClient(f"http://127.0.0.1:{port}", request_timeout_s=0.3, max_outage_s=0.8) as judge:
+        trajectory, loop = await run(tokenizer, [call(), ANSWER], judge)
+        retries = judge.counters["retries"]
+    server.close()
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "no result" in trajectory.error
+    assert trajectory.num_tool_errors == 0 and trajectory.seconds < 10 and retries >= 2
+    assert loop.stats.endings == {"infrastructure": 1}
+
+
+async def test_a_tool_reply_of_10_mb_is_cut(tokenizer) -> None:
+    """Over the wire, through the real client."""
+
+    async def answer(request: web.Request) -> web.Response:
+        sub_id = (await request.json())["sub_id"]
+        return web.json_response(make_result(sub_id, Outcome.OK, stdout="9" * 10_000_000, exit_code=0))
+
+    app = web.Application()
+    app.router.add_post("/run", answer)
+    async with TestServer(app, host="127.0.0.1") as server, JudgeClient(str(server.make_url("/"))) as judge:
+        trajectory, _ = await run(tokenizer, [call(), ANSWER], judge, max_tool_response_length=64)
     assert trajectory.finish_reason is FinishReason.ANSWERED
     assert len(trajectory.tool_calls[0].response_text) < 100
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client import JudgeClient
@@ -15,10 +16,13 @@ from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine import EngineClient
+from rstar2_megatron.rollout.engine_runner import EngineRunner
+from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
-from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -92,6 +96,75 @@ async def test_tools_run_and_their_outcomes_are_typed(loop: AgentLoop) -> None:
     )
     whole = loop.template.tokenizer.encode("".join(text for text, _ in segments), add_special_tokens=False)
     assert right.prompt_ids + right.response_ids == whole
+
+
+async def test_weights_change_while_tools_run(loop: AgentLoop) -> None:
+    """The tool takes its second; the sync does not wait for it, and each token says which weights made it."""
+    engine = loop.engine
+    assert isinstance(engine, EngineClient)
+    weights = load_file(Path(engine.settings.model.model_path) / "model.safetensors")
+
+    async def sync_in_the_tool_wait() -> None:
+        while engine.num_waiting_calls == 0:  # until the first turns run
+            await asyncio.sleep(0.01)
+        while engine.num_waiting_calls:  # until all are at their tools
+            await asyncio.sleep(0.01)
+        await engine.update_weights(weights.items(), version=7)
+
+    syncing = asyncio.create_task(sync_in_the_tool_wait())
+    groups = await roll_out(loop, ["loop"], group_size=4)
+    await asyncio.wait_for(syncing, 30)
+    for trajectory in groups["loop"].trajectories:
+        trajectory.check()
+        assert trajectory.finish_reason is FinishReason.ANSWERED
+        assert [call.outcome for call in trajectory.tool_calls] == [ToolOutcome.TIMEOUT]
+        assert [span.version for span in trajectory.version_spans] == [0, 7]
+        covered = sum(span.end - span.start for span in trajectory.version_spans)
+        assert covered == trajectory.num_trained_tokens
+
+
+async def test_parked_in_mid_rollout_and_carried_over(loop: AgentLoop) -> None:
+    """A phase ends while turns are generated and tools run; the next one finishes every trajectory, token-exact."""
+    engine = loop.engine
+    assert isinstance(engine, EngineClient)
+    work = [Slice(0, problem("right"), list(range(4))), Slice(1, problem("loop"), list(range(4)))]
+    back: dict[tuple[int, int], Trajectory] = {}
+
+    async def phase(slices: list[Slice], park: bool) -> None:
+        given = iter([slices, None])
+        budget = make_budget("kv_adaptive", engine.kv_capacity_tokens, 8)
+
+        async def next_work(room: int) -> list[Slice] | None:
+            return next(given)
+
+        async def ended(one: Slice, trajectory: Trajectory) -> None:
+            back[one.group, trajectory.rollout_index] = trajectory
+
+        runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+        running = asyncio.create_task(runner.run())
+        if park:
+            await asyncio.sleep(0.15)
+            await runner.park(cut=False)
+        await asyncio.wait_for(running, 60)
+        assert budget.running == 0 and budget.reserved_tokens == 0
+
+    await phase(work, park=True)
+    parked = {key: t for key, t in back.items() if t.finish_reason is None}
+    assert parked
+    loop.parking = False
+    rest = []
+    for one in work:
+        again = {i: parked[one.group, i] for i in one.indices if (one.group, i) in parked}
+        missing = [i for i in one.indices if (one.group, i) not in back]
+        rest.append(Slice(one.group, one.problem, [*again, *missing], again))
+    await phase(rest, park=False)
+    assert len(back) == 8 and all(t.finish_reason is FinishReason.ANSWERED for t in back.values())
+    for t in back.values():
+        t.check()
+        responses = [[call.response_text] for call in t.tool_calls]
+        segments = loop.template.conversation(problem(t.query_id), t.assistant_texts, responses)
+        text = "".join(text for text, _ in segments)
+        assert t.prompt_ids + t.response_ids == loop.template.tokenizer.encode(text, add_special_tokens=False)
 
 
 async def test_engine_killed_in_mid_rollout_loses_nothing(loop: AgentLoop) -> None:

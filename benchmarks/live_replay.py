@@ -1,0 +1,172 @@
+"""Traces replayed on real engines: real decoding, real prefix cache, real tool calls, the production scheduler.
+
+Each turn asks the engine for exactly the trace's tokens; the last ones are then overwritten with a tool call, so that
+the agent loop parses it and the judge runs it. Every policy therefore gets the same work, as the simulator does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.traces import Trace
+from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.engine import EngineClient
+from rstar2_megatron.rollout.engine_protocol import GenerateResult
+from rstar2_megatron.rollout.engine_runner import EngineRunner
+from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
+from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.phase import Phase
+from rstar2_megatron.rollout.stats import combine
+from rstar2_megatron.rollout.tools import STANDARD_IO
+from rstar2_megatron.rollout.work_queue import Slice, WorkQueue
+from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
+from rstar2_megatron.trajectory import Problem, Trajectory
+
+_current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("trace")  # [trace, next turn]
+
+
+class TraceEngine:
+    """The engine, but each turn is as long as the trace says and ends with a call of a tool, or with an answer."""
+
+    def __init__(self, engine: EngineClient, template: ChatTemplate) -> None:
+        self.engine = engine
+        self.template = template
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
+    ) -> GenerateResult:
+        state = _current.get()
+        trace, number = state
+        turn = trace.turns[number]
+        state[1] += 1
+        last = number + 1 == len(trace.turns)
+        program = (
+            ""
+            if last
+            else f"import time; time.sleep({turn.tool_seconds:.3f}); print('x' * {turn.tool_tokens})"
+        )
+        text = call_text(program) if program else ""
+        ending = self.template.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+        count = max(turn.generated_tokens, len(ending))
+        result = await self.engine.generate(
+            input_ids,
+            {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True},
+            timeout_s=timeout_s,
+            on_tokens=on_tokens,
+        )
+        if result.finish_reason != "abort":
+            result.token_ids = result.token_ids[: len(result.token_ids) - len(ending)] + ending
+            result.finish_reason = "stop"
+        return result
+
+    async def recover(self) -> None:
+        await self.engine.recover()
+
+    async def abort_all(self) -> None:
+        await self.engine.abort_all()
+
+
+def call_text(program: str) -> str:
+    body = json.dumps({"name": STANDARD_IO, "arguments": {"code": program, "input": ""}})
+    return f"<tool_call>{body}</tool_call>"
+
+
+class TracedLoop(AgentLoop):
+    """The agent loop, told which trace each trajectory follows."""
+
+    traces: dict[tuple[str, int], Trace]
+
+    async def run(self, problem: Problem, rollout_index: int, **keywords: Any) -> Trajectory:
+        _current.set([self.traces[problem.query_id, rollout_index], 0])
+        return await super().run(problem, rollout_index, **keywords)
+
+
+async def replay(
+    traces: Sequence[Trace],
+    engines: Sequence[EngineClient],
+    judge: JudgeClient,
+    template: ChatTemplate,
+    settings: AgentLoopSettings,
+    *,
+    policy: str,
+    max_requests: int,
+    slice_size: int,
+) -> dict[str, Any]:
+    """One phase on all engines under `policy`; the simulator's columns, measured."""
+    groups = sorted({trace.group for trace in traces})
+    size = len(traces) // len(groups)
+    problems = [
+        Problem(str(group), [{"role": "user", "content": words(group, traces)}], ["0"]) for group in groups
+    ]
+    phase = Phase(WorkQueue(policy, len(engines), slice_size), size)
+    phase.add_problems(problems)
+    changed = asyncio.Condition()
+    finished: list[Trajectory] = []
+    start = time.monotonic()
+
+    async def work_for(number: int, room: int) -> list[Slice] | None:
+        async with changed:
+            while not phase.over:
+                if slices := phase.take(number, room, time.monotonic()):
+                    return slices
+                await changed.wait()
+            return None
+
+    runners = []
+    for number, engine in enumerate(engines):
+        loop = TracedLoop(
+            TraceEngine(engine, template),
+            judge,
+            template,
+            settings,
+            SamplingParams(max_new_tokens=traces[0].max_response_tokens),
+            max_context_tokens=engine.max_context_tokens,
+            timeout_s=600,
+        )
+        loop.traces = {(str(t.group), t.index): t for t in traces}
+
+        async def ended(work: Slice, trajectory: Trajectory, number: int = number) -> None:
+            finished.append(trajectory)
+            async with changed:
+                phase.ended(number, work.group, trajectory, time.monotonic())
+                changed.notify_all()
+
+        async def next_work(room: int, number: int = number) -> list[Slice] | None:
+            return await work_for(number, room)
+
+        budget = make_budget(policy, engine.kv_capacity_tokens, max_requests)
+        runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+        engine.on_report = runner.observe
+        runners.append(runner)
+    await asyncio.gather(*(runner.run() for runner in runners))
+    makespan = time.monotonic() - start
+    stats = combine([runner.loop.stats.sums() for runner in runners], makespan)
+    seconds = np.array([trajectory.seconds for trajectory in finished])
+    return {
+        "makespan_s": round(makespan, 2),
+        "idle_share": round(stats["idle_share"], 4),
+        "evictions": int(stats["retractions"]),
+        "prefill_tokens": int(stats["prefill_tokens"]),
+        "prefix_hit_rate": round(stats["prefix_hit_rate"], 4),
+        "kv_use": round(stats["kv_use"], 3),
+        "p50_s": round(float(np.quantile(seconds, 0.5)), 2),
+        "p99_s": round(float(np.quantile(seconds, 0.99)), 2),
+        "generated_tokens": int(stats["generated_tokens"]),
+        "tool_calls": int(sum(value for name, value in stats.items() if name.startswith("tool_calls/"))),
+        "spoilt": sum(not trajectory.usable for trajectory in finished),
+    }
+
+
+def words(group: int, traces: Sequence[Trace]) -> str:
+    """A problem of about the trace's prompt length, its own for each group."""
+    length = next(trace.prompt_tokens for trace in traces if trace.group == group)
+    return " ".join(f"{(group * 7919 + i) % 1000}" for i in range(max(1, length // 4)))

@@ -1,0 +1,46 @@
+"""rollouts.jsonl: lengths, turns and tool times of every trajectory, for the scheduler's simulator.
+
+One row a trajectory; `trace` holds [generated tokens, tool tokens, tool seconds] of each turn. A few dozen bytes each,
+where trajectories.jsonl holds whole texts of a few.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rstar2_megatron.trajectory import Group, Trajectory
+
+
+def append_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
+    """Add the usable trajectories of a step."""
+    with path.open("a", encoding="utf-8") as file:
+        for group in groups:
+            for t in group.usable:
+                row = {
+                    "step": step,
+                    "query_id": t.query_id,
+                    "rollout_index": t.rollout_index,
+                    "prompt_tokens": len(t.prompt_ids),
+                    "trace": trace(t),
+                    "finish_reason": t.finish_reason,
+                    "seconds": round(t.seconds, 3),
+                }
+                file.write(json.dumps(row) + "\n")
+
+
+def trace(t: Trajectory) -> list[tuple[int, int, float]]:
+    """(generated tokens, tokens of the tool's response, seconds the tool took) of each assistant turn."""
+    runs = [(mask, len(list(run))) for mask, run in itertools.groupby(t.loss_mask)]
+    generated = [length for mask, length in runs if mask]
+    responses = [length for mask, length in runs if not mask]
+    answered = max(1, len(responses))
+    per_turn = max(1, len(t.tool_calls) // answered)  # calls of one turn run together
+    turns = []
+    for number, tokens in enumerate(generated):
+        calls = t.tool_calls[number * per_turn : (number + 1) * per_turn] if number < len(responses) else []
+        response = responses[number] if number < len(responses) else 0
+        turns.append((tokens, response, round(max((call.seconds for call in calls), default=0.0), 4)))
+    return turns
