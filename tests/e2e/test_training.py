@@ -18,8 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.process import free_port, terminate_tree
+from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.trajectory_row import unpack_floats
 from tests.e2e.runs import ROOT, RunProcess, read_jsonl
 
 LIMIT_S = 600
@@ -127,6 +132,38 @@ def test_reports_are_there(first_run: Path) -> None:
     assert list((first_run / "tensorboard").rglob("events.out.tfevents.*"))
     log = (first_run.parent / "first.log").read_text()
     assert "held-out pass@1" in log and "|dlogp|" in log
+
+
+def test_trajectories_of_a_run_become_a_page(first_run: Path, tmp_path: Path) -> None:
+    """Whole groups with the actor's log-probs: in fp32 they agree with the engine's on every generated token."""
+    rows = read_jsonl(first_run / "trajectories.jsonl")
+    assert len(rows) == 2 * 4 * 16
+    scored = [row for row in rows if "logprob_diff" in row]
+    assert scored
+    for row in scored:
+        differences = unpack_floats(row["logprob_diff"])
+        assert len(differences) == row["trained_tokens"] and max(map(abs, differences)) < 1e-3
+    for step in (1, 2):
+        metrics = read_jsonl(first_run / "metrics.jsonl")[step - 1]
+        kept = sum(row["kept"] for row in rows if row["step"] == step)
+        assert kept == metrics["rollout/total_num_sequence"]
+    assert report_trajectories([str(first_run), "--out", str(tmp_path / "page.html")]) == 0
+    assert '"about": "8 groups, 128 of 128 trajectories"' in (tmp_path / "page.html").read_text()
+
+
+def test_a_checkpoint_can_be_evaluated(first_run: Path) -> None:
+    """The last checkpoint, converted, is the exported model; the run it lies in gives the conversation format."""
+    checkpoint = first_run / "checkpoints" / "global_step_2"
+    config = find_run_config(checkpoint)
+    assert config == first_run / "config.yaml"
+    settings, _ = load_settings(str(config))
+    converted = hugging_face_directory(checkpoint, settings.rollout.model.model_path)
+    ours, exported = (load_file(path / "model.safetensors") for path in (converted, first_run / "model"))
+    assert ours.keys() == exported.keys()
+    assert all(torch.equal(ours[name], exported[name]) for name in ours)
+    assert hugging_face_directory(first_run) == first_run / "model"
+    with pytest.raises(ValueError, match="neither a Hugging Face directory"):
+        hugging_face_directory(first_run / "logs")
 
 
 def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: Path) -> None:
