@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)"
     )
     parser.add_argument(
-        "--out", type=Path, help="output directory (evaluations/MODEL in the current directory)"
+        "--out", type=Path, help="output directory (RUN/evaluation/NAME, or evaluations/NAME here)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
     arguments = parser.parse_intermixed_args(argv)
@@ -103,6 +103,13 @@ def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings
     data = settings.data
     read_problems(paths, data.prompt_key, data.answer_key)  # says when two files share a query_id
     return {path.stem: read_problems([path], data.prompt_key, data.answer_key)[:limit] for path in paths}
+
+
+def default_out(model: Path) -> Path:
+    """Inside the run that the model lies in, so that two runs' results never meet in one directory."""
+    path = model.resolve()
+    config = find_run_config(path)
+    return Path("evaluations") / path.name if config is None else config.parent / "evaluation" / path.name
 
 
 def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
@@ -162,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    out = arguments.out or Path("evaluations") / arguments.model.resolve().name
+    out = arguments.out or default_out(arguments.model)
     try:
         return run(benchmarks, sampling, out)
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:

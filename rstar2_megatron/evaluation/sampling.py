@@ -18,7 +18,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.engine import EngineClient, EngineLost
-from rstar2_megatron.rollout.group_runner import run_groups
+from rstar2_megatron.rollout.engine_runner import EngineRunner
+from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.kv_budget import make_budget
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.services.code_judge import CodeJudgeService
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
@@ -46,6 +48,7 @@ from rstar2_megatron.settings.schema import (
 from rstar2_megatron.trajectory import Problem, Trajectory
 from rstar2_megatron.trajectory_row import trajectory_row
 
+_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_turns")
 MAX_ATTEMPTS = 3  # of one sample that infrastructure spoils
 
 
@@ -98,7 +101,7 @@ class SamplingSettings:
             "model": str(model.resolve()),
             "weights": [[file.name, file.stat().st_size, int(file.stat().st_mtime)] for file in files],
             "precision": self.rollout.model.precision,
-            "sampling": {name: v for name, v in asdict(self.spec).items() if name != "samples"},
+            "sampling": {name: getattr(self.spec, name) for name in _SAMPLING},
             "max_context_tokens": self.max_context_tokens,
             "agentloop": self.agentloop.model_dump(mode="json"),
             "judge": self.codejudge.model_dump(mode="json", include={"time_limit_s", "memory_mb"}),
@@ -135,46 +138,51 @@ def sample(
 
 @dataclass(slots=True)
 class _Job:
+    """One attempt; `group` is the problem's place."""
+
+    group: int
     problem: Problem
     index: int
     attempts: int = 0
-
-    @property
-    def name(self) -> str:
-        """query_id of this attempt inside the engine: the group runner wants it unique."""
-        return f"{self.problem.query_id}#{self.index}"
 
 
 class _Jobs:
     """The attempts that are left; engines pull them, so a quick engine does more."""
 
-    def __init__(self, jobs: Iterable[_Job]) -> None:
+    def __init__(self, jobs: Iterable[_Job], slice_size: int) -> None:
         self._waiting = deque(jobs)
         self._unfinished = len(self._waiting)
-        self._running: dict[str, _Job] = {}
+        self._slice_size = slice_size
+        self._running: dict[tuple[int, int], _Job] = {}
         self._changed = asyncio.Event()
 
-    async def next(self) -> _Job | None:
-        """The next job; None when all are finished. Waits while a running one may still come back."""
+    async def next(self, room: int) -> list[Slice] | None:
+        """Some attempts at one problem, which share its prompt; None when all are finished.
+
+        Waits while a running attempt may still come back.
+        """
         while not self._waiting:
             if not self._unfinished:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        job = self._waiting.popleft()
-        self._running[job.name] = job
-        return job
+        first = self._waiting[0]
+        taken: list[int] = []
+        while self._waiting and self._waiting[0].group == first.group and len(taken) < self._slice_size:
+            job = self._waiting.popleft()
+            self._running[job.group, job.index] = job
+            taken.append(job.index)
+        return [Slice(first.group, first.problem, taken)]
 
-    def ended(self, name: str, *, usable: bool) -> _Job:
+    def ended(self, group: int, index: int, *, usable: bool) -> None:
         """Take a job back from an engine; one that was spoilt is put at the end unless it was tried often enough."""
-        job = self._running.pop(name)
+        job = self._running.pop((group, index))
         job.attempts += 1
         if usable or job.attempts == MAX_ATTEMPTS:
             self._unfinished -= 1
         else:
             self._waiting.append(job)
         self._changed.set()
-        return job
 
 
 class _Sampler:
@@ -209,8 +217,8 @@ class _Sampler:
         template = ChatTemplate(tokenizer, settings.agentloop)
         self._check_prompts(template)
         jobs = [
-            _Job(problem, index)
-            for problem in self.problems
+            _Job(group, problem, index)
+            for group, problem in enumerate(self.problems)
             for index in range(settings.spec.samples)
             if (problem.query_id, index) not in self.found
         ]
@@ -228,7 +236,7 @@ class _Sampler:
             judge = await stack.enter_async_context(self._judge(url))
             reward = settings.reward
             pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
-            self.jobs = _Jobs(jobs)
+            self.jobs = _Jobs(jobs, settings.rollout.slice_size)
             with tqdm(total=len(jobs), desc=self.label, disable=None if self.progress else True) as bar:
                 await _together(self._serve(engine, judge, template, pool, bar) for engine in engines)
 
@@ -291,11 +299,7 @@ class _Sampler:
             settings.rollout.scheduler, engine.kv_capacity_tokens, settings.rollout.max_running_requests
         )
 
-        async def next_problem() -> Problem | None:
-            job = await self.jobs.next()
-            return None if job is None else replace(job.problem, query_id=job.name)
-
-        async def finished(problem: Problem, trajectory: Trajectory) -> None:
+        async def finished(work: Slice, trajectory: Trajectory) -> None:
             if (
                 not trajectory.usable
                 and engine.lost
@@ -303,18 +307,17 @@ class _Sampler:
             ):
                 raise EngineLost(trajectory.error)  # for good: the jobs that are left would all be spoilt
             if trajectory.usable:
-                await grade_trajectories(pool, problem, [trajectory])
-            job = self.jobs.ended(problem.query_id, usable=trajectory.usable)
-            trajectory.query_id, trajectory.rollout_index = job.problem.query_id, job.index
-            row = trajectory_row(job.problem, trajectory)
+                await grade_trajectories(pool, work.problem, [trajectory])
+            row = trajectory_row(work.problem, trajectory)
             self.file.append(row)
             if trajectory.usable:
-                self.found[job.problem.query_id, job.index] = Sample.from_row(row)
+                self.found[trajectory.query_id, trajectory.rollout_index] = Sample.from_row(row)
                 bar.update()
+            self.jobs.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
 
-        # one attempt a group: whichever attempts are missing can be drawn, and a spoilt one alone is drawn again
-        async for _ in run_groups(next_problem, loop, budget, group_size=1, on_trajectory=finished):
-            pass
+        runner = EngineRunner(loop, EngineScheduler(budget), self.jobs.next, finished)
+        engine.on_report = runner.observe
+        await runner.run()
 
 
 async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.evaluation.__main__ import MAX_TOKENS, configure, parse
+from rstar2_megatron.evaluation.__main__ import MAX_TOKENS, configure, default_out, parse
 from tests.e2e.runs import ProgramRun, read_jsonl
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS
 
@@ -99,6 +99,15 @@ def test_bad_input_ends_with_2_before_anything_starts(
 
     assert main(["--model", str(memorised_model), "--data", str(data), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_results_of_a_run_lie_in_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "global_step_3").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "metrics.jsonl").touch()
+    assert default_out(run / "checkpoints" / "global_step_3") == run / "evaluation" / "global_step_3"
+    assert default_out(tmp_path / "Qwen") == Path("evaluations/Qwen")
 
 
 def test_sampling_keys_of_the_configuration_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

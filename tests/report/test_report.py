@@ -229,6 +229,15 @@ def test_the_name_map_is_one_to_one() -> None:
     assert REWARD in COMPARABLE and LENGTH in COMPARABLE
 
 
+def test_the_document_holds_the_whole_map_and_every_caveat() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
+    for ours, names in TO_VERL.items():
+        assert all(f"`{name}`" in rows[f"`{ours}`"] for name in names), ours
+    for name, caveat in COMPARABLE.items():
+        assert f"- `{name}`: {caveat}" in text, name
+
+
 # -------------------------------------------------------------------------------------------- comparing
 
 
