@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from rstar2_megatron.services.process import die_with_parent, free_port, terminate_tree
+from rstar2_megatron.services.parent_death import die_with_parent
+from rstar2_megatron.services.process import free_port, terminate_tree
 
 
 class RayHeadError(RuntimeError):

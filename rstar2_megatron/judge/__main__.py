@@ -39,6 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-chars", type=int, help="output returned (MAX_STDOUT_ERROR_LENGTH; 1000)")
     parser.add_argument("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
     parser.add_argument("--max-queued", type=int, default=100_000, help="jobs that may wait; more get 429")
+    parser.add_argument(
+        "--cache-s", type=float, default=0.0,
+        help="how long a result stands for identical stateless calls (0: every call is run)",
+    )  # fmt: skip
     parser.add_argument("--require-isolation", choices=["any", "full"], default="any")
     parser.add_argument("--port-file", help="JSON {url, redis_uri, pid} written here once ready")
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the starting process ends")

@@ -185,6 +185,7 @@ def create_app(
     *,
     queue_time_limit_s: float | None = None,
     max_queued: int = 100_000,
+    cache_s: float = 0.0,
     token: str | None = None,
 ) -> FastAPI:
     """The application. What is not given comes from the environment, as with the public server."""
@@ -195,7 +196,7 @@ def create_app(
     queue = JobQueue(
         redis_uri or environment.get("REDIS_URI", "redis://127.0.0.1:6379/0"), max_queued=max_queued
     )
-    broker = Broker(queue, limits, queue_time_limit_s=queue_time_limit_s)
+    broker = Broker(queue, limits, queue_time_limit_s=queue_time_limit_s, cache_s=cache_s)
     server = JudgeServer(broker)
 
     @contextlib.asynccontextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from redis.exceptions import RedisError
@@ -18,12 +19,16 @@ from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.models import Submission
 from rstar2_megatron.judge.options import check_files, check_session
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, QueueFull, until_redis_answers
+
+if TYPE_CHECKING:
+    from rstar2_megatron.judge.math_answers import MathJudge
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
 _GRACE_S = 15.0 + 2 * LEASE_S  # beyond the limits of a call that is done twice
 _CHECK_S = 5.0
+_CACHED = (str(Outcome.OK), str(Outcome.ERROR))
 _OUTCOME_MARK = b'"outcome":'  # cannot occur inside a JSON string: its quotes would be escaped there
 
 
@@ -40,23 +45,35 @@ class Ticket:
 class Broker:
     """Submits jobs and waits for their answers."""
 
-    def __init__(self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float) -> None:
+    def __init__(
+        self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache_s: float = 0.0
+    ) -> None:
+        """`cache_s` is how long the result of a call may stand for identical ones; 0: never."""
         self.queue = queue
         self.limits = limits
+        self.cache_s = cache_s
         self.queue_time_limit_s = queue_time_limit_s
         self.name = uuid.uuid4().hex
         self.waiting: dict[str, list[asyncio.Future[bytes]]] = {}
         self.payloads: dict[str, bytes] = {}
         self.outcomes: Counter[str] = Counter()
+        self._unsent: list[tuple[list[tuple[str, bytes]], asyncio.Future[None]]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._cached_as: dict[str, str] = {}  # job key -> name of its program in the result cache
+        self._math: MathJudge | None = None
+        self._grading: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())]
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._grading, *([self._sender] if self._sender else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._math is not None:
+            await asyncio.to_thread(self._math.close)
         await self.queue.close()
 
     # ---------------------------------------------------------------------------------------- requests
@@ -64,14 +81,51 @@ class Broker:
     async def submit(self, submissions: list[Submission], client: str) -> list[Ticket]:
         """Queue submissions. Raises QueueFull when they do not fit."""
         tickets = [self._ticket(submission, client) for submission in submissions]
-        jobs = [(t.key, self.payloads[t.key]) for t in tickets if t.key is not None]
+        if self._cached_as:
+            await self._answer_from_cache(tickets)
+        jobs = [(t.key, self.payloads[t.key]) for t in tickets if t.key in self.payloads]
         if jobs:
             try:
-                await until_redis_answers("enqueue", lambda: self.queue.enqueue(self.name, jobs))
+                await self._enqueue(jobs)
             except BaseException:
                 self._forget(tickets)
                 raise
         return tickets
+
+    async def _enqueue(self, jobs: list[tuple[str, bytes]]) -> None:
+        """Queue jobs, in one round trip with those of other requests that come while the last one is under way."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unsent.append((jobs, done))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        await done
+
+    async def _send(self) -> None:
+        while self._unsent:
+            requests, self._unsent = self._unsent, []
+            try:
+                await self._send_together([r for r in requests if not r[1].done()])
+            except BaseException as error:
+                for _, done in requests:
+                    if not done.done():
+                        done.set_exception(error)
+
+    async def _send_together(
+        self, requests: list[tuple[list[tuple[str, bytes]], asyncio.Future[None]]]
+    ) -> None:
+        jobs = [job for part, _ in requests for job in part]
+        try:
+            await until_redis_answers("enqueue", lambda: self.queue.enqueue(self.name, jobs))
+        except QueueFull as full:
+            if len(requests) == 1:
+                requests[0][1].set_exception(full)
+            else:  # some of them may fit
+                for request in requests:
+                    await self._send_together([request])
+            return
+        for _, done in requests:
+            if not done.done():
+                done.set_result(None)
 
     def _ticket(self, submission: Submission, client: str) -> Ticket:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -85,8 +139,7 @@ class Broker:
             answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, f"options: {error}"))
             return Ticket(sub_id, None, answer)
         if submission.type == "math":
-            why = "submissions of type math are graded by the project's reward pool, not here"
-            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, why))
+            self._grade(submission, sub_id, answer)
             return Ticket(sub_id, None, answer)
         request: dict[str, Any] = {
             "sub_id": sub_id,
@@ -107,11 +160,57 @@ class Broker:
         else:  # the same id with the same content is the same job, for as long as its answer is kept
             digest = hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()
             key = f"{client}/k{digest}{place}"
+        if self.cache_s and session is None:
+            program = orjson.dumps({**request, "sub_id": None})
+            self._cached_as[key] = hashlib.blake2b(program, digest_size=16).hexdigest()
         request["queued_at"] = time.time()
         self.waiting.setdefault(key, []).append(answer)
         self.payloads.setdefault(key, orjson.dumps(request))
         compile_s = limits.compile_time_s if submission.type == "cpp" else 0.0
         return Ticket(sub_id, key, answer, limits.time_limit_s + compile_s)
+
+    def _grade(self, submission: Submission, sub_id: str, answer: asyncio.Future[bytes]) -> None:
+        if submission.expected_output is None:
+            why = "a submission of type math needs expected_output"
+            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, why))
+            return
+        expected = submission.expected_output
+
+        async def grade() -> None:
+            if self._math is None:
+                from rstar2_megatron.judge.math_answers import (
+                    MathJudge,
+                )  # loads sympy: for servers that need it
+
+                self._math = MathJudge()
+            result = await self._math.grade(sub_id, submission.solution, expected)
+            if not answer.done():
+                answer.set_result(orjson.dumps(result))
+            self.outcomes[result["outcome"]] += 1
+
+        task = asyncio.create_task(grade())
+        self._grading.add(task)
+        task.add_done_callback(self._grading.discard)
+
+    async def _answer_from_cache(self, tickets: list[Ticket]) -> None:
+        asked = [t for t in tickets if t.key in self._cached_as]
+        try:
+            found = await self.queue.cached([self._cached_as[t.key] for t in asked if t.key])
+        except (RedisError, OSError) as error:
+            log.warning("the result cache cannot be read: %s", error)
+            return
+        for ticket, answer in zip(asked, found, strict=True):
+            if answer is not None and ticket.key is not None:
+                result = orjson.loads(answer) | {"sub_id": ticket.sub_id, "queue_seconds": 0.0}
+                self._settle(ticket.key, orjson.dumps(result))
+
+    async def _remember(self, answers: list[tuple[str, bytes]]) -> None:
+        """Keep results for identical calls: what the program itself did, never a limit or a fault of ours."""
+        kept = [
+            (self._cached_as[k], a) for k, a in answers if k in self._cached_as and outcome_of(a) in _CACHED
+        ]
+        if kept:
+            await self.queue.remember(kept, self.cache_s)
 
     def _ceiling(self) -> CallLimits:
         return CallLimits(
@@ -124,6 +223,8 @@ class Broker:
         """The result JSON of a ticket submitted at monotonic time `started`; never later than its limits."""
         left = started + self.queue_time_limit_s - time.monotonic()
         await asyncio.wait([ticket.answer], timeout=max(0.0, left))
+        if not ticket.answer.done() and ticket.key is None:
+            ticket.answer.set_result(self._make(ticket.sub_id, Outcome.QUEUE_TIMEOUT, "no grader was free"))
         if not ticket.answer.done() and ticket.key is not None:
             if await self._withdraw(ticket.key):
                 self._settle(
@@ -169,6 +270,7 @@ class Broker:
             else:
                 self.waiting.pop(ticket.key, None)
                 self.payloads.pop(ticket.key, None)
+                self._cached_as.pop(ticket.key, None)
                 gone.append(ticket.key)
         return gone
 
@@ -180,6 +282,7 @@ class Broker:
 
     def _settle(self, key: str, answer: bytes) -> None:
         self.payloads.pop(key, None)
+        self._cached_as.pop(key, None)
         for future in self.waiting.pop(key, []):
             if not future.done():
                 future.set_result(answer)
@@ -189,10 +292,14 @@ class Broker:
         while True:
             try:
                 answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
-            except (RedisError, OSError) as error:
+                if self._cached_as:
+                    await self._remember(answers)
+            except Exception as error:  # whatever it is, requests wait for this reader
                 log.warning("reading answers failed (%s), waiting for Redis", error)
-                await until_redis_answers("answers", self.queue.redis.ping)
-                await self._submit_pending_again()
+                await asyncio.sleep(0.05)
+                with contextlib.suppress(Exception):
+                    await until_redis_answers("answers", self.queue.redis.ping)
+                    await self._submit_pending_again()
                 continue
             for key, answer in answers:
                 if answer == POISON:

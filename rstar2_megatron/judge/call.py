@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import shutil
 import signal
@@ -109,7 +110,7 @@ class Sandbox:
         if self.own_pid_namespace >= 0:
             linux.unshare(linux.CLONE_NEWPID)
         try:
-            pid = os.fork()
+            pid = linux.fork()
             if pid == 0:
                 for source, target in ((stdin, 0), (out_writer, 1), (err_writer, 2)):
                     os.dup2(source, target)
@@ -282,7 +283,8 @@ class CallRunner(Sandbox):
 
 
 def reseed() -> None:
-    """Forked calls would all draw the same numbers: numpy, unlike `random`, does not reseed in a child."""
+    """Forked calls would all draw the same numbers: neither module reseeds itself in the child."""
+    random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(os.urandom(4), "little"))

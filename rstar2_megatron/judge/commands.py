@@ -211,7 +211,11 @@ async def _http_server(
             yield  # signals are this module's business
 
     app = create_app(
-        uri, limits, queue_time_limit_s=arguments.queue_time_limit_s, max_queued=arguments.max_queued
+        uri,
+        limits,
+        queue_time_limit_s=arguments.queue_time_limit_s,
+        max_queued=arguments.max_queued,
+        cache_s=arguments.cache_s,
     )
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,

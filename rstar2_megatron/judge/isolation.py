@@ -19,6 +19,7 @@ from typing import Any
 
 from rstar2_megatron.judge import linux
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.services.parent_death import die_with_parent
 
 CALL_DIRECTORY = "/tmp"
 ENVIRONMENT = {
@@ -273,8 +274,10 @@ def confine_call(
         if "pid_namespace" in walls.active:
             linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     os.chdir(directory)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")
+    with contextlib.suppress(OSError):
+        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(score, b"1000")
+        os.close(score)
     cpu_seconds = int(limits.time_limit_s) + 2 if cpu_limit else resource.RLIM_INFINITY
     for kind, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -293,7 +296,7 @@ def confine_call(
         os.setresuid(uid, uid, uid)  # from root: all capabilities go with it
     elif walls.in_user_namespace or os.geteuid() == 0:
         linux.drop_capabilities()
-    linux.die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     linux.no_new_privileges()
     if "landlock" in walls.active:
         linux.confine_writes(directory, walls.landlock)

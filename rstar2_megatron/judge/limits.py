@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 MEGABYTE = 1 << 20
@@ -32,7 +32,7 @@ class CallLimits:
     compile_time_s: float = 15.0  # added to the time limit of a C++ call
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CallLimits:
@@ -64,4 +64,4 @@ class CallLimits:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CallLimits:
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        return cls(**{name: values[name] for name in cls.__slots__ if name in values})

@@ -9,8 +9,6 @@ import signal
 import socket
 from collections.abc import Callable
 
-from rstar2_megatron.judge import linux
-
 
 class PortTaken(RuntimeError):
     """The address cannot be bound."""
@@ -35,13 +33,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def end_with_parent(expected_parent: int | None = None) -> None:
-    """SIGTERM this process when its parent dies. Call it first thing in a child."""
-    linux.die_with_parent(signal.SIGTERM)
-    if expected_parent is not None and os.getppid() != expected_parent:
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def watch_parent(stop: Callable[[], None]) -> None:

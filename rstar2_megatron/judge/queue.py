@@ -30,6 +30,10 @@ _CONNECTIONS = 32
 POISON, LOST = b"!poison", b"!lost"
 
 
+# Refusals that end without us: it loads its data, runs a long script, has no disk or memory left, has no replica.
+_PASSING_STATES = ("LOADING", "BUSY", "UNKILLABLE", "MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN")
+
+
 class QueueFull(Exception):
     """The queue holds as many jobs as it may."""
 
@@ -60,8 +64,9 @@ class JobQueue:
         )
         self.redis: Any = redis.Redis.from_pool(pool)
         self._enqueue = self.redis.register_script(scripts.ENQUEUE)
-        self._take = self.redis.register_script(scripts.TAKE)
-        self._finish = self.redis.register_script(scripts.FINISH)
+        self._exchange = self.redis.register_script(scripts.EXCHANGE)
+        self._ring = self.redis.register_script(scripts.RING)
+        self._reclaim = self.redis.register_script(scripts.RECLAIM)
         self._withdraw = self.redis.register_script(scripts.WITHDRAW)
         self._cancel = self.redis.register_script(scripts.CANCEL)
         self._heartbeat = self.redis.register_script(scripts.HEARTBEAT)
@@ -125,6 +130,17 @@ class JobQueue:
             answers.append((key.decode(), body))
         return answers
 
+    async def cached(self, names: list[str]) -> list[bytes | None]:
+        """Kept results of identical calls, where there are any."""
+        return list(await self.redis.mget([f"{self.prefix}cache:{name}" for name in names])) if names else []
+
+    async def remember(self, results: list[tuple[str, bytes]], seconds: float) -> None:
+        """Keep results for identical calls."""
+        async with self.redis.pipeline(transaction=False) as pipeline:
+            for name, result in results:
+                pipeline.set(f"{self.prefix}cache:{name}", result, px=round(seconds * 1000))
+            await pipeline.execute()
+
     async def status(self) -> dict[str, Any]:
         """Jobs waiting, and what each live worker tells of itself."""
         names = sorted(name.decode() for name in await self.redis.smembers(f"{self.prefix}workers"))
@@ -135,10 +151,19 @@ class JobQueue:
 
     # ------------------------------------------------------------------------------------ for workers
 
-    async def take(self, worker: str, count: int, session_room: int = 0) -> list[Job]:
-        """Lease up to `count` jobs, of which `session_room` may open a session."""
-        flat = await self._take(args=[self.prefix, worker, count, session_room])
+    async def exchange(
+        self, worker: str, answers: list[tuple[str, bytes]], count: int, session_room: int = 0
+    ) -> list[Job]:
+        """Ack jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
+        arguments: list[Any] = [self.prefix, worker, count, session_room, KEEP_ANSWER_S]
+        for key, answer in answers:
+            arguments += (key, answer)
+        flat = await self._exchange(args=arguments)
         return [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+
+    async def reclaim(self, worker: str, held: list[str]) -> int:
+        """Put back jobs that Redis gave to `worker` and that never reached it. Returns how many."""
+        return int(await self._reclaim(args=[self.prefix, worker, *held]))
 
     async def wait_for_bell(self, worker: str, may_open_sessions: bool) -> None:
         """Until jobs may be there, or a little while."""
@@ -147,12 +172,9 @@ class JobQueue:
             bells.append(f"{self.prefix}sbell")
         await self.redis.blpop(bells, timeout=_BLOCK_S)
 
-    async def finish(self, worker: str, answers: list[tuple[str, bytes]]) -> int:
-        """Ack jobs with their answers. Returns how many were still this worker's."""
-        arguments: list[Any] = [self.prefix, worker, KEEP_ANSWER_S]
-        for key, answer in answers:
-            arguments += (key, answer)
-        return int(await self._finish(args=arguments))
+    async def ring(self) -> None:
+        """Wake another idle worker, if jobs wait."""
+        await self._ring(args=[self.prefix])
 
     async def cancellations(self, worker: str) -> AsyncIterator[str]:
         """Keys of jobs that this worker runs and nobody waits for. Raises RedisError when Redis goes away."""
@@ -190,7 +212,7 @@ class JobQueue:
 async def until_redis_answers(
     what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
 ) -> T:
-    """Repeat `step` while Redis is away (short waits, growing to a second). Other errors pass through."""
+    """Repeat `step` while Redis is away or refuses (short waits, growing to a second). Other errors pass through."""
     pause_s, told = 0.05, False
     while True:
         try:
@@ -202,7 +224,10 @@ async def until_redis_answers(
                 log.warning("%s: Redis is away (%s), waiting", what, error)
                 told = True
         except RedisError as error:
-            if not str(error).startswith(("LOADING", "BUSY", "UNKILLABLE")):
+            if not any(word in str(error) for word in _PASSING_STATES):
                 raise
+            if not told:
+                log.warning("%s: Redis refuses (%s), waiting", what, error)
+                told = True
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s * 2, 1.0)

@@ -31,6 +31,20 @@ local function place(P, key, push)
 end
 """
 
+# Wakes an idle worker when jobs wait that any worker may take.
+_RING = """
+local function ring(P)
+  for _, s in ipairs({'', 's'}) do
+    if redis.call('LLEN', P..s..'ring') > 0 and redis.call('LLEN', P..s..'bell') == 0 then
+      redis.call('RPUSH', P..s..'bell', '1')
+    end
+  end
+end
+"""
+
+# ARGV: prefix.
+RING = _RING + "ring(ARGV[1]) return 1"
+
 # Ends a job: whoever waits for it gets `answer`.
 _SETTLE = """
 local function settle(P, key, answer)
@@ -77,10 +91,23 @@ return tonumber(redis.call('GET', P..'queued') or '0')
 """
 )
 
-# ARGV: prefix, worker, how many, how many sessions it may open. Returns key, payload, tries of each job: in turns
-# between calls of the worker's own sessions, calls that open one, and the others; among these between clients.
-TAKE = """
-local P, worker, n, room = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+# ARGV: prefix, worker, how many jobs it takes, how many sessions it may open, seconds an answer is kept, then key and
+# answer of each job it has done. An answer from a worker that no longer holds the job is dropped.
+# Returns key, payload, tries of each job taken: in turns between calls of the worker's own sessions, calls that open
+# one, and the others; among these between clients.
+EXCHANGE = (
+    _SETTLE
+    + _RING
+    + """
+local P, worker, n, room, keep = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+for i = 6, #ARGV, 2 do
+  local key, answer = ARGV[i], ARGV[i + 1]
+  redis.call('SREM', P..'taken:'..worker, key)
+  if redis.call('HGET', P..'owner', key) == worker then
+    settle(P, key, answer)
+    if string.match(key, '/(.)') == 'k' then redis.call('SET', P..'done:'..key, answer, 'EX', keep) end
+  end
+end
 local out = {}
 local function waiting(key)
   if redis.call('DECR', P..'queued') < 0 then redis.call('SET', P..'queued', '0') end
@@ -139,34 +166,33 @@ while #out < n * 3 and more do
     if #out < n * 3 and source() then more = true end
   end
 end
-for _, s in ipairs({'', 's'}) do
-  if redis.call('LLEN', P..s..'ring') > 0 and redis.call('LLEN', P..s..'bell') == 0 then
-    redis.call('RPUSH', P..s..'bell', '1')
-  end
-end
+ring(P)
 if redis.call('LLEN', P..'pinned:'..worker) > 0 and redis.call('LLEN', P..'bell:'..worker) == 0 then
   redis.call('RPUSH', P..'bell:'..worker, '1')
 end
 return out
 """
+)
 
-# ARGV: prefix, worker, seconds an answer is kept, then key and answer of each job.
-# An answer from a worker that no longer holds the job is dropped.
-FINISH = (
-    _SETTLE
+# ARGV: prefix, worker, keys of the jobs it holds. Others that it was given were lost on the way to it: again.
+RECLAIM = (
+    _PLACE
     + """
-local P, worker, keep = ARGV[1], ARGV[2], ARGV[3]
-local accepted = 0
-for i = 4, #ARGV, 2 do
-  local key, answer = ARGV[i], ARGV[i + 1]
-  redis.call('SREM', P..'taken:'..worker, key)
-  if redis.call('HGET', P..'owner', key) == worker then
-    accepted = accepted + 1
-    settle(P, key, answer)
-    if string.match(key, '/(.)') == 'k' then redis.call('SET', P..'done:'..key, answer, 'EX', keep) end
+local P, worker = ARGV[1], ARGV[2]
+local held = {}
+for i = 3, #ARGV do held[ARGV[i]] = true end
+local again = 0
+for _, key in ipairs(redis.call('SMEMBERS', P..'taken:'..worker)) do
+  if not held[key] then
+    redis.call('SREM', P..'taken:'..worker, key)
+    if redis.call('HGET', P..'owner', key) == worker then
+      redis.call('HDEL', P..'owner', key)
+      redis.call('HINCRBY', P..'tries', key, -1)
+      if redis.call('HEXISTS', P..'jobs', key) == 1 and place(P, key, 'LPUSH') then again = again + 1 end
+    end
   end
 end
-return accepted
+return again
 """
 )
 

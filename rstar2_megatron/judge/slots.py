@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class SlotPool:
         self.sessions = sessions
         self.free: asyncio.Queue[Slot] = asyncio.Queue()
         self._session_slots = list(range(count, count + sessions))  # numbers that no session uses
+        self.on_free: Callable[[], None] = lambda: None  # a slot of a fresh process is free
         self._opening: dict[int, asyncio.Future[Slot]] = {}
         self.description: dict[str, Any] = {}
         self._control: socket.socket | None = None
@@ -127,6 +129,7 @@ class SlotPool:
         slot = Slot(index, reader, writer)
         if index < self.count:
             self.free.put_nowait(slot)
+            self.on_free()
         elif index in self._opening:
             self._opening.pop(index).set_result(slot)
         else:

@@ -1,5 +1,6 @@
 """A worker: takes jobs from Redis, runs each in a slot, acks it with its result.
 
+One round trip to Redis acks what is done and takes what is next (`_exchange`), for all slots together.
 A slot that dies in mid-call gets its job done once more in another slot; a worker that dies has its jobs put
 back by whoever notices (`JobQueue.reap`).
 """
@@ -54,6 +55,10 @@ class Worker:
         self.calls = 0
         self.stopping = asyncio.Event()
         self._differed = False
+        self._done: list[tuple[str, bytes]] = []  # answers that are not acked yet
+        self._hungry = True  # jobs may wait
+        self._wake = asyncio.Event()  # there is something to exchange
+        self._idle = asyncio.Event()  # slots are free and the queue was empty
 
     async def start(self) -> None:
         """Start the sandbox and check its walls. Raises SandboxFailed, IsolationMissing."""
@@ -88,50 +93,87 @@ class Worker:
         }
 
     async def run(self) -> None:
-        """Take and run jobs until `stop()`."""
-        helpers = [asyncio.create_task(self._keep_alive()), asyncio.create_task(self._hear_cancellations())]
+        """Take and run jobs until cancelled; after `stop()` finished ones are still acked."""
+        helpers = [
+            asyncio.create_task(helper())
+            for helper in (self._keep_alive, self._hear_cancellations, self._hear_bell)
+        ]
+        self.pool.on_free = self._wake.set
+        self._wake.set()
         try:
-            while not self.stopping.is_set():
-                await self._take_some()
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                await self._exchange()
         finally:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
-    async def _take_some(self) -> None:
-        slots = [await self.pool.free.get()]
-        while not self.pool.free.empty():
+    async def _exchange(self) -> None:
+        """One round trip: ack what is done, take as many jobs as there are free slots."""
+        slots: list[Slot] = []
+        while not self.pool.free.empty() and not self.stopping.is_set():
             slots.append(self.pool.free.get_nowait())
+        answers, self._done = self._done, []
         jobs: list[Job] = []
         try:
+            if answers or (slots and self._hungry):
+                jobs = await self._ask(answers, len(slots))
+                if slots:
+                    self._hungry = len(jobs) == len(slots)  # there may be more where they came from
+        except (RedisError, OSError) as error:
+            self._done = answers + self._done
             if not self.stopping.is_set():
-                jobs = await until_redis_answers(
-                    "take",
-                    lambda: self.queue.take(self.name, len(slots), self.pool.session_room),
-                    self.stopping,
-                )
-        except RedisError as error:
-            if not self.stopping.is_set():
-                log.error("taking jobs failed: %s", error)
+                log.error("exchanging jobs failed: %s", error)
                 await asyncio.sleep(0.5)
+                self._wake.set()
         for job in jobs:
+            if job.key in self.running:  # Redis forgot that it runs here
+                continue
             task = asyncio.create_task(self._execute(job, slots.pop()))
             self.running[job.key] = task
             task.add_done_callback(lambda _, key=job.key: self.running.pop(key, None))  # type: ignore[misc]
         for slot in slots:
             self.pool.free.put_nowait(slot)
-        if not jobs and not self.stopping.is_set():
-            await self._wait_for_work()
+        if not self._hungry and not self.pool.free.empty():
+            self._idle.set()
 
-    async def _wait_for_work(self) -> None:
-        try:
-            await until_redis_answers(
-                "bell",
-                lambda: self.queue.wait_for_bell(self.name, self.pool.session_room > 0),
-                self.stopping,
-            )
-        except RedisError:
-            await asyncio.sleep(0.5)
+    async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[Job]:
+        """The exchange itself, repeated while Redis is away. What an answer that got lost held is put back."""
+        certain = True
+
+        async def step() -> list[Job]:
+            nonlocal certain
+            try:
+                return await self.queue.exchange(self.name, answers, count, self.pool.session_room)
+            except BaseException:
+                certain = False
+                raise
+
+        jobs = await until_redis_answers("exchange", step, self.stopping)
+        if not certain:
+            held = [*self.running, *(key for key, _ in self._done), *(job.key for job in jobs)]
+            again = await self.queue.reclaim(self.name, held)
+            log.warning("Redis is back; %d jobs that never reached this worker are queued again", again)
+        return jobs
+
+    async def _hear_bell(self) -> None:
+        """While slots are free and the queue was empty: wait until jobs may be there."""
+        while True:
+            await self._idle.wait()
+            self._idle.clear()
+            try:
+                await until_redis_answers(
+                    "bell", lambda: self.queue.wait_for_bell(self.name, self.pool.session_room > 0)
+                )
+                if self.pool.free.empty():  # all slots have work by now: another worker's turn
+                    await self.queue.ring()
+            except (RedisError, OSError) as error:
+                log.warning("waiting for jobs failed: %s", error)
+                await asyncio.sleep(0.5)
+            self._hungry = True
+            self._wake.set()
 
     async def _execute(self, job: Job, slot: Slot) -> None:
         """Run one job, once more if its slot dies, and ack it."""
@@ -147,7 +189,8 @@ class Worker:
         else:
             answer = await self._run(job, request, body, slot, deadline_s)
         self.calls += 1
-        await until_redis_answers("finish", lambda: self.queue.finish(self.name, [(job.key, answer)]))
+        self._done.append((job.key, answer))
+        self._wake.set()
 
     async def _run(
         self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, deadline_s: float
@@ -261,6 +304,8 @@ class Worker:
         await self.pool.stop()
         try:
             async with asyncio.timeout(2.0):
+                if self._done:
+                    await self.queue.exchange(self.name, self._done, 0)
                 await self.queue.retire(self.name)
         except (RedisError, TimeoutError, OSError):
             log.info("Redis is gone already")

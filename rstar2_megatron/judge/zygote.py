@@ -22,8 +22,6 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rstar2_megatron.judge import cpp, isolation, linux
@@ -32,6 +30,8 @@ from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.interpreter import SessionRunner
 from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.services.owned_directory import make_owned_directory
+from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
 _LENGTH = struct.Struct("<I")
@@ -138,7 +138,7 @@ class Zygote:
     def _become_slot(self, slot: int, ours: socket.socket, theirs: socket.socket) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        linux.die_with_parent(signal.SIGKILL)
+        die_with_parent(signal.SIGKILL)
         linux.adopt_orphans()
         theirs.close()
         self.control.close()
@@ -192,7 +192,7 @@ def import_libraries() -> None:
 def _run_zygote(
     control: socket.socket, walls: Walls, groups: list[SlotGroup | None], slots: int, scratch: str
 ) -> NoReturn:
-    linux.die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     isolation.build_private_root(walls)
     isolation.choose_remaining_layers(walls)
     import_libraries()
@@ -206,17 +206,9 @@ def _run_zygote(
     Zygote(control, walls, groups, slots, scratch).serve()
 
 
-def sweep_stale_scratch() -> None:
-    """Remove scratch directories whose launcher (the process id in the name) was killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        owner = path.name.removeprefix(_SCRATCH).split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def launch(control_fd: int, slots: int, sessions: int) -> int:
     """The launcher. Returns the zygote's exit code when it has ended and its control groups are removed."""
-    linux.die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     kept = (sys.prefix, sys.base_prefix)
@@ -234,8 +226,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         walls.raised("memory_cgroup")
     except OSError as error:
         walls.lacks("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
-    sweep_stale_scratch()
-    scratch = tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-")
+    scratch = str(make_owned_directory(_SCRATCH))
     os.chmod(scratch, 0o711)
     owner = os.getpid()
     isolation.enter_namespaces(walls)

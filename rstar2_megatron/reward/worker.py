@@ -7,7 +7,6 @@ It may be killed at any time: it holds nothing.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -16,8 +15,8 @@ import sys
 
 from rstar2_megatron.reward.math_grader import UNGRADABLE, grade_answer
 from rstar2_megatron.reward.released_grader import grade_released
+from rstar2_megatron.services.parent_death import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _RECURSION_LIMIT = 3000  # deep enough for real answers, shallow enough for the C stack
 
 
@@ -29,7 +28,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stuck worker must not outlive the pool
+    die_with_parent(signal.SIGKILL)  # a stuck worker must not outlive the pool
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
     # Replies have a channel of their own: whatever a library prints goes to stderr.
     replies = os.fdopen(os.dup(1), "w", buffering=1)

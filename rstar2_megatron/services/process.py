@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 import socket
 import time
 
 import psutil
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
-    """Ask the kernel to signal this process when its parent ends. For `preexec_fn`, or first thing in a child."""
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

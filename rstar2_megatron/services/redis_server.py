@@ -6,22 +6,20 @@ the starting process dies without it, the kernel ends the server and the next st
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import redis
 
+from rstar2_megatron.services.owned_directory import make_owned_directory
+from rstar2_megatron.services.parent_death import die_with_parent
+from rstar2_megatron.services.process import free_port
+
 _PREFIX = "rstar2-redis-"
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class RedisUnavailable(RuntimeError):
@@ -62,18 +60,6 @@ def check_redis(uri: str, timeout_s: float = 5.0) -> None:
         client.close()
 
 
-def sweep_stale_directories() -> None:
-    """Remove data directories whose owner (the process id in the name) is gone."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        owner = path.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGTERM, 0, 0, 0)
-
-
 class RedisServer:
     """One private redis-server on 127.0.0.1.
 
@@ -93,10 +79,9 @@ class RedisServer:
     def start(self) -> RedisServer:
         """Start and wait for the first answer. Raises RedisUnavailable."""
         binary = find_redis_server()
-        sweep_stale_directories()
         if self.port == 0:
-            self.port = _free_port()
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+            self.port = free_port()
+        self.directory = make_owned_directory(_PREFIX)
         self._launch(binary)
         return self
 
@@ -115,7 +100,7 @@ class RedisServer:
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
         with open(os.devnull, "rb") as nothing:
             self.process = subprocess.Popen(
-                command, stdin=nothing, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent
+                command, stdin=nothing, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent
             )
         deadline = time.monotonic() + self.start_timeout_s
         with redis.Redis(port=self.port, socket_timeout=2.0, socket_connect_timeout=2.0) as client:
@@ -161,9 +146,3 @@ class RedisServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -85,18 +85,21 @@ async def test_a_cell_that_cannot_be_interrupted_ends_the_session(client: JudgeC
         ("import sys; sys.exit(3)", Outcome.ERROR, True),
         (f"y = bytearray({2 * MEMORY_MB} << 20)", Outcome.MEMORY, True),
         ("import os; os.write(3, b'done' * 2)", Outcome.KILLED, False),
-        ("import os; os.close(3)", Outcome.KILLED, False),
+        ("import os; os.close(3)", None, False),
         ("import os; child = os.fork()", Outcome.OK, True),
         ("import sys; sys.stdout = sys.stderr = sys.stdin = None", Outcome.OK, True),
         ("import os; os.kill(os.getpid(), 9)", Outcome.OK, True),
     ],
 )
 async def test_what_a_cell_does_to_its_own_interpreter(
-    client: JudgeClient, name: str, program: str, outcome: Outcome, kept: bool
+    client: JudgeClient, name: str, program: str, outcome: Outcome | None, kept: bool
 ) -> None:
     await client.run("x = 5", session=name)
     result = await client.run(program, session=name)
-    assert (result.outcome, result.session) == (outcome, "kept" if kept else "lost")
+    assert result.session == ("kept" if kept else "lost")
+    assert result.outcome is outcome or (
+        outcome is None and result.outcome in (Outcome.ERROR, Outcome.KILLED)
+    )
     after = await client.run("print('x' in globals())", session=name)
     assert after.stdout == f"{kept}\n"
     await client.close_session(name)

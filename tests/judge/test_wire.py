@@ -122,7 +122,25 @@ def test_bad_options_are_invalid_input(http: httpx.Client, options: dict[str, st
     assert next(iter(options)) in result["stderr"]
 
 
-def test_math_is_a_result_not_an_http_error(http: httpx.Client) -> None:
+@pytest.mark.parametrize(
+    ("solution", "expected", "success", "verdict"),
+    [
+        ("1/2", "\\frac{1}{2}", True, "correct"),
+        ("2x+1+x", "3x+1", True, "correct"),
+        ("<reason>so</reason> <answer>\\boxed{7}</answer>", "7", True, "correct"),
+        ("8", "7", False, "wrong"),
+    ],
+)
+def test_math_is_graded_by_the_projects_grader(
+    http: httpx.Client, solution: str, expected: str, success: bool, verdict: str
+) -> None:
+    body = {"type": "math", "solution": solution, "expected_output": expected}
+    result = http.post("/run", json=body).json()
+    assert (result["success"], result["run_success"]) == (success, True)
+    assert (result["stdout"], result["reason"]) == (f"{verdict}\n", "")
+
+
+def test_math_without_expected_output_is_a_result_not_an_http_error(http: httpx.Client) -> None:
     result = http.post("/run", json={"type": "math", "solution": "1"}).json()
     assert not result["success"] and result["reason"] == "invalid_input"
 
