@@ -12,7 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, load, write
+from rstar2_megatron.data.resumable import write_jsonl
+from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, load
 
 
 def main() -> int:
@@ -39,8 +40,8 @@ def main() -> int:
             failed += 1
             continue
         path = arguments.out / f"{name}.jsonl"
-        write(rows, path)
-        print(f"{path}: {len(rows)} problems")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{path}: {write_jsonl(path, iter(rows))} problems")
     return 1 if failed else 0
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.data.resumable import write_json
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
@@ -205,7 +205,7 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
         "settings": sampling.identity | {"samples": k},
         "scores": {name: dataclasses.asdict(scores) for name, scores in parts.items()},
     }
-    (out / "scores.json").write_text(json.dumps(as_json, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "scores.json", as_json)
     (out / "scores.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     print(f"wrote {out / 'trajectories.jsonl'}, {out / 'scores.json'}, {out / 'scores.txt'}")
@@ -233,7 +233,10 @@ def render(parts: Mapping[str, Scores]) -> str:
         add(f"pass@{j}", lambda s, j=j: str(s.pass_at[j]) if j in s.pass_at else "-")
     if k > 1:
         add(f"majority@{k}", lambda s: str(s.majority))
-        add("deviation of a run's accuracy", lambda s: f"{100 * s.run_deviation:.1f}")
+        add(
+            "deviation of a run's accuracy",
+            lambda s: "-" if s.run_deviation is None else f"{100 * s.run_deviation:.1f}",
+        )
     for name, label, form in (
         ("tool_calls", "tool calls", "{:.2f}"),
         ("tool_error_ratio", "tool errors per call", "{:.3f}"),

@@ -6,7 +6,6 @@ that lists its columns.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -150,12 +149,3 @@ def _read(benchmark: Benchmark, source: str | Path | None) -> Iterable[Mapping[s
             f"{source or benchmark.path} cannot be loaded: {type(error).__name__}: {error}. GPQA is gated: accept its terms "
             "on the hub and log in; without network download it elsewhere and give its directory with --source"
         ) from error
-
-
-def write(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    """Rows as jsonl, whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.unfinished")
-    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    partial.replace(path)

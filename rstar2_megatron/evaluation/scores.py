@@ -51,8 +51,8 @@ class Scores:
     """j -> unbiased estimate that one of j attempts is right; j = 1, 2, 4, ... and k."""
     majority: Estimate
     """majority@k: the most frequent answer is right; ties count by the share of right ones among them."""
-    run_deviation: float
-    """Standard deviation of the accuracy of the k runs; nan for k = 1."""
+    run_deviation: float | None
+    """Standard deviation of the accuracy of the k runs; None for k = 1."""
     missing: int
     """Attempts that infrastructure spoilt, left out of everything."""
     tools: dict[str, float] = field(default_factory=dict)
@@ -207,11 +207,11 @@ def _powers(k: int) -> list[int]:
     return [1 << i for i in range(k.bit_length()) if 1 << i < k]
 
 
-def _run_deviation(usable: Sequence[Sample]) -> float:
+def _run_deviation(usable: Sequence[Sample]) -> float | None:
     runs: dict[int, list[float]] = {}
     for item in usable:
         runs.setdefault(item.index, []).append(item.reward)
-    return statistics.stdev(map(statistics.fmean, runs.values())) if len(runs) > 1 else math.nan
+    return statistics.stdev(map(statistics.fmean, runs.values())) if len(runs) > 1 else None
 
 
 # ---------------------------------------------------------------------------------------- how it was done

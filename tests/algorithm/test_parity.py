@@ -39,7 +39,9 @@ A = 0.5 / (1 / math.sqrt(3) + 1e-6)
 def advantages() -> list[float]:
     config = DownSamplingConfig(down_sample_to_n=4, mode="released")
     result = resample_on_correct(GROUP, config, random.Random(0))
+    assert [p.total(config) for p in result.penalties] == [0, 1.5, 0, 0, 1, 1.5, 0.5, 0]
     assert result.indices == KEPT
+    assert (result.num_positive, result.num_negative, result.num_kept_positive) == (4, 4, 2)
     return group_advantages([t.reward or 0.0 for t in result.kept])
 
 

@@ -176,24 +176,6 @@ def test_released_quotas_of_32_to_16(num_positive: int, positive: int, negative:
     assert released_quotas(num_positive, 32 - num_positive, config()) == (positive, negative)
 
 
-def test_released_frozen_group() -> None:
-    """By hand: 8 rollouts to 4; positives 1, 2, 4, 6 with penalties 1.5, 0, 1, 0.5; negatives 0, 3, 5, 7."""
-    trajectories = [
-        trajectory(0.0, [OK]),
-        trajectory(1.0, []),
-        trajectory(1.0, [OK]),
-        trajectory(0.0, [OK]),
-        trajectory(1.0, [ERROR]),
-        trajectory(0.0, []),
-        trajectory(1.0, [OK, ERROR]),
-        trajectory(0.0, [OK]),
-    ]
-    result = resample(trajectories, config(4, mode="released"))
-    assert [p.total(config(4)) for p in result.penalties] == [0, 1.5, 0, 0, 1, 1.5, 0.5, 0]
-    assert result.indices == [0, 2, 3, 6]
-    assert (result.num_positive, result.num_negative, result.num_kept_positive) == (4, 4, 2)
-
-
 def test_odd_targets_have_a_rule_where_the_public_code_asserts() -> None:
     """14 to 7 with 7 and 7: both quotas round to 4; the lowest penalties of all are kept, positives first."""
     cfg = config(7, mode="released", min_zero_reward_trace_num=0, min_non_zero_reward_trace_num=0)

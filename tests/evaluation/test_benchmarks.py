@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, convert, load, write
+from rstar2_megatron.data.resumable import write_jsonl
+from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, convert, load
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.training.data import read_problems
 from tests.e2e.runs import ROOT
@@ -69,7 +70,7 @@ def local_copy(name: str, directory: Path) -> Path:
 @pytest.mark.parametrize("name", list(BENCHMARKS))
 def test_a_copy_of_the_data_set_becomes_problems(name: str, tmp_path: Path) -> None:
     rows = load(name, local_copy(name, tmp_path))
-    write(rows, tmp_path / f"{name}.jsonl")
+    write_jsonl(tmp_path / f"{name}.jsonl", iter(rows))
     problems = read_problems([tmp_path / f"{name}.jsonl"])
     assert [p.task for p in problems] == [name] * len(SHAPES[name])
     assert len({p.query_id for p in problems}) == len(problems)
