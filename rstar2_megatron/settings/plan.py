@@ -414,7 +414,7 @@ def _plan_times(plan: Plan, settings: Settings, model: ModelConfig, world: int) 
     )
     if settings.actor.offload_optimizer and settings.actor.offload_weight:
         plan.notes.append(
-            "collocated: actor and engines leave the GPU to each other phase by phase (training/handover.py), so each has "
+            "collocated: the plan assumes that actor and engines leave the GPU to each other phase by phase, so that each has "
             "to fit alone"
         )
 

@@ -1,0 +1,50 @@
+"""Pass counts and which problems they leave out."""
+
+from __future__ import annotations
+
+from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
+from rstar2_megatron.trajectory import Problem
+
+PROBLEMS = [
+    Problem(name, [{"role": "user", "content": name}], ["1"]) for name in ("easy", "middle", "hard", "spoilt")
+]
+REWARDS = [
+    *[("easy", 1.0)] * 4,
+    *[("middle", r) for r in (1.0, 0.0, 0.0, 1.0)],
+    *[("hard", 0.0)] * 4,
+    *[("spoilt", 1.0)] * 3,
+]
+
+
+def dropped(**options: bool) -> dict[str, str]:
+    chosen = {"always_solved": True, "never_solved": False, **options}
+    counts = pass_counts(PROBLEMS, REWARDS)
+    return {c.query_id: why for c in counts if (why := c.why_dropped(**chosen, wanted=4))}
+
+
+def test_counts_are_in_the_order_of_the_problems() -> None:
+    assert pass_counts(PROBLEMS, reversed(REWARDS)) == [
+        PassCount("easy", 4, 4),
+        PassCount("middle", 2, 4),
+        PassCount("hard", 0, 4),
+        PassCount("spoilt", 3, 3),
+    ]
+
+
+def test_always_solved_is_dropped_and_never_solved_if_asked() -> None:
+    assert dropped() == {"easy": "always solved"}
+    assert dropped(never_solved=True) == {"easy": "always solved", "hard": "never solved"}
+    assert dropped(always_solved=False) == {}
+
+
+def test_attempts_that_the_infrastructure_spoilt_decide_nothing() -> None:
+    assert "spoilt" not in dropped(never_solved=True)
+    assert PassCount("a", 0, 0).why_dropped(always_solved=True, never_solved=True, wanted=4) == ""
+
+
+def test_report() -> None:
+    report = difficulty_report(pass_counts(PROBLEMS, REWARDS), dropped(), 4)
+    assert (report["rows_in"], report["rows_out"], report["dropped"]) == (4, 3, {"always solved": 1})
+    assert report["problems_by_times_solved"] == {"0": 1, "1": 0, "2": 1, "3": 0, "4": 1}
+    assert report["problems_with_spoilt_attempts"] == 1 and report["pass_rate"] == 9 / 15
+    assert "4 problems x 4 attempts, pass rate 0.600" in render_report(report)
