@@ -115,34 +115,10 @@ def test_a_stage_that_cannot_keep_an_optimizer_says_so(tmp_path: Path) -> None:
 
 
 def test_fingerprint_changes_with_what_runs(tmp_path: Path) -> None:
-    first, same = plan(tmp_path), plan(tmp_path)
-    changed = plan(tmp_path, "rl-b/runner.max_steps=9")
-    prints = [[p.fingerprint(s) for s in p.recipe.stages] for p in (first, same, changed)]
-    assert prints[0] == prints[1]
-    assert [a != b for a, b in zip(prints[0], prints[2])] == [False, False, True, False, False]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        3,
-        1e-6,
-        "a b",
-        "it's",
-        "a\\b",
-        "a\\'b",
-        "a\\",
-        "/p/q:r,[x]",
-        [1, "two"],
-        {"a": [1, None]},
-        [],
-    ],
-)
-def test_values_survive_hydras_grammar(value: Any) -> None:
-    word = override_word("rollout.sglang.server_args.x", value)
-    assert load("rstar2-tiny-cpu", [word]).settings.rollout.sglang.server_args["x"] == value
+    two = STAGES[1:3]
+    first, changed = plan(tmp_path, stages=two), plan(tmp_path, "rl-b/runner.max_steps=9", stages=two)
+    prints = [[p.fingerprint(s) for s in p.recipe.stages] for p in (first, changed)]
+    assert prints[0][0] == prints[1][0] and prints[0][1] != prints[1][1]
 
 
 @pytest.mark.parametrize(

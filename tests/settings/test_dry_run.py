@@ -14,6 +14,7 @@ from rstar2_megatron.recipe.stages import load_recipe, recipe_names
 from rstar2_megatron.settings.load import CONFIG_DIR, config_names, load, valid_keys
 from rstar2_megatron.settings.rlinf_keys import ONLY_VALUES
 from rstar2_megatron.training.main import main
+from tests.settings.loaded import loaded
 from tests.settings.rlinf_yaml import RLINF_7B
 
 SIZES = [name for name in config_names() if name != "rstar2-tiny-cpu"]
@@ -55,7 +56,7 @@ def test_dry_run_of_every_yaml_fits_and_says_why(name: str, capsys: pytest.Captu
 
 @pytest.mark.parametrize("name", SIZES)
 def test_batch_is_the_released_one_or_the_papers_by_name(name: str) -> None:
-    s = load(name).settings
+    s = loaded(name).settings
     sampling = s.algorithm.down_sampling.down_sampling_config
     paper = name.endswith("-paper")
     assert s.data.rollout_batch_size == (512 if paper else 128)

@@ -20,6 +20,7 @@ from rstar2_megatron.settings.load import (
 )
 from rstar2_megatron.settings.rlinf_keys import WITHOUT_MEANING
 from rstar2_megatron.settings.schema import Settings
+from tests.settings.loaded import loaded
 from tests.settings.rlinf_yaml import RLINF_7B
 
 TINY = "rstar2-tiny-cpu"
@@ -32,7 +33,7 @@ def write(path: Path, data: dict) -> str:
 
 @pytest.mark.parametrize("name", config_names())
 def test_every_shipped_yaml_loads_without_notes(name: str) -> None:
-    assert load(name).notes == []
+    assert loaded(name).notes == []
 
 
 @pytest.mark.parametrize("name", [n for n in config_names() if n != TINY])
@@ -87,7 +88,7 @@ def test_the_dict_config_holds_every_default_and_no_empty_node_groups() -> None:
 
 @pytest.mark.parametrize("name", config_names())
 def test_printed_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
-    settings = load(name).settings
+    settings = loaded(name).settings
     path = tmp_path / "printed.yaml"
     path.write_text(print_config(settings))
     assert load(str(path)).settings == settings
