@@ -138,12 +138,15 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
     """
     import datasets
 
-    options: dict[str, Any] = {"split": name.split, "streaming": True, "revision": name.revision}
     try:
-        stream = datasets.load_dataset(name.repo, name.config, **options)
-        features = getattr(stream, "column_names", None)
-        if columns is not None and features:
-            stream = stream.select_columns([c for c in columns if c in features])
+        builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)
+        published = builder.info.features
+        if columns is not None and published is not None and hasattr(builder.config, "columns"):
+            # parquet: the other columns are not even downloaded
+            builder.config.columns = [c for c in columns if c in published]
+        stream = builder.as_streaming_dataset(split=name.split)
+        if columns is not None and stream.column_names:
+            stream = stream.select_columns([c for c in columns if c in stream.column_names])
         number = skip
         for values in stream.skip(skip) if skip else stream:
             number += 1

@@ -251,6 +251,11 @@ def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path)
     directory = tmp_path / "omr"
     directory.mkdir()
     (directory / "cot.parquet").write_bytes(files["omr"].read_bytes())
+    features = "".join(
+        f"  - name: {name}\n    dtype: {'bool' if name == 'used_in_kaggle' else 'string'}\n"
+        for name in openmath(0, "")
+    )
+    (directory / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
     hub = Input("openmathreasoning", hub=HubName(str(directory), None, "train"))
     rows = list(train_set.read_input(hub, train_set.SOURCES["openmathreasoning"], skip=3))
     assert len(rows) == 13 and set(rows[0].values) == {"problem", "expected_answer", "problem_type"}
