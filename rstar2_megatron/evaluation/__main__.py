@@ -161,7 +161,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 when something failed while running; 2 for bad input; 130 or 143 when stopped."""
+    """Returns 0; 1 when something failed while running or attempts are missing; 2 for bad input; 130, 143 when stopped."""
     arguments = parse(argv)
     try:
         settings, sampling = configure(arguments)
@@ -216,7 +216,7 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
             f"command tries them again. The reasons stand in {out / 'trajectories.jsonl'} and {out / 'logs'}",
             file=sys.stderr,
         )
-    return 0 if parts else 1
+    return 1 if missing or not parts else 0
 
 
 def render(parts: Mapping[str, Scores]) -> str:
