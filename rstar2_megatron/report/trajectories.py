@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from rstar2_megatron.trajectory_row import unpack_floats, unpack_ints
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
 Row = dict[str, Any]
+_NEEDED = (
+    "rollout_index", "prompt", "solutions", "turns", "tool_calls", "finish_reason", "reward", "grade",
+    "response_tokens",
+)  # fmt: skip
 
 
 @dataclass
@@ -33,51 +37,80 @@ class Page:
     messages: list[str] = field(default_factory=list)
 
 
-def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """Rows of a trajectories.jsonl and messages about lines that could not be read. Raises ValueError for none."""
-    if path.is_dir():
-        path = path / "trajectories.jsonl"
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a row stands in the file. A long run's file does not fit into memory, what the page shows does."""
+
+    step: int | None
+    query_id: str
+    offset: int
+    size: int
+
+
+def read_index(path: Path) -> tuple[list[Entry], list[str]]:
+    """Entries of a trajectories.jsonl and messages about lines that could not be read. Raises ValueError for none."""
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: give a run's directory (runner.save_trajectories_per_step > 0)"
         )
-    rows, bad = [], []
-    with path.open(encoding="utf-8") as file:
+    entries: list[Entry] = []
+    bad: list[int] = []
+    offset = 0
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                rows.append({**row, "query_id": str(row["query_id"]), "turns": list(row["turns"])})
-            except (ValueError, KeyError, TypeError):
+                entries.append(Entry(row.get("step"), str(row["query_id"]), offset, len(line)))
+                _check(row)
+            except (ValueError, KeyError, TypeError, AttributeError):
                 bad.append(number)
+                if entries and entries[-1].offset == offset:
+                    entries.pop()
+            offset += len(line)
     messages = [f"{path}: {len(bad)} lines could not be read (first: {bad[0]})"] if bad else []
-    if not rows:
+    if not entries:
         raise ValueError(f"{path} holds no trajectories")
-    return rows, messages
+    return entries, messages
 
 
-def build_page(rows: Sequence[Row], tokenizer: Any = None, *, max_bytes: int = 20_000_000) -> Page:
+def _check(row: Row) -> None:
+    """Raises KeyError or TypeError for a row that is no trajectory's."""
+    missing = [key for key in _NEEDED if key not in row]
+    if missing:
+        raise KeyError(*missing)
+    if not all(isinstance(turn, str) for turn in row["turns"]):
+        raise TypeError("turns")
+
+
+def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
+    """The rows of some entries."""
+    rows = []
+    with path.open("rb") as file:
+        for entry in entries:
+            file.seek(entry.offset)
+            rows.append(json.loads(file.read(entry.size)))
+    return rows
+
+
+def build_page(
+    path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, max_bytes: int = 20_000_000
+) -> Page:
     """Groups of the page, oldest step first; evenly thinned out over the steps when they are too many bytes.
 
     tokenizer: decodes single tokens for the shading; None leaves it out.
     """
-    page = Page(num_rows=len(rows))
-    groups: dict[tuple[Any, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.get("step"), row["query_id"]), []).append(row)
+    page = Page(num_rows=len(entries))
+    groups: dict[tuple[Any, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.step, entry.query_id), []).append(entry)
     keys = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0))
-    sizes = {key: sum(_weight(row) for row in groups[key]) for key in keys}
-    chosen = _thin_out(keys, [sizes[key] for key in keys], max_bytes)
+    chosen = _thin_out(keys, [sum(entry.size for entry in groups[key]) for key in keys], max_bytes)
     if len(chosen) < len(keys):
         page.messages.append(
             f"{len(keys) - len(chosen)} of {len(keys)} groups left out to keep the page small"
         )
-    page.groups = [_group(groups[key], tokenizer) for key in chosen]
+    page.groups = [_group(load_rows(path, groups[key]), tokenizer) for key in chosen]
     return page
-
-
-def _weight(row: Row) -> int:
-    """About the bytes that a row takes in the page."""
-    return sum(map(len, row["turns"])) * 3 + sum(len(str(call)) for call in row["tool_calls"]) + 400
 
 
 def _thin_out(keys: Sequence[Any], sizes: Sequence[int], budget: int) -> list[Any]:
@@ -200,7 +233,7 @@ def find_tokenizer(directory: Path) -> Any:
     """The tokenizer of the run's exported model or of the model it started from; None when neither is there."""
     import yaml
 
-    candidates = [directory / "model"]
+    candidates = [directory / "model"]  # an evaluation's directory has neither, and no log-probs either
     config = directory / "config.yaml"
     if config.is_file():
         model = yaml.safe_load(config.read_text(encoding="utf-8")).get("rollout", {}).get("model", {})
@@ -213,17 +246,17 @@ def find_tokenizer(directory: Path) -> Any:
     return None
 
 
-def select_steps(rows: Iterable[Row], steps: str | None) -> list[Row]:
-    """Rows of "3", "1-20" or all steps. Raises ValueError for another text or no rows."""
+def select_steps(entries: Sequence[Entry], steps: str | None) -> list[Entry]:
+    """Entries of "3", "1-20" or all steps. Raises ValueError for another text or no entries."""
     if steps is None:
-        return list(rows)
+        return list(entries)
     first, dash, last = steps.partition("-")
     try:
         low = int(first)
         high = int(last) if dash else low
     except ValueError:
         raise ValueError(f"--steps {steps}: write one step or a range, such as 1-20") from None
-    chosen = [row for row in rows if row.get("step") is not None and low <= row["step"] <= high]
+    chosen = [entry for entry in entries if entry.step is not None and low <= entry.step <= high]
     if not chosen:
         raise ValueError(f"--steps {steps}: no trajectories of these steps")
     return chosen
@@ -239,15 +272,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", help="one step or a range, such as 1-20")
     parser.add_argument("--max-mb", type=float, default=20.0, help="about the largest size of the page")
     arguments = parser.parse_args(argv)
-    directory = arguments.run if arguments.run.is_dir() else arguments.run.parent
+    path = arguments.run / "trajectories.jsonl" if arguments.run.is_dir() else arguments.run
+    directory = path.parent
     try:
-        rows, messages = read_rows(arguments.run)
-        rows = select_steps(rows, arguments.steps)
+        entries, messages = read_index(path)
+        entries = select_steps(entries, arguments.steps)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    tokenizer = find_tokenizer(directory) if any("logprob_diff" in row for row in rows) else None
-    page = build_page(rows, tokenizer, max_bytes=int(arguments.max_mb * 1e6))
+    page = build_page(path, entries, find_tokenizer(directory), max_bytes=int(arguments.max_mb * 1e6))
     page.messages = messages + page.messages
     out = arguments.out or directory / "trajectories.html"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,11 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.report.trajectories import (
+    Entry,
     build_page,
+    load_rows,
     main,
-    read_rows,
+    read_index,
     render,
     select_steps,
     shaded_turns,
@@ -107,12 +109,18 @@ def page(run: Path) -> Path:
     return run / "trajectories.html"
 
 
+def read_rows(run: Path) -> list[dict]:
+    entries, messages = read_index(run / "trajectories.jsonl")
+    assert not messages
+    return load_rows(run / "trajectories.jsonl", entries)
+
+
 # ------------------------------------------------------------------------------------------- what is written
 
 
 def test_rows_say_what_was_kept_and_why(run: Path) -> None:
-    rows, messages = read_rows(run)
-    assert len(rows) == 32 and not messages
+    rows = read_rows(run)
+    assert len(rows) == 32
     mixed = [row for row in rows if row["query_id"] == "mixed-1"]
     assert sum(row["kept"] for row in mixed) == 4
     assert {row["rejected"] for row in rows} == {None, "all_wrong"}
@@ -159,7 +167,7 @@ def test_resumed_runs_drop_later_steps(tmp_path: Path) -> None:
 
 def test_shading_covers_each_turn_exactly(run: Path, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows, _ = read_rows(run)
+    rows = read_rows(run)
     for row in rows:
         turns = shaded_turns(row, tokenizer)
         assert turns is not None
@@ -229,23 +237,29 @@ def test_screenshot_of_an_opened_trajectory(page: Path, tmp_path: Path) -> None:
     assert colours.get((0xF1, 0xF5, 0xFB), 0) > 1000  # the tool's block
 
 
-def test_large_runs_are_thinned_out_evenly(run: Path) -> None:
-    rows, _ = read_rows(run)
-    many = [row | {"step": step} for step in range(1, 21) for row in rows[:8]]
-    page = build_page(many, max_bytes=5 * sum(len(json.dumps(row)) for row in rows[:8]))
+def test_large_runs_are_thinned_out_evenly(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    lines = [json.dumps(row | {"step": step}) for step in range(1, 21) for row in read_rows(run)[:8]]
+    path.write_text("\n".join(lines) + "\n")
+    entries, _ = read_index(path)
+    page = build_page(path, entries, max_bytes=path.stat().st_size // 4)
     steps = [group["step"] for group in page.groups]
-    assert steps[0] == 1 and steps[-1] == 20 and 2 <= len(steps) < 20
+    assert steps[0] == 1 and steps[-1] == 20 and 4 <= len(steps) <= 6
+    assert all(len(group["trajectories"]) == 8 for group in page.groups)
     assert f"{20 - len(steps)} of 20 groups left out" in render(page, "x")
 
 
 def test_steps_and_bad_lines(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, _ = read_rows(run)
-    assert {row["step"] for row in select_steps(rows, "2")} == {2}
-    assert len(select_steps(rows, "1-2")) == 32
+    rows = read_rows(run)
+    entries = [Entry(step, "q", 0, 0) for step in (1, 2, 2, 3, None)]
+    assert [entry.step for entry in select_steps(entries, "2")] == [2, 2]
+    assert len(select_steps(entries, "1-2")) == 3 and len(select_steps(entries, None)) == 5
     with pytest.raises(ValueError, match="--steps x"):
-        select_steps(rows, "x")
+        select_steps(entries, "x")
+    with pytest.raises(ValueError, match="no trajectories of these steps"):
+        select_steps(entries, "7")
     broken = tmp_path / "trajectories.jsonl"
-    broken.write_text(json.dumps(rows[0]) + "\n{\n")
+    broken.write_text(json.dumps(rows[0]) + '\n{\n{"query_id": "a"}\n[]\n')
     assert main([str(broken)]) == 0
-    assert re.search(r"1 lines could not be read \(first: 2\)", capsys.readouterr().err)
+    assert re.search(r"3 lines could not be read \(first: 2\)", capsys.readouterr().err)
     assert main([str(tmp_path / "nothing")]) == 1 and "does not exist" in capsys.readouterr().err
