@@ -1,40 +1,53 @@
 """Closed-loop benchmark of the Code Judge: `python -m benchmarks.judge`.
 
 Starts the service and drives it with 1, 32, 256 and 2,000 clients; one JSON line for each case. CPU is that of
-the service's whole process tree, the clients' own left out. `--against URL` drives another server the same
-way (its CPU is not seen). `--soak-s 600` runs 32 clients with a fault every 30 s instead and counts what is lost.
+the service's whole process tree, the clients' own left out. `overhead` leaves the sandbox out: a worker that
+answers at once, so that HTTP and Redis are left. `--against URL` then drives another server the same way (its
+CPU is not seen; cases that only ours has are left out).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
-import signal
+import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
+from rstar2_megatron.judge.result import JudgeResult
 from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.services.process import terminate_tree
+from rstar2_megatron.services.redis_server import RedisServer
 
 PRINT = "print({i})"
 NUMPY = "import numpy as np\na = np.arange(10000).reshape(100, 100) + {i}\nprint(int((a @ a.T).trace()))"
 SYMPY = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i}, x))"
 LOOP = "while True: pass  # {i}"
-CASES = ("print", "numpy", "sympy", "mix", "batch")
+CASES = ("print", "numpy", "sympy", "mix", "batch", "session", "overhead")
+OURS_ONLY = ("session", "overhead")
 BATCH_SIZE = 64
+CALLS_A_SESSION = 8
 
 
 def program(case: str, i: int) -> str:
     """The mix is 5% endless loops, the rest half print, half sympy."""
-    if case in ("print", "batch"):
+    if case == "session":
+        return f"total = globals().get('total', 0) + {i}\nprint(total)"
+    if case in ("print", "batch", "overhead"):
         return PRINT.format(i=i)
     if case == "mix":
         return (LOOP if i % 20 == 7 else PRINT if i % 2 else SYMPY).format(i=i)
@@ -57,24 +70,58 @@ def _memory_bytes(process: psutil.Process) -> int:
 
 
 class Tree:
-    """CPU seconds and memory of a process with all its descendants, ended ones included."""
+    """CPU seconds and memory of processes with all their descendants, ended ones included."""
 
-    def __init__(self, pid: int | None) -> None:
-        self.root = psutil.Process(pid) if pid else None
+    def __init__(self, *pids: int) -> None:
+        self.roots = [psutil.Process(pid) for pid in pids]
 
     def _members(self) -> list[psutil.Process]:
-        return [self.root, *self.root.children(recursive=True)] if self.root else []
+        return [p for root in self.roots for p in (root, *root.children(recursive=True))]
 
-    def cpu_s(self) -> float:
-        return sum(map(_cpu_s, self._members()))
+    def cpu_s(self) -> Counter[str]:
+        """By part of the service."""
+        parts: Counter[str] = Counter()
+        for process in self._members():
+            parts[_part(process)] += _cpu_s(process)  # type: ignore[assignment]
+        return parts
 
     def memory_mb(self) -> float:
         """Shared pages counted once (PSS)."""
         return sum(map(_memory_bytes, self._members())) / 1e6
 
 
+def _part(process: psutil.Process) -> str:
+    try:
+        words = {process.name(), *process.cmdline()}
+    except psutil.Error:
+        return "sandbox"
+    if "redis-server" in words:
+        return "redis"
+    if "rstar2_megatron.judge" in words:
+        return "worker" if "worker" in words else "server"
+    return "worker" if "benchmarks.judge_echo_worker" in words else "sandbox"
+
+
 def quantile(values: list[float], q: float) -> float | None:
     return round(1000 * sorted(values)[min(len(values) - 1, int(len(values) * q))], 1) if values else None
+
+
+async def one_turn(client: JudgeClient, case: str, numbers: Iterator[int]) -> list[tuple[JudgeResult, float]]:
+    """What a client does before it begins again: results, each with its latency in seconds."""
+    if case == "batch":
+        codes = [program(case, next(numbers)) for _ in range(BATCH_SIZE)]
+        sent = time.monotonic()
+        results = await client.run_batch(codes)
+        return [(result, time.monotonic() - sent) for result in results]
+    session = uuid.uuid4().hex if case == "session" else None
+    timed = []
+    for _ in range(CALLS_A_SESSION if session else 1):
+        sent = time.monotonic()
+        result = await client.run(program(case, next(numbers)), session=session)
+        timed.append((result, time.monotonic() - sent))
+    if session:
+        await client.close_session(session)
+    return timed
 
 
 async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: float) -> dict[str, Any]:
@@ -90,24 +137,22 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
         async def drive() -> None:
             nonlocal lost
             while time.monotonic() - started < seconds:
-                sent = time.monotonic()
                 try:
-                    if case == "batch":
-                        codes = [program(case, next(numbers)) for _ in range(BATCH_SIZE)]
-                        results = await client.run_batch(codes)
-                    else:
-                        results = [await client.run(program(case, next(numbers)))]
+                    timed = await one_turn(client, case, numbers)
                 except JudgeUnavailable:
-                    lost += 1
+                    lost += BATCH_SIZE if case == "batch" else 1
                     continue
-                latencies.append(time.monotonic() - sent)
-                outcomes.update(str(r.outcome) for r in results)
+                latencies.extend(latency for _, latency in timed)
+                outcomes.update(str(result.outcome) for result, _ in timed)
+                lost += sum(result.is_infrastructure for result, _ in timed)
 
         await asyncio.gather(*(drive() for _ in range(clients)))
         elapsed = time.monotonic() - started
         calls = sum(outcomes.values())
-        cpu = tree.cpu_s() - cpu_before
+        cpu = tree.cpu_s()
+        cpu.subtract(cpu_before)
         retries = client.counters["retries"]
+    seen = bool(tree.roots and calls)
     return {
         "case": case,
         "clients": clients,
@@ -116,102 +161,73 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
         "p50_ms": quantile(latencies, 0.5),
         "p95_ms": quantile(latencies, 0.95),
         "p99_ms": quantile(latencies, 0.99),
-        "cpu_ms_per_call": round(1000 * cpu / calls, 2) if tree.root and calls else None,
+        "cpu_ms_per_call": round(1000 * sum(cpu.values()) / calls, 2) if seen else None,
+        "cpu_ms_by_part": {part: round(1000 * cpu[part] / calls, 2) for part in sorted(cpu)}
+        if seen
+        else None,
         "lost": lost,
         "retries": retries,
         "outcomes": dict(outcomes),
-        "memory_mb": round(tree.memory_mb()) if tree.root else None,
+        "memory_mb": round(tree.memory_mb()) if seen else None,
         "load_1min": round(os.getloadavg()[0], 1),
     }
 
 
-async def soak(service: JudgeService, seconds: float, fault_every_s: float) -> dict[str, Any]:
-    """32 clients; every `fault_every_s` the worker, a slot or Redis is killed. Nothing may be lost."""
-    assert service.process is not None
-    tree, root = Tree(service.process.pid), psutil.Process(service.process.pid)
-    started, wrong, calls = time.monotonic(), 0, 0
-    memory: list[int] = []
-    faults_done: Counter[str] = Counter()
-
-    def victim(kind: str) -> psutil.Process:
-        for process in root.children(recursive=True):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            line = process.cmdline()
-            generation = len(process.parents()) - len(root.parents())
-            found = {
-                "redis": process.name() == "redis-server",
-                "worker": "worker" in line,
-                "slot": generation == 4,  # worker > launcher > zygote > slot
-            }
-            if found[kind]:
-                return process
-        raise psutil.NoSuchProcess(0, kind)
-
-    async def fault() -> None:
-        for kind in itertools.cycle(["worker", "redis", "slot"]):
-            await asyncio.sleep(fault_every_s)
-            try:
-                memory.append(round(tree.memory_mb()))
-                target = victim(kind)
-                target.send_signal(signal.SIGKILL)
-                faults_done[kind] += 1
-            except psutil.Error as error:
-                print(f"no {kind} to kill: {error}", file=sys.stderr)
-
-    async with JudgeClient(service.url, max_concurrency=32) as client:
-        faults = asyncio.create_task(fault())
-
-        async def drive(number: int) -> None:
-            nonlocal wrong, calls
-            while time.monotonic() - started < seconds:
-                number += 32
-                result = await client.run(f"import time; time.sleep(0.05); print({number})")
-                calls += 1
-                wrong += result.stdout != f"{number}\n"
-
-        await asyncio.gather(*(drive(n) for n in range(32)))
-        faults.cancel()
-        counters = client.counters
-    return {
-        "case": "soak",
-        "seconds": seconds,
-        "faults": dict(faults_done),
-        "calls": calls,
-        "wrong": wrong,
-        "memory_mb": memory,
-        **counters,
-    }
+@contextlib.contextmanager
+def service_without_sandbox() -> Iterator[tuple[str, Tree]]:
+    """HTTP server, Redis and a worker that answers at once: URL and processes."""
+    with RedisServer() as redis, tempfile.TemporaryDirectory() as directory:
+        port_file = Path(directory) / "port.json"
+        serve = ["rstar2_megatron.judge", "serve", "--redis-uri", redis.uri, "--port-file", str(port_file)]
+        echo = ["benchmarks.judge_echo_worker", redis.uri]
+        started = [subprocess.Popen([sys.executable, "-m", *command]) for command in (serve, echo)]
+        try:
+            deadline = time.monotonic() + 60
+            while not port_file.exists():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the server without a sandbox did not start in 60 s")
+                time.sleep(0.02)
+            assert redis.process is not None
+            pids = [process.pid for process in (*started, redis.process)]
+            yield json.loads(port_file.read_text())["url"], Tree(*pids)
+        finally:
+            for process in started:
+                terminate_tree(process.pid)
+                process.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge", description=__doc__)
-    parser.add_argument("--against", metavar="URL", help="drive this server and start none")
+    parser.add_argument("--against", metavar="URL", help="then drive this server, with the same cases")
+    parser.add_argument("--only-against", action="store_true", help="start none of ours")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256, 2000])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
     parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
     parser.add_argument("--time-limit-s", type=float, default=4.0)
-    parser.add_argument("--soak-s", type=float, default=0.0)
-    parser.add_argument("--fault-every-s", type=float, default=30.0)
+    parser.add_argument("--sessions", type=int, default=2000, help="live interpreters, most at a time")
     arguments = parser.parse_args()
 
-    async def drive_all(url: str, tree: Tree) -> None:
-        for case, clients in itertools.product(arguments.cases, arguments.clients):
+    def drive(url: str, tree: Tree, cases: list[str], **more: str) -> None:
+        for case, clients in itertools.product(cases, arguments.clients):
             if case == "batch" and clients > 32:
                 continue  # 64-batches: 32 clients have 2,048 calls in flight
-            print(json.dumps(await closed_loop(url, tree, case, clients, arguments.seconds)), flush=True)
+            line = asyncio.run(closed_loop(url, tree, case, clients, arguments.seconds))
+            print(json.dumps({**line, **more}), flush=True)
 
+    settings = ("--sessions", str(arguments.sessions))
+    cases = [case for case in arguments.cases if case != "overhead"]
+    if cases and not arguments.only_against:
+        with JudgeService(
+            workers=arguments.workers, time_limit_s=arguments.time_limit_s, extra_arguments=settings
+        ) as service:
+            assert service.process is not None
+            drive(service.url, Tree(service.process.pid), cases)
+    if "overhead" in arguments.cases and not arguments.only_against:
+        with service_without_sandbox() as (url, tree):
+            drive(url, tree, ["overhead"])
     if arguments.against:
-        asyncio.run(drive_all(arguments.against, Tree(None)))
-        return 0
-    with JudgeService(workers=arguments.workers, time_limit_s=arguments.time_limit_s) as service:
-        assert service.process is not None
-        if arguments.soak_s:
-            result = asyncio.run(soak(service, arguments.soak_s, arguments.fault_every_s))
-            print(json.dumps(result), flush=True)
-            return int(result["wrong"] > 0)
-        asyncio.run(drive_all(service.url, Tree(service.process.pid)))
+        drive(arguments.against, Tree(), [c for c in cases if c not in OURS_ONLY], server=arguments.against)
     return 0
 
 

@@ -1,0 +1,165 @@
+"""Ten minutes of calls with a fault every 30 s: `python -m benchmarks.judge_soak`.
+
+Kills the worker, Redis and a slot in turn while 32 clients send calls and 4 use sessions. One JSON line; exit code 1
+when a call was lost or wrong, or a process, mount, directory or control group is left at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.judge import Tree
+from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.service import JudgeService
+
+
+class Soak:
+    """Clients, faults, and what became of them."""
+
+    def __init__(self, service: JudgeService, seconds: float, fault_every_s: float) -> None:
+        assert service.process is not None
+        self.service = service
+        self.seconds = seconds
+        self.fault_every_s = fault_every_s
+        self.root = psutil.Process(service.process.pid)
+        self.ends_at = time.monotonic() + seconds
+        self.counts: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.memory_mb: list[int] = []
+        self.family: dict[int, float] = {self.root.pid: self.root.create_time()}
+
+    def remember_family(self) -> None:
+        """All processes of the service, with their start times: none may be there at the end."""
+        for process in self.root.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                self.family[process.pid] = process.create_time()
+
+    def _victim(self, kind: str) -> psutil.Process:
+        for process in self.root.children(recursive=True):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            generation = len(process.parents()) - len(self.root.parents())
+            found = {
+                "redis": process.name() == "redis-server",
+                "worker": "worker" in process.cmdline(),
+                "slot": generation == 4,  # worker > launcher > zygote > slot
+            }
+            if found[kind]:
+                return process
+        raise psutil.NoSuchProcess(0, kind)
+
+    async def _make_faults(self) -> None:
+        for kind in itertools.cycle(["worker", "redis", "slot"]):
+            await asyncio.sleep(self.fault_every_s)
+            self.remember_family()
+            try:
+                self.memory_mb.append(round(Tree(self.root.pid).memory_mb()))
+                self._victim(kind).send_signal(signal.SIGKILL)
+                self.faults[kind] += 1
+            except psutil.Error as error:
+                print(f"no {kind} to kill: {error}", file=sys.stderr)
+
+    async def _call(self, client: JudgeClient, number: int) -> None:
+        while time.monotonic() < self.ends_at:
+            number += 32
+            try:
+                result = await client.run(f"import time; time.sleep(0.05); print({number})")
+            except JudgeUnavailable:
+                self.counts["lost"] += 1
+                continue
+            self.counts["calls"] += 1
+            self.counts["wrong"] += result.stdout != f"{number}\n"
+
+    async def _count_up(self, client: JudgeClient, number: int) -> None:
+        """A session that counts its calls; when the judge says that it is lost, another begins."""
+        name, count = "", 0
+        while time.monotonic() < self.ends_at:
+            if not count:
+                name = f"soak-{number}-{time.monotonic_ns()}"
+            result = await client.run("n = globals().get('n', 0) + 1; print(n)", session=name)
+            count += 1
+            self.counts["session_calls"] += 1
+            if result.outcome is Outcome.SESSION_LOST:
+                self.counts["sessions_lost"] += 1
+                count = 0
+            else:
+                self.counts["wrong"] += result.stdout != f"{count}\n"
+            if count == 20:
+                await client.close_session(name)
+                count = 0
+            await asyncio.sleep(0.2)
+
+    async def run(self) -> dict[str, Any]:
+        async with JudgeClient(self.service.url, max_concurrency=64) as client:
+            faults = asyncio.create_task(self._make_faults())
+            await asyncio.gather(
+                *(self._call(client, n) for n in range(32)), *(self._count_up(client, n) for n in range(4))
+            )
+            faults.cancel()
+            counters = client.counters
+        counts = {
+            name: self.counts[name] for name in ("calls", "lost", "wrong", "session_calls", "sessions_lost")
+        }
+        return {
+            "case": "soak",
+            "seconds": self.seconds,
+            "faults": dict(self.faults),
+            **counts,
+            "retries": counters["retries"],
+            "memory_mb": self.memory_mb,
+            "load_1min": round(os.getloadavg()[0], 1),
+        }
+
+
+def left_behind(family: dict[int, float], mounts_before: set[str]) -> dict[str, list[str]]:
+    """What the service's processes (id -> start time) left on this machine. Others may run beside it."""
+    owners = {str(pid) for pid in family}
+    directories = list(Path(tempfile.gettempdir()).glob("rstar2-*"))
+    groups = list(Path("/sys/fs/cgroup").glob("**/rstar2-judge-*"))
+    mounts = set(_mounts()) - mounts_before
+    return {
+        "processes": [str(p) for p in psutil.process_iter() if family.get(p.pid) == p.create_time()],
+        "mounts": sorted(line for line in mounts if "rstar2" in line or line.split()[1] == "/tmp"),
+        "directories": sorted(str(p) for p in directories if owners & set(p.name.split("-"))),
+        "control_groups": sorted(str(p) for p in groups if owners & set(p.name.split("-"))),
+    }
+
+
+def _mounts() -> list[str]:
+    return Path("/proc/self/mounts").read_text().splitlines()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge_soak", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--fault-every-s", type=float, default=30.0)
+    parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
+    arguments = parser.parse_args()
+    mounts = set(_mounts())
+    with JudgeService(workers=arguments.workers) as service:
+        soak = Soak(service, arguments.seconds, arguments.fault_every_s)
+        result = asyncio.run(soak.run())
+        soak.remember_family()
+    time.sleep(1.0)  # for the kernel to reap what was ended
+    left = left_behind(soak.family, mounts)
+    print(json.dumps({**result, "processes_seen": len(soak.family), "left": left}), flush=True)
+    return int(bool(result["lost"] or result["wrong"] or any(left.values())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
