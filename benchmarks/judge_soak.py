@@ -1,7 +1,7 @@
 """Ten minutes of calls with a fault every 30 s: `python -m benchmarks.judge_soak`.
 
-Kills the worker, Redis and a slot in turn while 32 clients send calls and 4 use sessions. One JSON line; exit code 1
-when a call was lost or wrong, or a process, mount, directory or control group is left at the end.
+Kills the worker, Redis and a process of the sandbox in turn while 32 clients send calls and 4 use sessions. One JSON
+line; exit code 1 when a call was lost or wrong, or a process, mount, directory or control group is left at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.memory_mb: list[int] = []
+        self.redis_mb: list[int] = []  # grows until answers are old enough to be forgotten (10 minutes)
         self.family: dict[int, float] = {self.root.pid: self.root.create_time()}
 
     def remember_family(self) -> None:
@@ -50,14 +52,16 @@ class Soak:
                 self.family[process.pid] = process.create_time()
 
     def _victim(self, kind: str) -> psutil.Process:
-        for process in self.root.children(recursive=True):
+        family = self.root.children(recursive=True)
+        random.shuffle(family)
+        for process in family:
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             generation = len(process.parents()) - len(self.root.parents())
             found = {
                 "redis": process.name() == "redis-server",
                 "worker": "worker" in process.cmdline(),
-                "slot": generation == 4,  # worker > launcher > zygote > slot
+                "slot": generation in (4, 5),  # worker > launcher > zygote > slot, or library zygote > twin
             }
             if found[kind]:
                 return process
@@ -68,7 +72,9 @@ class Soak:
             await asyncio.sleep(self.fault_every_s)
             self.remember_family()
             try:
-                self.memory_mb.append(round(Tree(self.root.pid).memory_mb()))
+                redis_mb = Tree(self._victim("redis").pid).memory_mb()
+                self.redis_mb.append(round(redis_mb))
+                self.memory_mb.append(round(Tree(self.root.pid).memory_mb() - redis_mb))
                 self._victim(kind).send_signal(signal.SIGKILL)
                 self.faults[kind] += 1
             except psutil.Error as error:
@@ -122,6 +128,7 @@ class Soak:
             **counts,
             "retries": counters["retries"],
             "memory_mb": self.memory_mb,
+            "redis_mb": self.redis_mb,
             "load_1min": round(os.getloadavg()[0], 1),
         }
 

@@ -54,7 +54,6 @@ class SlotGroup:
         self._limit = os.open(directory / limit, os.O_WRONLY | os.O_CLOEXEC)
         self._members = os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         self._events = os.open(directory / events, os.O_RDONLY | os.O_CLOEXEC)
-        self._current_limit = 0
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
                 (directory / "memory.swap.max").write_text("0")
@@ -64,10 +63,8 @@ class SlotGroup:
         os.write(self._members, b"0")
 
     def set_limit(self, size: int) -> None:
-        """Bytes for the slot's whole group."""
-        if size != self._current_limit:
-            os.write(self._limit, str(size).encode())
-            self._current_limit = size
+        """Bytes for the slot's whole group, whichever of its processes set it last."""
+        os.write(self._limit, str(size).encode())
 
     def kills(self) -> int:
         """Processes of this group that the kernel has ended for want of memory, ever."""

@@ -1,10 +1,12 @@
-"""The process that calls are forked from: single-threaded, numpy and sympy imported, no secret in memory.
+"""The processes that calls are forked from: single-threaded, no secret in memory.
 
 Started fresh by a worker with a clean environment:
 launcher (makes namespaces and control groups, removes them at the end)
   -> zygote (PID 1 of its namespace: when it ends, everything ends)
-    -> one slot process for each call that may run at once -> the calls
-    -> one slot process for each open session -> its interpreter.
+    -> one slot process for each call that may run at once -> calls that need the standard library only
+    -> library zygote (numpy and sympy imported)
+      -> one twin for each slot -> calls that use such libraries
+      -> one slot process for each open session -> its interpreter.
 The worker speaks with each slot over a socket of its own, which it receives over the control socket. It asks
 for a session's slot by sending its number; closing the slot's socket ends the session.
 """
@@ -20,136 +22,72 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 from rstar2_megatron.judge import cpp, isolation, linux
 from rstar2_megatron.judge.call import CallRunner, Sandbox
 from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.interpreter import SessionRunner
 from rstar2_megatron.judge.isolation import Walls
-from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
-_LENGTH = struct.Struct("<I")
 
 
-def send_message(sock: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    sock.sendall(_LENGTH.pack(len(body)) + body)
+@dataclass
+class Forker:
+    """Forks slot processes and collects the dead."""
 
+    walls: Walls
+    groups: list[SlotGroup | None]
+    num_slots: int  # the first of the groups are for calls, the rest for sessions
+    scratch: str
 
-def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """`size` bytes, or EOFError when the other side is gone."""
-    parts = []
-    while size:
-        data = sock.recv(min(size, 1 << 20))
-        if not data:
-            raise EOFError
-        parts.append(data)
-        size -= len(data)
-    return b"".join(parts)
-
-
-def receive_message(sock: socket.socket) -> dict[str, Any]:
-    """The next message; an empty one is a cancellation."""
-    (size,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
-    message: dict[str, Any] = json.loads(receive_exactly(sock, size)) if size else {}
-    return message
-
-
-def serve_slot(sock: socket.socket, runner: Sandbox) -> NoReturn:
-    """Run jobs as they come, until the worker closes the socket."""
-    try:
-        while True:
-            job = receive_message(sock)
-            if not job:  # a cancellation: read already, or too late
-                continue
-            try:
-                result = runner.run(job)
-            except Exception as error:  # a fault of ours: told, never the snippet's
-                result = make_result(
-                    job.get("sub_id"),
-                    Outcome.INTERNAL_ERROR,
-                    stderr=f"{type(error).__name__}: {error}",
-                    queue_seconds=job.get("queue_seconds"),
-                    worker=job.get("worker"),
-                )
-            send_message(sock, result)
-    except (EOFError, OSError):
-        runner.close()
-        os._exit(0)
-
-
-class Zygote:
-    """Forks slots, and forks them again when they die."""
-
-    def __init__(
-        self, control: socket.socket, walls: Walls, groups: list[SlotGroup | None], slots: int, scratch: str
-    ) -> None:
-        """The first `slots` of the groups are for calls, the rest for sessions."""
-        self.scratch = scratch
-        self.control = control
-        self.walls = walls
-        self.groups = groups
-        self.num_slots = slots
+    def __post_init__(self) -> None:
         self.slots: dict[int, int] = {}  # process id -> slot
-        self.wanted: set[int] = set()  # session slots to start when their last process has ended
+        self.others: set[int] = set()  # further children
 
-    def serve(self) -> NoReturn:
-        """Until the worker closes the control socket, or dies (the kernel then kills this process)."""
-        wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        for slot in range(self.num_slots):
-            self.start_slot(slot)
-        while True:
-            ready, _, _ = select.select([self.control.fileno(), wake_reader], [], [])
-            if self.control.fileno() in ready:
-                self.open_session_slot()
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake_reader, 4096)
-            self.reap()
-
-    def open_session_slot(self) -> None:
-        """The worker asks for a session's slot, or has gone."""
-        asked = self.control.recv(_LENGTH.size, socket.MSG_WAITALL)
-        if len(asked) < _LENGTH.size:
-            os._exit(0)
-        (slot,) = _LENGTH.unpack(asked)
-        if slot in self.slots.values():
-            self.wanted.add(slot)
-        else:
-            self.start_slot(slot)
-
-    def start_slot(self, slot: int) -> None:
-        ours, theirs = socket.socketpair()
+    def fork_slot(
+        self, slot: int, sock: socket.socket, twin: socket.socket | None, foreign: list[int]
+    ) -> None:
+        """Start a process that serves `sock`. `foreign` descriptors are not for it."""
         pid = os.fork()
-        if pid == 0:
-            self._become_slot(slot, ours, theirs)
-        self.slots[pid] = slot
-        ours.close()
-        socket.send_fds(self.control, [json.dumps({"slot": slot}).encode().ljust(64)], [theirs.fileno()])
-        theirs.close()
-
-    def _become_slot(self, slot: int, ours: socket.socket, theirs: socket.socket) -> NoReturn:
+        if pid:
+            self.slots[pid] = slot
+            return
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(signal.SIGKILL)
         linux.adopt_orphans()
-        theirs.close()
-        self.control.close()
+        for fd in foreign:
+            os.close(fd)
         group = self.groups[slot]
         if group is not None:
             group.join()
-        runner = CallRunner if slot < self.num_slots else SessionRunner
-        serve_slot(ours, runner(self.walls, slot, group, self.scratch, ours))
+        runner: type[Sandbox] = CallRunner if slot < self.num_slots else SessionRunner
+        serve_slot(sock, runner(self.walls, slot, group, self.scratch, sock), twin)
+
+    def loop(self, control: socket.socket, on_control: Callable[[], None]) -> NoReturn:
+        """Serve `control`, and collect the dead, for ever."""
+        wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        while True:
+            ready, _, _ = select.select([control.fileno(), wake_reader], [], [])
+            if control.fileno() in ready:
+                on_control()
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_reader, 4096)
+            self.reap()
 
     def reap(self) -> None:
-        """Collect the dead; start a slot anew when one died; end what a dead slot left behind."""
+        """Collect the dead; end what a dead slot left behind."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -157,29 +95,141 @@ class Zygote:
                 return
             if pid == 0:
                 return
+            if pid in self.others:
+                os._exit(1)  # without it nothing works: the worker starts the sandbox anew
             slot = self.slots.pop(pid, None)
             if slot is not None:
-                with open(f"/proc/self/task/{os.getpid()}/children") as children:
-                    for orphan in map(int, children.read().split()):
-                        if orphan not in self.slots:
-                            os.kill(orphan, signal.SIGKILL)
-                if slot < self.num_slots or slot in self.wanted:
-                    self.wanted.discard(slot)
-                    self.start_slot(slot)
+                children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+                for orphan in {int(child) for child in children} - self.slots.keys() - self.others:
+                    os.kill(orphan, signal.SIGKILL)
+                self.on_end(slot)
+
+    def on_end(self, slot: int) -> None:
+        """A slot's process has ended."""
+
+
+class LibraryZygote(Forker):
+    """Has the libraries imported; forks twins and session slots as the zygote asks (number and socket)."""
+
+    def serve(self, control: socket.socket) -> NoReturn:
+        self.control = control
+        self.waiting: dict[int, socket.socket] = {}  # for slots whose last process has not ended yet
+        linux.adopt_orphans()
+        import_libraries()
+        control.send(b"ready")
+        self.loop(control, self.start_slot)
+
+    def start_slot(self) -> None:
+        message, fds, _, _ = socket.recv_fds(self.control, LENGTH.size, 1)
+        if not message:
+            os._exit(0)
+        (slot,) = LENGTH.unpack(message)
+        self.waiting[slot] = socket.socket(fileno=fds[0])
+        if slot not in self.slots.values():
+            self.on_end(slot)
+
+    def on_end(self, slot: int) -> None:
+        sock = self.waiting.pop(slot, None)
+        if sock is not None:
+            self.fork_slot(
+                slot, sock, None, [self.control.fileno(), *(s.fileno() for s in self.waiting.values())]
+            )
+            sock.close()
+
+
+class Zygote(Forker):
+    """Forks slots, and forks them again when they die."""
+
+    def serve(self, control: socket.socket) -> NoReturn:
+        """Until the worker closes the control socket, or dies (the kernel then kills this process)."""
+        self.control = control
+        self.library, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(signal.SIGKILL)
+            control.close()
+            self.library.close()
+            LibraryZygote(self.walls, self.groups, self.num_slots, self.scratch).serve(theirs)
+        self.others.add(pid)
+        theirs.close()
+        gc.collect()
+        gc.freeze()
+        linux.collapse_heap()
+        if not self.library.recv(16):
+            raise RuntimeError("numpy and sympy could not be imported")
+        told = {"isolation": self.walls.report(), "cpp": cpp.compiler() is not None}
+        send_message(control, json.dumps(told).encode())
+        for slot in range(self.num_slots):
+            self.start_slot(slot)
+        self.loop(control, self.open_session_slot)
+
+    def open_session_slot(self) -> None:
+        """The worker asks for a session's slot, or has gone."""
+        asked = self.control.recv(LENGTH.size, socket.MSG_WAITALL)
+        if len(asked) < LENGTH.size:
+            os._exit(0)
+        ours, theirs = socket.socketpair()
+        self._to_library(LENGTH.unpack(asked)[0], ours)
+        self._to_worker(LENGTH.unpack(asked)[0], theirs)
+
+    def start_slot(self, slot: int) -> None:
+        ours, theirs = socket.socketpair()
+        twin, twins_end = socket.socketpair()
+        self.fork_slot(
+            slot, ours, twin, [s.fileno() for s in (theirs, twins_end, self.control, self.library)]
+        )
+        self._to_library(slot, twins_end)
+        self._to_worker(slot, theirs)
+        ours.close()
+        twin.close()
+
+    def on_end(self, slot: int) -> None:
+        self.start_slot(slot)
+
+    def _to_library(self, slot: int, sock: socket.socket) -> None:
+        socket.send_fds(self.library, [LENGTH.pack(slot)], [sock.fileno()])
+        sock.close()
+
+    def _to_worker(self, slot: int, sock: socket.socket) -> None:
+        socket.send_fds(self.control, [json.dumps({"slot": slot}).encode().ljust(64)], [sock.fileno()])
+        sock.close()
+
+
+def import_standard_library() -> None:
+    """What snippets use most."""
+    import cmath
+    import collections
+    import datetime
+    import decimal
+    import fractions
+    import functools
+    import itertools
+    import math
+    import random
+    import statistics
+    import string
+
+    del (
+        cmath,
+        collections,
+        datetime,
+        decimal,
+        fractions,
+        functools,
+        itertools,
+        math,
+        random,
+        statistics,
+        string,
+    )
 
 
 def import_libraries() -> None:
-    """What snippets use most, imported once, and what sympy imports at its first use (0.1 s a call if left)."""
-    import collections
-    import fractions
-    import itertools
-    import random
-    import statistics
-
+    """numpy, sympy, and what sympy imports at its first use (0.1 s a call if left)."""
     import numpy
     import sympy
 
-    del collections, fractions, itertools, random, statistics, numpy
+    del numpy
     x = sympy.symbols("x")
     str(sympy.solve(x**2 - 5 * x + 3, x))
     str(sympy.integrate(x * sympy.sin(x), x))
@@ -195,15 +245,8 @@ def _run_zygote(
     die_with_parent(signal.SIGKILL)
     isolation.build_private_root(walls)
     isolation.choose_remaining_layers(walls)
-    import_libraries()
-    send_message(
-        control,
-        {
-            "isolation": walls.report(),
-            "cpp": cpp.compiler() is not None,
-        },
-    )
-    Zygote(control, walls, groups, slots, scratch).serve()
+    import_standard_library()
+    Zygote(walls, groups, slots, scratch).serve(control)
 
 
 def launch(control_fd: int, slots: int, sessions: int) -> int:

@@ -79,11 +79,13 @@ def test_environment_holds_no_secret(run: Run) -> None:
     assert SECRET not in shown and "redis" not in shown.lower() and "HOME" in shown
 
 
-def test_memory_of_the_process_holds_no_secret(run: Run, judge: JudgeService) -> None:
+@pytest.mark.parametrize("library", ["", "import sympy"])
+def test_memory_of_the_process_holds_no_secret(run: Run, judge: JudgeService, library: str) -> None:
     # The patterns match the secrets without holding them, so that the search does not find itself.
     port = judge.redis_uri.split(":")[2].split("/")[0]
     program = f"""
 import ctypes, re
+{library}
 patterns = [rb'a-secret(?=-of-the-service)', rb'127.0.0.1(?=:{port})']
 found, scanned = [], 0
 for line in open('/proc/self/maps').readlines():
@@ -93,7 +95,7 @@ for line in open('/proc/self/maps').readlines():
         memory = (ctypes.c_char * (end - start)).from_address(start)
         scanned += end - start
         found += [p for p in patterns if re.search(p, memory)]
-print(scanned > 10 << 20, found)
+print(scanned > 4 << 20, found)
 """
     result = run(program)
     assert result["stdout"] == "True []\n", result["stderr"]
@@ -139,6 +141,132 @@ print(wrote)
     assert run(program)["stdout"] == "[]\n"
 
 
+def test_a_call_sees_nothing_of_its_sibling(run: Run, layers: set[str]) -> None:
+    """While another call runs with a secret in its directory, memory, arguments and environment."""
+    need(layers, "pid_namespace", "private_tmpfs")
+    sibling = f"""
+import os, time
+os.environ['HIDDEN'] = {SECRET!r}
+open('hidden', 'w').write({SECRET!r})
+os.mkfifo('fifo'); os.symlink('/', 'root')
+time.sleep(1.5)
+print('undisturbed')
+"""
+    search = """
+import glob, os, time
+time.sleep(0.5)
+found = []
+for pattern in ('/tmp/*', '/dev/shm/*', '/proc/[0-9]*/root/tmp/*', '/proc/[0-9]*/cwd/*', '/proc/[0-9]*/environ',
+                '/proc/[0-9]*/fd/*', '/proc/[0-9]*/task/*/fd/*', '/proc/self/root/tmp/*', '/proc/1/map_files/*'):
+    for path in glob.glob(pattern):
+        if path.rsplit('/', 1)[1] not in '012':
+            try: found.append('a-secret' '-of-the-service' in open(path, errors='replace').read())
+            except OSError: pass
+print(any(found), [p for p in range(1, 5000) if p != os.getpid() and os.path.exists(f'/proc/{p}')])
+"""
+    answers: dict[str, dict[str, Any]] = {}
+    threads = [
+        threading.Thread(target=lambda name=name, code=code: answers.update({name: run(code)}))  # type: ignore[misc]
+        for name, code in (("sibling", sibling), ("search", search))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert answers["search"]["stdout"] == "False []\n", answers["search"]["stderr"]
+    assert answers["sibling"]["stdout"] == "undisturbed\n"
+
+
+def test_descriptor_tricks_open_nothing(run: Run, layers: set[str]) -> None:
+    need(layers, "private_root", "seccomp")
+    program = """
+import os, sys
+opened = []
+def attempt(name, action):
+    try: action(); opened.append(name)
+    except OSError: pass
+attempt('interpreter', lambda: os.open('/proc/self/exe', os.O_WRONLY))
+attempt('root', lambda: os.listdir('/proc/1/root/../../home'))
+attempt('handle', lambda: os.chroot('/proc/self/root'))
+attempt('kernel', lambda: open('/proc/sys/kernel/core_pattern', 'w'))
+attempt('sysrq', lambda: open('/proc/sysrq-trigger', 'w'))
+attempt('device', lambda: os.mknod('disk', 0o600 | 0o060000, os.makedev(8, 0)))
+attempt('memory', lambda: open('/proc/kcore', 'rb').read(1))
+attempt('cgroup', lambda: os.listdir('/sys/fs/cgroup'))
+attempt('mount', lambda: open('/proc/self/uid_map', 'w').write('0 0 1'))
+attempt('setuid', lambda: os.setuid(0))
+attempt('owner', lambda: os.chown('/tmp', 0, 0))
+for number in os.listdir('/proc/self/fd'):
+    try: target = os.readlink(f'/proc/self/fd/{number}')
+    except OSError: continue  # that of the listing itself
+    if not target.startswith(('/dev/null', 'pipe:')): opened.append(target)
+print(opened)
+"""
+    result = run(program)
+    assert result["stdout"] == "[]\n", result["stderr"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = bytearray(10 << 30)",
+        "import mmap; m = mmap.mmap(-1, 10 << 30); m[:] = bytes(1) * (10 << 30)",
+        "import numpy; numpy.ones(10 << 27)",
+        "x = []\nwhile True: x.append('y' * 1_000_000)",
+        "int('9' * 4000) ** 9_999_999_999",
+    ],
+)
+def test_ten_gigabytes_of_memory(run: Run, program: str) -> None:
+    result = run(program, options={"time_limit_s": "2"})
+    assert result["outcome"] in ("memory", "error", "timeout") and not result["run_success"]
+
+
+def test_ten_gigabytes_of_disk_and_a_hundred_thousand_files(run: Run, layers: set[str]) -> None:
+    need(layers, "private_tmpfs")
+    program = """
+import os
+made = 0
+try:
+    for i in range(100_000): os.mkdir(f'd{i}'); made += 1
+except OSError as error: print(error.errno, end=' ')
+try:
+    fd = os.open('/tmp/d0/f', os.O_CREAT | os.O_WRONLY)
+    os.posix_fallocate(fd, 0, 10 << 30)
+except OSError as error: print(error.errno, end=' ')
+print(made < 10_001)
+"""
+    assert run(program)["stdout"] in ("28 28 True\n", "28 27 True\n")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6, 9, 11, 13, 14, 15, 19, 24, 31])
+def test_signals_to_itself_end_only_itself(run: Run, number: int) -> None:
+    program = f"import os, signal\nif os.fork() == 0:\n    os.kill(os.getpid(), {number})\nos.kill(os.getpid(), {number})"
+    result = run(program, options={"time_limit_s": "1"})
+    assert result["reason"] in ("", "worker_timeout")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 127, 128, 137, 139, 250, 251, 255])
+def test_no_exit_code_passes_for_the_services_own(run: Run, code: int) -> None:
+    for program in (f"import sys; sys.exit({code})", f"import os; os._exit({code})"):
+        result = run(program)
+        assert (result["exit_code"], result["reason"]) == (code, "")
+        assert result["outcome"] == ("ok" if code == 0 else "error")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(): f()\nimport sys; sys.setrecursionlimit(10**9); f()",
+        "x = []\nfor _ in range(100_000): x = [x]\nprint(repr(x))",
+        "eval('(' * 5000 + ')' * 5000)",
+        "import json; json.loads('[' * 100_000)",
+    ],
+)
+def test_deep_recursion_ends_only_itself(run: Run, program: str) -> None:
+    result = run(program)
+    assert not result["run_success"] and result["reason"] in ("", "worker_timeout")
+
+
 def test_a_call_sees_nothing_of_an_earlier_one(run: Run) -> None:
     run("open('left', 'w').write('x'); import builtins; builtins.left = 1")
     program = (
@@ -147,13 +275,15 @@ def test_a_call_sees_nothing_of_an_earlier_one(run: Run) -> None:
     assert run(program)["stdout"] == "[] False False\n"
 
 
-@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
+@pytest.mark.parametrize(
+    "family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"]
+)
 def test_no_sockets(run: Run, layers: set[str], judge: JudgeService, family: str) -> None:
     need(layers, "seccomp")
     port = judge.redis_uri.split(":")[2].split("/")[0]
     program = f"""
 import socket
-s = socket.socket(socket.{family}, socket.SOCK_RAW if {family!r} == 'AF_NETLINK' else socket.SOCK_STREAM)
+s = socket.socket(socket.{family}, socket.SOCK_RAW if {family!r} in ('AF_NETLINK', 'AF_PACKET') else socket.SOCK_STREAM)
 s.connect(('127.0.0.1', {port}))
 s.send(b'KEYS *\\r\\n'); print(s.recv(1000))
 """

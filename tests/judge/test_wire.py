@@ -169,19 +169,6 @@ def test_same_sub_id_and_program_run_once(http: httpx.Client) -> None:
     assert other["stdout"] != first["stdout"]
 
 
-# Request forms of the public clients: what each sends must be understood as it is.
-
-
-def test_rstar_client_form(http: httpx.Client) -> None:
-    body = {
-        "type": "batch",
-        "submissions": [{"type": "python", "solution": f"print({i})"} for i in range(4)],
-    }
-    results = http.post("/run/long-batch", json=body, timeout=60).json()["results"]
-    assert [r["stdout"].strip() for r in results] == ["0", "1", "2", "3"]
-    assert all(r["run_success"] and r["reason"] == "" for r in results)
-
-
 def test_single_submission_in_a_long_batch(http: httpx.Client) -> None:
     item = {"type": "python", "solution": "print('x')", "input": "", "expected_output": ""}
     body = {"type": "batch", "submissions": [item]}

@@ -1,0 +1,99 @@
+"""What clients of the public Code Judge send and rely on, and the start lines that its documentation gives.
+
+`golden_exchanges.json` holds the form of each client's request and of the answer; fields of ours may come on top.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rstar2_megatron.services.process import free_port, terminate_tree
+from rstar2_megatron.services.redis_server import RedisServer
+
+GOLDEN = json.loads(Path(__file__).with_name("golden_exchanges.json").read_text())
+MEASURED = "<seconds>"  # stands for any time
+CHOSEN = "<id>"  # stands for any id of the server's
+ANY = "<text>"
+
+
+def matches(expected: Any, given: Any) -> bool:
+    if expected == MEASURED:
+        return isinstance(given, float) and given >= 0
+    if expected == CHOSEN:
+        return isinstance(given, str) and len(given) >= 8
+    if expected == ANY:
+        return isinstance(given, str) and given != ""
+    if isinstance(expected, dict):
+        return isinstance(given, dict) and all(matches(v, given.get(k)) for k, v in expected.items())
+    if isinstance(expected, list):
+        return len(expected) == len(given) and all(map(matches, expected, given))
+    return type(expected) is type(given) and bool(expected == given)
+
+
+@pytest.mark.parametrize("exchange", GOLDEN, ids=[exchange["name"] for exchange in GOLDEN])
+def test_golden_exchange(http: httpx.Client, exchange: dict[str, Any]) -> None:
+    body = json.dumps(exchange["request"]).encode()
+    headers = {"content-type": "application/json", **exchange.get("headers", {})}
+    response = http.request(exchange["method"], exchange["route"], content=body, headers=headers)
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("application/json")
+    assert matches(exchange["response"], response.json()), response.text
+
+
+def test_documented_start_lines(tmp_path: Path) -> None:
+    """`uvicorn ...app:app` and worker processes of their own, configured by the public server's variables."""
+    port = free_port()
+    with RedisServer() as redis:
+        environment = {
+            **os.environ,
+            "REDIS_URI": redis.uri,
+            "MAX_EXECUTION_TIME": "1",
+            "MAX_STDOUT_ERROR_LENGTH": "40",
+            "MAX_QUEUE_WORK_LIFE_TIME": "30",
+            "RUN_WORKERS": "0",
+            "MAX_WORKERS": "1",
+        }
+        lines = [
+            [
+                "uvicorn",
+                "rstar2_megatron.judge.app:app",
+                "--workers",
+                "2",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ],
+            ["rstar2_megatron.judge", "worker"],
+        ]
+        started = [subprocess.Popen([sys.executable, "-m", *line], env=environment) for line in lines]
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as http:
+                deadline = time.monotonic() + 60
+                while True:
+                    try:
+                        if http.get("/ready").status_code == 200:
+                            break
+                    except httpx.TransportError:
+                        pass
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+                assert http.get("/status").json()["num_workers"] == 1
+                run = {"type": "python", "solution": "while True: pass"}
+                result = http.post("/run", json=run).json()
+                assert result["reason"] == "worker_timeout" and 1.0 <= result["cost"] < 3.0
+                result = http.post("/run", json={"type": "python", "solution": "print('x' * 500)"}).json()
+                assert len(result["stdout"]) == 40
+        finally:
+            for process in started:
+                terminate_tree(process.pid)
+                process.wait()
