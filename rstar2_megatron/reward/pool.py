@@ -198,6 +198,8 @@ class GraderPool:
         return worker
 
     def _remember(self, question: _Question, solutions: list[str], detail: str) -> None:
+        if question.mode == "released":
+            return  # whole responses: long, and never the same twice
         with self._lock:
             self._cache[(question, tuple(solutions))] = detail
             if len(self._cache) > _CACHE_SIZE:
