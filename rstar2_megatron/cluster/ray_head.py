@@ -16,8 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import free_port, terminate_tree
+
+_SOCKET_PATH = 107  # characters that the kernel takes
+_BELOW = len("/ray-abcdefgh/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
 
 class RayHeadError(RuntimeError):
@@ -33,15 +37,17 @@ class RayHead:
         self.start_timeout_s = start_timeout_s
         self.address = ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._temp_dir: Path | None = None
+        self._directory: Path | None = None
 
     def start(self) -> str:
         """Start the head and return its address, also left in RAY_ADDRESS. Raises RayHeadError."""
-        # Ray's socket paths must stay under 107 characters: keep the directory short.
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="rstar2-ray-", dir="/tmp"))
+        parent = tempfile.gettempdir()
+        self._directory = make_owned_directory(
+            "ray-", parent if len(parent) + _BELOW <= _SOCKET_PATH else "/tmp"
+        )
         port = free_port()
         self.address = f"127.0.0.1:{port}"
-        log_path = self._temp_dir / "ray-start.log"
+        log_path = self._directory / "ray-start.log"
         env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         # Workers inherit this. Megatron and torch warn of missing TransformerEngine and of deprecations on every
         # rank; what a user can act on is an error or a line of ours.
@@ -51,8 +57,7 @@ class RayHead:
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    str(Path(sys.executable).with_name("ray")),
-                    "start",
+                    *(sys.executable, "-m", "ray.scripts.scripts", "start"),
                     "--head",
                     "--block",
                     "--node-ip-address=127.0.0.1",
@@ -64,7 +69,7 @@ class RayHead:
                     "--disable-usage-stats",
                     f"--num-cpus={self.num_cpus}",
                     f"--object-store-memory={self.object_store_mb << 20}",
-                    f"--temp-dir={self._temp_dir}",
+                    f"--temp-dir={self._directory}",
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -94,6 +99,6 @@ class RayHead:
             self._process = None
         if os.environ.get("RAY_ADDRESS") == self.address:
             os.environ.pop("RAY_ADDRESS", None)
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-            self._temp_dir = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None

@@ -1,29 +1,59 @@
-"""Temporary directories that carry their owner's process id, so that a later start can remove what a kill left."""
+"""Temporary directories that outlive nobody: removed by their owner, or swept by a later start when it was killed.
+
+An advisory lock, and not a process id in the name, says whether the owner lives: it also tells the truth to another
+container that shares the temporary directory.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
-
-def make_owned_directory(prefix: str) -> Path:
-    """A new directory PREFIX<process id>-... in the machine's temporary directory. Sweeps stale ones first."""
-    sweep_stale_directories(prefix)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
+_LOCK = ".owner"
+_YOUNG_S = 60.0  # a directory without a lock that is younger is being made
+_held: list[int] = []  # descriptors of the locks; the kernel lets go of them with the process
 
 
-def sweep_stale_directories(prefix: str) -> list[Path]:
-    """Remove this user's directories PREFIX<process id>-... whose process is gone. Returns them."""
+def make_owned_directory(prefix: str, parent: str | None = None) -> Path:
+    """A new directory PREFIX... in `parent` (default: the temporary directory), held as long as this process lives.
+
+    Sweeps stale ones of the prefix first. The owner removes it; nothing else is needed to let go of it.
+    """
+    sweep_stale_directories(prefix, parent)
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _held.append(lock)
+    return path
+
+
+def sweep_stale_directories(prefix: str, parent: str | None = None) -> list[Path]:
+    """Remove this user's directories PREFIX... whose owner is gone. Returns them."""
     swept = []
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*-*"):
-        owner = path.name.removeprefix(prefix).split("-")[0]
+    for path in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
         try:
             is_ours = path.lstat().st_uid == os.geteuid() and path.is_dir() and not path.is_symlink()
+            if is_ours and not _has_owner(path):
+                shutil.rmtree(path, ignore_errors=True)
+                swept.append(path)
         except OSError:  # another start was quicker
             continue
-        if is_ours and owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-            swept.append(path)
     return swept
+
+
+def _has_owner(path: Path) -> bool:
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return time.time() - path.stat().st_mtime < _YOUNG_S
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False

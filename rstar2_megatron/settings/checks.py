@@ -18,6 +18,7 @@ from rstar2_megatron.settings.placement import Slots, component_slots, slots_of,
 from rstar2_megatron.settings.plan import GB, model_of
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training.data import DataError, read_problems
+from rstar2_megatron.trajectory_files import rollouts_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")  # algorithm/kl.py, which imports torch
@@ -212,6 +213,7 @@ def data_problems(settings: Settings) -> Iterator[str]:
         return
     data = settings.data
     least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
+    yield from replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps)
     for key, paths, least in (
         ("train_data_paths", data.train_data_paths, least_problems),
         ("val_data_paths", data.val_data_paths, 0),
@@ -256,6 +258,18 @@ def logger_problems(settings: Settings) -> Iterator[str]:
                 f"runner.logger.logger_backends names {backend}, which is not installed: "
                 ".venv/bin/pip install --no-deps -r requirements/loggers.txt"
             )
+
+
+def replay_problems(directory: str | None, max_steps: int) -> Iterator[str]:
+    """Saved rollouts that are to be trained on again, and are not there."""
+    if not directory:
+        return
+    missing = [step for step in range(1, max_steps + 1) if not rollouts_path(directory, step).is_file()]
+    if missing:
+        yield (
+            f"runner.replay_rollouts={directory} has no {rollouts_path(directory, missing[0]).name}; give the rollouts/ "
+            f"directory of a run with runner.save_rollout_tokens=True, or set runner.max_steps={missing[0] - 1}"
+        )
 
 
 def checkpoint_bytes(settings: Settings, model: ModelConfig) -> int:

@@ -99,6 +99,11 @@ class RunnerSettings(Section):
     """Trajectories of each step written to trajectories.jsonl, rounded up to whole groups; 0 writes none."""
     save_rollouts: bool = False
     """Lengths, turns and tool times of every trajectory to rollouts.jsonl, for `python -m benchmarks.scheduler`."""
+    save_rollout_tokens: bool = False
+    """Write every trajectory of each step, token for token, to rollouts/step_N.jsonl.gz of the run."""
+    replay_rollouts: str | None = None
+    """A directory written by save_rollout_tokens: train on its steps instead of rolling out. The same trajectories
+    under two layouts, losses or backends give losses that can be compared number by number."""
 
 
 # ------------------------------------------------------------------------------------------- algorithm

@@ -57,7 +57,9 @@ class BaseRun:
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         from rstar2_megatron.cluster.launch import TrainingCluster
+        from rstar2_megatron.services.run_temporary import RunTemporary
 
+        self.temporary = RunTemporary()
         self.settings = settings
         self.signals = signals
         self.started = time.perf_counter()
@@ -123,6 +125,7 @@ class BaseRun:
         for close in reversed(self._closing):
             quietly(close)
         quietly(self.cluster.close)
+        quietly(self.temporary.remove)
 
 
 def quietly(action: Callable[[], object]) -> None:

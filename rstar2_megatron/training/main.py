@@ -28,6 +28,7 @@ curves, prints a table, and stops what it started.
 What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (default results/NAME/):
   metrics.jsonl  one object a step        tensorboard/   event files       trajectories.jsonl  samples
   curves.png     reward, length, errors   checkpoints/global_step_N/       model/              Hugging Face directory
+  rollouts/      every token, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
 
 Often changed:
   runner.max_steps=N runner.save_interval=N runner.experiment_name=NAME runner.resume_dir=auto|null|PATH

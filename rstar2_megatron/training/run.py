@@ -227,6 +227,7 @@ class Run(BaseRun):
         from rstar2_megatron.training.rollout_log import append_rollouts
         from rstar2_megatron.training.samples import TrajectorySamples
         from rstar2_megatron.training.stop import first_that_holds
+        from rstar2_megatron.trajectory_files import rollouts_path, write_groups
 
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
@@ -264,6 +265,8 @@ class Run(BaseRun):
             samples.append(step, result.shown)
             if runner.save_rollouts:
                 append_rollouts(self.directory / "rollouts.jsonl", step, result.groups)
+            if runner.save_rollout_tokens:
+                write_groups(rollouts_path(self.directory / "rollouts", step), result.groups)
             if save or step == runner.max_steps:
                 self._save(step)
         return max(done, runner.max_steps), ""
@@ -337,5 +340,5 @@ class Run(BaseRun):
             handle = getattr(self, group, None)
             if handle is not None:
                 quietly(functools.partial(handle.call, "shutdown", timeout_s=15))
-        super().close()
         quietly(self.judge.stop)
+        super().close()

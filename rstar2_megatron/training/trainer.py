@@ -20,9 +20,10 @@ from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.data import ProblemLoader
-from rstar2_megatron.training.rollouts import Refill, RolloutCoordinator
+from rstar2_megatron.training.rollouts import Refill, RolloutCoordinator, RolloutPhase
 from rstar2_megatron.training.samples import ShownGroup, choose_shown
 from rstar2_megatron.trajectory import Group, Problem, Trajectory
+from rstar2_megatron.trajectory_files import read_groups, rollouts_path
 
 
 @dataclass
@@ -66,12 +67,7 @@ class Trainer:
     def step(self, step: int, loader: ProblemLoader) -> StepResult:
         """Training step `step` (1, 2, ...) on the loader's next problems."""
         clock = _Clock()
-        phase = self.coordinator.run(
-            loader.next_batch(),
-            RolloutSpec.training(self.settings),
-            f"step {step} rollout",
-            self._refill(loader),
-        )
+        phase = self.roll_out(step, loader)
         clock.lap("rollout")
         resampled = self.resample(step, phase.groups)
         sequences = self.build_batch(resampled)
@@ -90,6 +86,14 @@ class Trainer:
         clock.lap("sync_weights")
         stats = {**phase.stats, **trajectory_age(phase.groups, version=step - 1)}
         return StepResult(step, phase.groups, resampled, actor_metrics, stats, clock.laps(), shown)
+
+    def roll_out(self, step: int, loader: ProblemLoader) -> RolloutPhase:
+        """Graded groups of the loader's next problems, or those that another run saved for this step."""
+        problems, replay = loader.next_batch(), self.settings.runner.replay_rollouts
+        if replay:
+            return RolloutPhase(read_groups(rollouts_path(replay, step)), seconds=0.0)
+        spec = RolloutSpec.training(self.settings)
+        return self.coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[ResampleResult]:
         """Resample-on-correct of every group, under a seed that depends on the step only (exact on resume)."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -27,12 +29,15 @@ class ProgramRun:
     command: list[str]
     output: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    # Short, because Ray's socket paths lie below it; the run's own, so that what is left there is the run's.
+    temporary: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp")))
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, _MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"}
         environment.pop("RAY_ADDRESS", None)
+        environment["TMPDIR"] = str(self.temporary)
         with self.output.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command,
@@ -84,13 +89,18 @@ class ProgramRun:
                 continue
         return found
 
-    def assert_nothing_left(self, within_s: float = 15.0) -> None:
+    def assert_nothing_left(self, within_s: float = 15.0, *, killed: bool = False) -> None:
+        """No process, and no temporary file either unless the run was killed and could not remove them."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         names = [" ".join(p.cmdline())[:120] for p in left if p.is_running()]
         self.kill_all()
         assert not names, f"left running after {within_s:.0f} s: {names}"
+        if not killed:
+            files = [p.name for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_")]
+            shutil.rmtree(self.temporary)
+            assert not files, f"left in the temporary directory: {files}"
 
     def kill_all(self) -> None:
         for process in self.processes():
@@ -103,8 +113,9 @@ class ProgramRun:
 class RunProcess(ProgramRun):
     """One `bash run_rstar2.sh ...`."""
 
-    def __init__(self, arguments: list[str], output: Path) -> None:
+    def __init__(self, arguments: list[str], output: Path, *, temporary: Path | None = None) -> None:
         super().__init__(["bash", str(SCRIPT), *arguments], output)
+        self.temporary = temporary or self.temporary
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -17,17 +17,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
 import torch
 from safetensors.torch import load_file
 
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.process import free_port, terminate_tree
+from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.trajectory_row import unpack_floats
 from tests.e2e.runs import ROOT, RunProcess, read_jsonl
 
 LIMIT_S = 600
+pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
 PHASES = (
     "cold_start.phases=["
     "{name: copy, data_path: 'tiny:copy', steps: 120, batch_size: 64, lr: 3.0e-3, shuffle: False, warmup_steps: 30, "
@@ -61,7 +64,9 @@ def arguments(cache: Path, results: Path, name: str, *extra: str) -> list[str]:
 def first_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run of two steps; returns its directory."""
     results = tmp_path_factory.mktemp("results")
-    run = RunProcess(arguments(cache, results, "first"), results / "first.log").start()
+    run = RunProcess(
+        arguments(cache, results, "first", "runner.save_rollout_tokens=True"), results / "first.log"
+    ).start()
     code = run.wait(LIMIT_S)
     assert code == 0, run.text()[-6000:]
     run.assert_nothing_left()
@@ -176,9 +181,10 @@ def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: 
     )
     time.sleep(0.5)  # into the third step
     run.send(signal.SIGKILL)
-    run.assert_nothing_left(30)
+    run.assert_nothing_left(30, killed=True)
 
-    again = RunProcess(command, tmp_path / "resumed.log").start()
+    # the second run also sweeps the directories that the killed one left
+    again = RunProcess(command, tmp_path / "resumed.log", temporary=run.temporary).start()
     assert again.wait(LIMIT_S) == 0, again.text()[-6000:]
     again.assert_nothing_left()
     assert "resuming from" in again.text()
@@ -189,35 +195,89 @@ def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: 
     assert len({query for queries in ours.values() for query in queries}) == 16
 
 
-def test_sigterm_stops_cleanly(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    before = set(Path("/tmp").glob("rstar2-*"))
-    run = RunProcess(arguments(cache, tmp_path, "stopped"), tmp_path / "stopped.log").start()
-    run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
-    ports = {
-        connection.laddr.port
-        for process in run.processes()
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert ports
-    run.send(signal.SIGTERM)
-    assert run.wait(60) == 143
+def listening_ports(run: RunProcess | None = None) -> set[int]:
+    """TCP ports that processes of a run, or any at all, listen on."""
+    if run is None:
+        connections = psutil.net_connections("tcp")
+    else:
+        connections = [c for process in run.processes() for c in process.net_connections("tcp")]
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN and c.laddr}
+
+
+def leaves_nothing(run: RunProcess, ports: set[int]) -> None:
     run.assert_nothing_left()
-    listening = {
-        c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr
-    }
-    assert not ports & listening
-    assert set(Path("/tmp").glob("rstar2-*")) <= before
+    assert ports and not ports & listening_ports()
     assert not list(Path("/dev/shm").glob("rstar2*"))
 
 
-def test_tensor_parallel_1_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
+def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    run = RunProcess(arguments(cache, tmp_path, "stopped"), tmp_path / "stopped.log").start()
+    run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
+    ports = listening_ports(run)
+    run.send(signal.SIGTERM)
+    assert run.wait(60) == 143
+    leaves_nothing(run, ports)
+
+
+def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of the terminal's group; a Redis that the YAML names is used and left alone."""
+    with RedisServer() as redis_server, redis.Redis.from_url(redis_server.uri) as client:
+        run = RunProcess(
+            arguments(
+                cache,
+                tmp_path,
+                "interrupted",
+                f"tools.codejudge.redis_uri={redis_server.uri}",
+                "evaluation.before_and_after=False",
+            ),
+            tmp_path / "interrupted.log",
+        ).start()
+
+        def calls() -> int:
+            """INCR counts the jobs that wait: one call of it a tool call."""
+            return int(client.info("commandstats").get("cmdstat_incr", {}).get("calls", 0))
+
+        run.wait_for(lambda: calls() > 5, LIMIT_S, "tool calls through the Redis that the YAML names")
+        ports = listening_ports(run) - {redis_server.port}
+        assert run.process is not None
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(60) == 130
+        leaves_nothing(run, ports)
+        assert client.ping()
+    assert "Traceback" not in run.text(), run.text()[-4000:]
+
+
+def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    """The trajectories of the first run (TP 2) again, under TP 1 by override."""
     run = RunProcess(
         arguments(
             cache,
             tmp_path,
             "tp1",
             "actor.model.tensor_model_parallel_size=1",
+            f"runner.replay_rollouts={first_run}/rollouts",
+            "evaluation.before_and_after=False",
+        ),
+        tmp_path / "tp1.log",
+    ).start()
+    assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    theirs, ours = read_jsonl(first_run / "metrics.jsonl"), read_jsonl(tmp_path / "tp1" / "metrics.jsonl")
+    first = next(i for i, row in enumerate(theirs) if not row["train/actor/skipped_update"])
+    for name, tolerance in (("policy_loss", 1e-5), ("grad_norm", 1e-4)):
+        key = f"train/actor/{name}"
+        assert ours[first][key] == pytest.approx(theirs[first][key], rel=tolerance, abs=1e-6), key
+    assert ours[first]["train/actor/grad_norm"] > 0
+    assert ours[first]["rollout/logprob_diff_max"] < 1e-3
+    assert [row["rollout/pass_rate"] for row in ours] == [row["rollout/pass_rate"] for row in theirs]
+
+
+def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    run = RunProcess(
+        arguments(
+            cache,
+            tmp_path,
+            "variants",
             "runner.max_steps=1",
             "evaluation.before_and_after=False",
             "algorithm.recompute_logprobs=True",
@@ -227,11 +287,11 @@ def test_tensor_parallel_1_by_override(cache: Path, first_run: Path, tmp_path: P
             "runner.val_check_interval=1",
             "evaluation.num_samples=2",
         ),
-        tmp_path / "tp1.log",
+        tmp_path / "variants.log",
     ).start()
     assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
     run.assert_nothing_left()
-    (row,) = read_jsonl(tmp_path / "tp1" / "metrics.jsonl")
+    (row,) = read_jsonl(tmp_path / "variants" / "metrics.jsonl")
     assert row["train/actor/skipped_update"] or row["rollout/logprob_diff_max"] < 1e-3
     assert 0 <= row["eval/average"] <= row["eval/pass@2"] <= 1 and row["eval/samples"] == 32
 

@@ -118,6 +118,10 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         ),
         (["rollout.model.model_path=tiny:model"], r"is made by the cold start"),
         (["data.train_data_paths=['tiny:train']"], r"is made by the cold start"),
+        (
+            ["runner.replay_rollouts=/nowhere", "runner.max_steps=3"],
+            r"/nowhere has no step_000001.jsonl.gz; .* or set runner.max_steps=0",
+        ),
         (["runner.val_check_interval=5"], r"val_check_interval=5 needs data.val_data_paths"),
     ],
 )
