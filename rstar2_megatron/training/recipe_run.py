@@ -88,6 +88,7 @@ class _Runner:
                     return code
                 write_curve(plan)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             for signal_number, handler in previous.items():
                 signal.signal(signal_number, handler)
         self._report()
@@ -97,11 +98,9 @@ class _Runner:
         known = self.state["stages"].get(stage.name)
         if known is None:
             return False
-        ended = (
-            self.plan.directory(stage.name) / FINISHED
-        ).is_file()  # we were killed before we could note it
+        ended = (self.plan.directory(stage.name) / FINISHED).is_file()
         if known["status"] == "running" and ended and known["fingerprint"] == self.plan.fingerprint(stage):
-            self._write_state(stage, "done")
+            self._write_state(stage, "done")  # we were killed before we could note it
         return bool(self.state["stages"][stage.name]["status"] == "done")
 
     def _check_finished_stages(self) -> None:

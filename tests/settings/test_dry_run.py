@@ -92,6 +92,18 @@ def test_dry_run_of_every_recipe_plans_each_stage(
     assert out.count("\nfits\n") == len(stages)
 
 
+def test_dry_run_of_sft_plans_it_and_misses_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rstar2-qwen2.5-7b-megatron", "runner.task_type=sft", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert "128 conversations of at most 10240 tokens" in captured.out and "KV cache" not in captured.out
+    assert "3 epochs, lr 5e-06, 4.0% warm-up, then cosine" in captured.out
+    assert (
+        "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files" in captured.err
+    )
+    assert main(["rstar2-qwen2.5-7b-megatron", "runner.task_type=stf", "--dry-run"]) == 2
+    assert "runner.task_type='stf'" in capsys.readouterr().err
+
+
 def test_an_rlinf_yaml_runs_through_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys with meaning are honoured, the others are listed, none is silently ignored."""
     path = tmp_path / "qwen2.5-7b-rstar2.yaml"
