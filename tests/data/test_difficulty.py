@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
+from rstar2_megatron.data.difficulty_cli import main
 from rstar2_megatron.trajectory import Problem
 
 PROBLEMS = [
@@ -48,3 +53,15 @@ def test_report() -> None:
     assert report["problems_by_times_solved"] == {"0": 1, "1": 0, "2": 1, "3": 0, "4": 1}
     assert report["problems_with_spoilt_attempts"] == 1 and report["pass_rate"] == 9 / 15
     assert "4 problems x 4 attempts, pass rate 0.600" in render_report(report)
+
+
+def test_command_line_answers_bad_input_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "problems.jsonl"
+    data.write_text('{"prompt": "1 + 1?", "solutions": ["2"]}\n')
+    words = ["--data", str(data), "--out", str(tmp_path / "out"), "--config", "rstar2-tiny-cpu"]
+    off = ["cold_start.builder=null", "cold_start.enabled=False"]
+    assert main(["--model", str(tmp_path / "nowhere"), *words, *off]) == 2
+    assert "nowhere is not a directory" in capsys.readouterr().err
+    assert main(["--model", str(tmp_path), *words, *off, "difficulty_filter.samples=3"]) == 2
+    assert "the nearest valid key is difficulty_filter.num_samples" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
