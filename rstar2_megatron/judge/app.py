@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from redis.exceptions import RedisError
@@ -65,6 +66,7 @@ class JudgeServer:
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self.metrics = _Metrics()
+        self._abandoning: set[asyncio.Future[None]] = set()
 
     async def answers(self, request: Request, submissions: list[Submission]) -> list[bytes]:
         """Result JSON of each submission, in order. Raises _ClientGone, QueueFull."""
@@ -80,29 +82,41 @@ class JudgeServer:
         finally:
             leaves.cancel()
             everything.cancel()
-            if any(not ticket.answer.done() for ticket in tickets):
-                self.metrics.abandoned.inc()
-                await self.broker.abandon(tickets)
+            self._abandon(tickets)
+
+    def _abandon(self, tickets: list[Ticket]) -> None:
+        """Forget what is not answered, in a task of its own: the request's may be cancelled for good."""
+        if any(not ticket.answer.done() for ticket in tickets):
+            self.metrics.abandoned.inc()
+            task = asyncio.ensure_future(self.broker.abandon(tickets))
+            self._abandoning.add(task)
+            task.add_done_callback(self._abandoning.discard)
 
     async def _wait_all(self, tickets: list[Ticket], started: float) -> list[bytes]:
         return [await self.broker.wait(ticket, started) for ticket in tickets]
 
-    async def stream(self, tickets: list[Ticket], started: float) -> AsyncIterator[bytes]:
+    async def stream(self, request: Request, tickets: list[Ticket], started: float) -> AsyncIterator[bytes]:
         """JSON lines {"index", "result"} in order of completion."""
 
         async def one(index: int, ticket: Ticket) -> bytes:
             return b'{"index":%d,"result":%s}\n' % (index, await self.broker.wait(ticket, started))
 
-        tasks = [asyncio.ensure_future(one(index, ticket)) for index, ticket in enumerate(tickets)]
+        async def leave() -> bytes:
+            await _until_client_leaves(request)
+            return b""
+
+        pending = {asyncio.ensure_future(one(index, ticket)) for index, ticket in enumerate(tickets)}
+        leaves = asyncio.ensure_future(leave())
+        tasks = list(pending)
         try:
-            for task in asyncio.as_completed(tasks):
-                yield await task
+            while pending and not leaves.done():
+                done, rest = await asyncio.wait([*pending, leaves], return_when=asyncio.FIRST_COMPLETED)
+                pending &= rest
+                yield b"".join(task.result() for task in done)
         finally:
-            for pending in tasks:
-                pending.cancel()
-            if any(not ticket.answer.done() for ticket in tickets):
-                self.metrics.abandoned.inc()
-                await self.broker.abandon(tickets)
+            for task in (*tasks, leaves):
+                task.cancel()
+            self._abandon(tickets)
 
     async def single(self, request: Request, submission: Submission, *, output: bool) -> Response:
         (answer,) = await self.answers(request, [submission])
@@ -222,6 +236,12 @@ def _add_errors(app: FastAPI, server: JudgeServer) -> None:
     async def redis_away(_: Request, error: Exception) -> Response:
         return JSONResponse({"detail": f"Redis: {error}"}, 503, {"Retry-After": "1"})
 
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(_: Request, error: RequestValidationError) -> Response:
+        """What is wrong and where, without the value: it may be long, or no text that can be sent."""
+        detail = [{"type": e["type"], "loc": e["loc"], "msg": e["msg"]} for e in error.errors()]
+        return JSONResponse({"detail": detail}, 422)
+
     @app.exception_handler(_ClientGone)
     async def gone(*_: Any) -> Response:
         return Response(status_code=499)
@@ -286,7 +306,7 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
         """Results as JSON lines, each as it is ready, with its index in the batch."""
         started = time.monotonic()
         tickets = await server.broker.submit(batch.submissions, _client_name(request))
-        return StreamingResponse(server.stream(tickets, started), media_type="application/x-ndjson")
+        return StreamingResponse(server.stream(request, tickets, started), media_type="application/x-ndjson")
 
 
 def __getattr__(name: str) -> Any:

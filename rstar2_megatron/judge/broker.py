@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.models import Submission
-from rstar2_megatron.judge.options import check_files, check_session
+from rstar2_megatron.judge.options import check_files, check_session, check_text
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, QueueFull, until_redis_answers
 
@@ -135,8 +135,9 @@ class Broker:
             limits = self.limits.with_options(options, ceiling=self._ceiling())
             session, must_exist = check_session(options, submission.type)
             files = check_files(options, submission.type)
+            check_text(submission.solution, submission.input, submission.expected_output)
         except ValueError as error:
-            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, f"options: {error}"))
+            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, str(error)))
             return Ticket(sub_id, None, answer)
         if submission.type == "math":
             self._grade(submission, sub_id, answer)

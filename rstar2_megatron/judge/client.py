@@ -14,11 +14,12 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import tenacity
 
+from rstar2_megatron.judge.client_batches import Batches, BrokenBatch, RefusedBatch
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.result import JudgeResult
 
@@ -48,8 +49,9 @@ class _TryAgain(Exception):
 class JudgeClient:
     """One connection pool; at most `max_concurrency` calls in flight. Belongs to the loop it is used in.
 
+    Calls made within `batch_window_s` travel together, at most `batch_size` (1: each alone).
     `max_outage_s` bounds how long a judge that gives no answer is waited for, `max_overload_s` one that
-    answers but has no room (429, queue_timeout).
+    answers but has no room (429, queue_timeout). `token` is JUDGE_TOKEN's value where it is not given.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class JudgeClient:
         max_outage_s: float = 120.0,
         max_overload_s: float = 600.0,
         max_concurrency: int = 128,
+        batch_size: int = 32,
+        batch_window_s: float = 0.002,
         token: str | None = None,
         client_id: str | None = None,
     ) -> None:
@@ -73,9 +77,8 @@ class JudgeClient:
         self.max_overload_s = max_overload_s
         self.max_concurrency = max_concurrency
         self._headers = {}
-        token = token or os.environ.get(
-            "JUDGE_TOKEN"
-        )  # as the server's; RLinf hands it to workers on all nodes
+        # as the server's; RLinf hands it to workers on all nodes
+        token = token or os.environ.get("JUDGE_TOKEN")
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         if client_id:
@@ -85,6 +88,7 @@ class JudgeClient:
         self._down_since: float | None = None
         self._session: aiohttp.ClientSession | None = None
         self._gate: asyncio.Semaphore | None = None
+        self._batches = Batches(self._open, self.base_url, batch_size, batch_window_s)
         self._sessions: dict[str, bool] = {}  # name -> the judge has said that it is open
 
     # ------------------------------------------------------------------------------------------- calls
@@ -108,6 +112,13 @@ class JudgeClient:
         runs without the names it was promised. A program that ends its own interpreter (memory, os._exit) gets
         `result.session == "lost"`, and the next call a new one.
         """
+        try:
+            (code + stdin).encode()
+        except (
+            UnicodeEncodeError
+        ) as error:  # a lone surrogate: no request can carry it, no interpreter read it
+            self._counts.update(("calls", f"outcome_{Outcome.ERROR}"))
+            return JudgeResult(Outcome.ERROR, "", f"UnicodeEncodeError: {error}\n", 1, 0.0)
         submission = self._submission(code, stdin, kind, expected_output, options)
         if files:
             submission["options"]["files"] = {path: _wire_content(content) for path, content in files.items()}
@@ -214,13 +225,16 @@ class JudgeClient:
 
     async def _attempt(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
         try:
-            async with self._open().post(f"{self.base_url}{route}", json=body) as response:
-                if response.status == 200:
+            if route == "/run":
+                fields = await self._batches.run(body)
+            else:
+                async with self._open().post(f"{self.base_url}{route}", json=body) as response:
+                    if response.status != 200:
+                        raise RefusedBatch(response.status, response.headers, (await response.text())[:300])
                     fields = await response.json()
-                else:
-                    detail = (await response.text())[:300]
-                    self._refuse(response, detail)
-        except (TimeoutError, aiohttp.ClientError) as error:
+        except RefusedBatch as refusal:
+            self._refuse(route, refusal)
+        except (TimeoutError, BrokenBatch, aiohttp.ClientError) as error:
             self._down()
             kind = "timeout" if isinstance(error, TimeoutError) else "connection"
             raise _TryAgain(kind, f"{type(error).__name__}: {error}") from error
@@ -230,16 +244,15 @@ class JudgeClient:
             raise _TryAgain("queue_timeout", "not started in time")
         return results
 
-    def _refuse(self, response: aiohttp.ClientResponse, detail: str) -> None:
+    def _refuse(self, route: str, refusal: RefusedBatch) -> NoReturn:
         """Raise for an answer that is not 200."""
-        what = f"HTTP {response.status} {detail}"
-        if response.status >= 500 or response.status in _RETRIED_STATUS:
-            if response.status >= 500:
+        if refusal.status >= 500 or refusal.status in _RETRIED_STATUS:
+            if refusal.status >= 500:
                 self._down()
-            asked = response.headers.get("Retry-After", "")
+            asked = refusal.headers.get("Retry-After", "")
             wait_s = min(float(asked), 10.0) if asked.replace(".", "", 1).isdigit() else 0.0
-            raise _TryAgain(f"http_{response.status}", what, wait_s)
-        raise JudgeRejected(f"{response.url}: {what}")
+            raise _TryAgain(f"http_{refusal.status}", str(refusal), wait_s)
+        raise JudgeRejected(f"{self.base_url}{route}: {refusal}")
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -289,6 +302,7 @@ class JudgeClient:
 
     async def close(self) -> None:
         """Close the connections. Safe to call twice."""
+        await self._batches.close()
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -17,6 +17,14 @@ _MOST_FILES = 64
 _FILES_BYTES = MEGABYTE  # of all together; they travel through Redis
 
 
+def check_text(*texts: str | None) -> None:
+    """Raises ValueError for half of a surrogate pair, which JSON can write and no file holds."""
+    try:
+        "".join(text or "" for text in texts).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"solution, input, expected_output: {error}") from None
+
+
 def check_session_name(name: object) -> str:
     """A session's name as the queue can hold it. Raises ValueError."""
     if not isinstance(name, str) or not _SESSION_NAME.fullmatch(name):

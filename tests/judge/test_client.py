@@ -72,6 +72,58 @@ def test_a_url_without_scheme_is_refused() -> None:
         JudgeClient("localhost:80")
 
 
+async def test_calls_travel_together_and_each_comes_back_when_it_is_ready(judge: JudgeService) -> None:
+    async with JudgeClient(judge.url, batch_size=4, batch_window_s=0.05) as client:
+        slow = asyncio.create_task(client.run("import time; time.sleep(1.5); print('slow')"))
+        quick = [asyncio.create_task(client.run(f"print({i})")) for i in range(3)]
+        results = await asyncio.gather(*quick)
+        assert [r.stdout for r in results] == ["0\n", "1\n", "2\n"] and not slow.done()
+        assert (await slow).stdout == "slow\n"
+
+
+async def test_a_call_that_is_not_valid_takes_no_other_along(judge: JudgeService) -> None:
+    async with JudgeClient(judge.url) as client:
+        calls = (client.run("1", kind="fortran"), client.run("1"), client.run("2"))
+        refused, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(refused, JudgeRejected)
+        assert [r.stdout for r in others if isinstance(r, JudgeResult)] == ["1\n", "2\n"]
+
+
+async def test_text_that_no_request_can_carry_is_the_programs_error(client: JudgeClient) -> None:
+    result = await client.run("print('\ud800')")
+    assert result.outcome is Outcome.ERROR and "surrogates not allowed" in result.stderr
+
+
+async def test_a_server_without_our_routes_gets_each_call_alone() -> None:
+    server = Scripted((404, {}), answer("", success=True))
+    async with server as url, JudgeClient(url) as client:
+        results = await asyncio.gather(client.run("1"), client.run("2"))
+        assert all(r.ok for r in results)
+        assert (await client.run("3")).ok
+    assert [r.get("type") for r in server.requests] == ["batch", "python", "python", "python"]
+
+
+async def test_a_batch_that_breaks_off_is_sent_again() -> None:
+    line = json.dumps({"index": 0, "result": answer("", success=True)[1]})
+    server = Scripted((200, line), answer("", success=True))
+    async with server as url, JudgeClient(url) as client:
+        results = await asyncio.gather(client.run("1"), client.run("2"))
+        assert all(r.ok for r in results) and client.counters["retries"] == 1
+    first, again = server.requests
+    assert again["sub_id"] == first["submissions"][1]["sub_id"]
+
+
+async def test_calls_that_are_cancelled_end_at_the_judge(judge: JudgeService) -> None:
+    async with JudgeClient(judge.url) as client:
+        calls = [asyncio.create_task(client.run("import time; time.sleep(60)")) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        for call in calls:
+            call.cancel()
+        started = asyncio.get_running_loop().time()
+        assert (await client.run("1")).ok
+        assert asyncio.get_running_loop().time() - started < 1.5  # of the 2 s they would still have run
+
+
 class Scripted:
     """A server that gives the answers of a list, then repeats the last; it keeps the requests."""
 
@@ -91,7 +143,7 @@ class Scripted:
         length = int(head.lower().split(b"content-length:")[1].split()[0])
         self.requests.append(json.loads(await reader.readexactly(length)))
         status, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        text = json.dumps(body).encode()
+        text = body.encode() + b"\n" if isinstance(body, str) else json.dumps(body).encode()
         writer.write(b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\n" % status)
         writer.write(b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
         await writer.drain()

@@ -104,6 +104,12 @@ def test_schema_errors_are_422(http: httpx.Client, body: dict[str, Any]) -> None
     assert http.post("/run", json=body).status_code == 422
 
 
+def test_lone_surrogates_are_invalid_input(http: httpx.Client) -> None:
+    content = b'{"type": "python", "solution": "\\ud800"}'
+    response = http.post("/run", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 200 and response.json()["reason"] == "invalid_input"
+
+
 def test_empty_batch_is_422(http: httpx.Client) -> None:
     assert http.post("/run/batch", json={"type": "batch", "submissions": []}).status_code == 422
 
