@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from rstar2_megatron.data.resumable import write_jsonl
 from rstar2_megatron.evaluation.samples import Sample
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.rollout.spec import RolloutSpec
@@ -53,9 +55,15 @@ class HeldOutResult:
 
 
 def evaluate(
-    coordinator: RolloutCoordinator, problems: Sequence[Problem], settings: Settings, label: str
+    coordinator: RolloutCoordinator,
+    problems: Sequence[Problem],
+    settings: Settings,
+    label: str,
+    directory: Path | None = None,
 ) -> HeldOutResult:
     """Roll out the first `evaluation.num_problems` problems with evaluation sampling and score them.
+
+    Every trajectory is written to `{directory}/{label}.jsonl`, blanks as underscores; nothing without a directory.
 
     Raises ValueError without problems, and what `RolloutCoordinator.run` raises.
     """
@@ -64,11 +72,11 @@ def evaluate(
     if not chosen:
         raise ValueError("no held-out problems: data.val_data_paths is empty")
     phase = coordinator.run(chosen, RolloutSpec.evaluation(settings), label)
-    samples = [
-        Sample.from_row(trajectory_row(group.problem, trajectory))
-        for group in phase.groups
-        for trajectory in group.usable
-    ]
+    rows = [trajectory_row(group.problem, t) for group in phase.groups for t in group.trajectories]
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_jsonl(directory / f"{label.replace(' ', '_')}.jsonl", iter(rows))
+    samples = [sample for sample in map(Sample.from_row, rows) if sample.usable]
     k = settings.evaluation.num_samples
     tasks = {problem.query_id: problem.task for problem in chosen}
     return HeldOutResult(

@@ -25,7 +25,7 @@ class Sample:
     reward: float
     grade: str
     answer: str | None
-    finish_reason: str
+    finish_reason: str | None
     num_turns: int
     num_tool_calls: int
     num_tool_errors: int
@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def usable(self) -> bool:
-        return self.finish_reason != FinishReason.INFRASTRUCTURE
+        return self.finish_reason not in (None, FinishReason.INFRASTRUCTURE)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Sample:

@@ -447,6 +447,8 @@ class EvaluationSettings(Section):
     temperature: float = Field(0.6, ge=0)
     max_assistant_turns: int | None = None
     max_new_tokens: int | None = None
+    save_trajectories: bool = True
+    """Every trajectory of each evaluation of a run, in evaluation/{when}.jsonl."""
 
 
 class Settings(Section):

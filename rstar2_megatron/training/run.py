@@ -304,7 +304,8 @@ class Run(BaseRun):
     def _evaluate(self, label: str) -> Any:
         from rstar2_megatron.evaluation.held_out import evaluate
 
-        result = evaluate(self.coordinator, self.held_out, self.settings, label)
+        directory = self.directory / "evaluation" if self.settings.evaluation.save_trajectories else None
+        result = evaluate(self.coordinator, self.held_out, self.settings, label, directory)
         self._say(f"{label}: {result}")
         return result
 
