@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,6 +26,7 @@ from benchmarks.judge import Tree
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.services.owned_directory import sweep_stale_directories
 
 
 class Soak:
@@ -136,13 +136,13 @@ class Soak:
 def left_behind(family: dict[int, float], mounts_before: set[str]) -> dict[str, list[str]]:
     """What the service's processes (id -> start time) left on this machine. Others may run beside it."""
     owners = {str(pid) for pid in family}
-    directories = list(Path(tempfile.gettempdir()).glob("rstar2-*"))
+    prefixes = ("rstar2-judge-", "rstar2-redis-")
     groups = list(Path("/sys/fs/cgroup").glob("**/rstar2-judge-*"))
     mounts = set(_mounts()) - mounts_before
     return {
         "processes": [str(p) for p in psutil.process_iter() if family.get(p.pid) == p.create_time()],
         "mounts": sorted(line for line in mounts if "rstar2" in line or line.split()[1] == "/tmp"),
-        "directories": sorted(str(p) for p in directories if owners & set(p.name.split("-"))),
+        "directories": sorted(str(path) for prefix in prefixes for path in sweep_stale_directories(prefix)),
         "control_groups": sorted(str(p) for p in groups if owners & set(p.name.split("-"))),
     }
 
