@@ -19,7 +19,8 @@ from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.models import Submission
 from rstar2_megatron.judge.options import check_files, check_session, check_text
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, QueueFull, until_redis_answers
+from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.sender import Sender
 
 if TYPE_CHECKING:
     from rstar2_megatron.judge.math_answers import MathJudge
@@ -57,8 +58,7 @@ class Broker:
         self.waiting: dict[str, list[asyncio.Future[bytes]]] = {}
         self.payloads: dict[str, bytes] = {}
         self.outcomes: Counter[str] = Counter()
-        self._unsent: list[tuple[list[tuple[str, bytes]], asyncio.Future[None]]] = []
-        self._sender: asyncio.Task[None] | None = None
+        self._sender = Sender(queue, self.name)
         self._cached_as: dict[str, str] = {}  # job key -> name of its program in the result cache
         self._math: MathJudge | None = None
         self._grading: set[asyncio.Task[None]] = set()
@@ -68,7 +68,7 @@ class Broker:
         self._tasks = [asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())]
 
     async def stop(self) -> None:
-        tasks = [*self._tasks, *self._grading, *([self._sender] if self._sender else [])]
+        tasks = [*self._tasks, *self._grading, *self._sender.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -86,46 +86,11 @@ class Broker:
         jobs = [(t.key, self.payloads[t.key]) for t in tickets if t.key in self.payloads]
         if jobs:
             try:
-                await self._enqueue(jobs)
+                await self._sender.send(jobs)
             except BaseException:
                 self._forget(tickets)
                 raise
         return tickets
-
-    async def _enqueue(self, jobs: list[tuple[str, bytes]]) -> None:
-        """Queue jobs, in one round trip with those of other requests that come while the last one is under way."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._unsent.append((jobs, done))
-        if self._sender is None or self._sender.done():
-            self._sender = asyncio.create_task(self._send())
-        await done
-
-    async def _send(self) -> None:
-        while self._unsent:
-            requests, self._unsent = self._unsent, []
-            try:
-                await self._send_together([r for r in requests if not r[1].done()])
-            except BaseException as error:
-                for _, done in requests:
-                    if not done.done():
-                        done.set_exception(error)
-
-    async def _send_together(
-        self, requests: list[tuple[list[tuple[str, bytes]], asyncio.Future[None]]]
-    ) -> None:
-        jobs = [job for part, _ in requests for job in part]
-        try:
-            await until_redis_answers("enqueue", lambda: self.queue.enqueue(self.name, jobs))
-        except QueueFull as full:
-            if len(requests) == 1:
-                requests[0][1].set_exception(full)
-            else:  # some of them may fit
-                for request in requests:
-                    await self._send_together([request])
-            return
-        for _, done in requests:
-            if not done.done():
-                done.set_result(None)
 
     def _ticket(self, submission: Submission, client: str) -> Ticket:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -179,9 +144,8 @@ class Broker:
 
         async def grade() -> None:
             if self._math is None:
-                from rstar2_megatron.judge.math_answers import (
-                    MathJudge,
-                )  # loads sympy: for servers that need it
+                # loads sympy: only where it is needed
+                from rstar2_megatron.judge.math_answers import MathJudge
 
                 self._math = MathJudge()
             result = await self._math.grade(sub_id, submission.solution, expected)
