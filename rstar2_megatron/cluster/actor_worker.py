@@ -10,8 +10,9 @@ from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.algorithm.batch import TrainSequence
-from rstar2_megatron.cluster.weights import WeightRoute, send_weights
+from rstar2_megatron.cluster.weights import WeightSender
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
+from rstar2_megatron.settings.weight_route import Place, WeightRoute
 
 # Megatron warns of what is normal here (no TransformerEngine on CPU, an unfinished checkpoint it may overwrite).
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -22,10 +23,15 @@ class ActorWorker(Worker):
         super().__init__()
         self._settings = settings
         self._actor: MegatronActor | None = None
+        self._sender = WeightSender(self)
 
     def rendezvous_address(self) -> str:
         """Where rank 0 will host the process group of the actor, as a torch init method."""
         return f"tcp://{os.environ['MASTER_ADDR']}:{self.acquire_free_port()}"
+
+    def place(self) -> Place:
+        """Node and accelerators of this rank."""
+        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
 
     def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
         """Build the Megatron model from the Hugging Face directory `model_path`; collective."""
@@ -85,7 +91,11 @@ class ActorWorker(Worker):
 
     def send_weights(self, route: WeightRoute) -> dict[str, float]:
         """Stream all weights in Hugging Face names to the engines; collective over actor ranks."""
-        return send_weights(self, self.actor.iter_hf_weights(), route)
+        return self._sender.send(self.actor.iter_hf_weights(), route)
+
+    def forget_weights(self) -> None:
+        """Free what `send_weights` left for receivers to open."""
+        self._sender.forget()
 
     def offload(self) -> None:
         """Leave the accelerator to the engines (`actor.offload_*`)."""

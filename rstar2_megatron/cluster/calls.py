@@ -73,7 +73,8 @@ class Group:
 
     def __init__(self, name: str, rlinf_group: Any) -> None:
         self.name = name
-        self._workers = [info.worker for info in rlinf_group.worker_info_list]
+        infos = rlinf_group.worker_info_list
+        self._workers = [info.worker for info in infos]
         self.before: Callable[[str], None] | None = None
         """Called with the method's name before each call, for what must hold then (memory hand-over)."""
 

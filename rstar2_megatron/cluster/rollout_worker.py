@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rlinf.scheduler import Channel, Worker
 
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.outbox import Outbox
-from rstar2_megatron.cluster.weights import WeightRoute, receive_weights
+from rstar2_megatron.cluster.weights import receive_weights
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine import EngineClient, MemoryTag
@@ -23,6 +24,7 @@ from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import SamplingParams, Settings
+from rstar2_megatron.settings.weight_route import Place, WeightRoute
 from rstar2_megatron.trajectory import Trajectory
 
 
@@ -35,6 +37,10 @@ class RolloutWorker(Worker):
         self._budget: KVBudget | None = None
         self._runner: EngineRunner | None = None
         self._started = False
+
+    async def place(self) -> Place:
+        """Node and accelerators of this engine."""
+        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
 
     async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
         """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity."""
@@ -63,6 +69,8 @@ class RolloutWorker(Worker):
             name=f"engine {self._rank}",
             log_path=log,
             context_length=settings.runner.seq_length + 8,
+            # Buckets are shared by all engines of a node: the first to keep them pays for all.
+            keep_weights_bytes=psutil.virtual_memory().available // 4,
             memory_saver=collocated(settings.cluster, slots_of(settings.cluster, visible_gpus())),
         )
         self._started = True
@@ -74,8 +82,13 @@ class RolloutWorker(Worker):
 
     async def receive_weights(self, route: WeightRoute, version: int) -> None:
         """Take the actor's weights and load them into the engine as `version`."""
-        weights = await receive_weights(self, route)
-        await self._engine.update_weights(weights.items(), version)
+        buckets = receive_weights(self, route)
+        try:
+            await self._engine.update_weights_from(buckets, version)
+        except BaseException:
+            async for bucket, _ in buckets:  # the sender and the others must not wait for this one
+                bucket.close()
+            raise
 
     async def release_memory(self) -> dict[str, float]:
         """Leave the device to a collocated actor: KV cache and weights. Nothing runs until `resume_memory`.

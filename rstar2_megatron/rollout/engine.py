@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from rstar2_megatron.rollout.engine_protocol import (
     GenerateResult,
     GenerationTimeout,
 )
-from rstar2_megatron.rollout.shared_weights import SharedBucket, into_buckets
+from rstar2_megatron.rollout.shared_weights import WeightBucket, into_buckets
 from rstar2_megatron.settings.schema import RolloutSettings
 
 _FLUSH_RETRY_S = 0.05
@@ -72,7 +72,7 @@ class EngineClient:
         self._child: EngineChild | None = None
         self._closed = False
         self._recovering = asyncio.Lock()
-        self._kept: list[SharedBucket] = []  # the current weights, for a restart
+        self._kept: list[WeightBucket] = []  # the current weights, for a restart
         self._missing_weights = False  # restarted without them, or their memory was released
         self._released: set[MemoryTag] = set()
         self.weight_version = 0
@@ -147,7 +147,8 @@ class EngineClient:
 
     async def _restore_weights(self) -> None:
         if self._kept:
-            await self._send_weights([(b, b is self._kept[-1]) for b in self._kept], again=True)
+            again = [(bucket, bucket is self._kept[-1]) for bucket in self._kept]
+            await self._send_weights(_stream(again), again=True)
         else:
             self._missing_weights = self.weight_version > 0
 
@@ -210,53 +211,83 @@ class EngineClient:
         EngineLost when that does not help, EngineError when SGLang refuses a tensor or the weights' memory is
         released.
         """
-        if "weights" in self._released and not self.lost:
-            raise EngineError(f"{self.name} has released the memory of its weights: resume_memory first")
+        self._begin_version(version)
         repeatable = iter(named_tensors) is not named_tensors
-        self.weight_version = version
-        self._forget_kept()
         while True:
             if self.lost:
                 await self.recover(with_weights=False)
             try:
-                await self._send_weights(into_buckets(named_tensors, self._bucket_bytes))
+                await self._send_weights(_stream(into_buckets(named_tensors, self._bucket_bytes)))
             except EngineLost:
+                self._forget_kept()
                 if not repeatable or not self.lost:
                     raise
                 continue
             self._restarts_in_a_row = 0
             return
 
-    async def _send_weights(
-        self, buckets: Iterable[tuple[SharedBucket, bool]], *, again: bool = False
+    async def update_weights_from(
+        self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int
     ) -> None:
-        """Load the buckets and empty the KV cache; `again` sends kept ones, which stay kept whatever happens."""
-        sent: list[SharedBucket] = []
-        num_bytes = 0
+        """`update_weights` from buckets that arrive one by one, the last one flagged. Takes and closes them.
+
+        An engine lost on the way is started again when all have arrived, with what was kept of them.
+        """
+        self._begin_version(version)
+        if self.lost:
+            await self.recover(with_weights=False)
+        try:
+            await self._send_weights(buckets)
+        except EngineLost:
+            async for bucket, _ in buckets:
+                self._kept.append(bucket)
+            if not self.lost or not all(bucket.keepable for bucket in self._kept):
+                self._forget_kept()
+                raise
+            await self.recover()
+        self._restarts_in_a_row = 0
+
+    def _begin_version(self, version: int) -> None:
+        if "weights" in self._released and not self.lost:
+            raise EngineError(f"{self.name} has released the memory of its weights: resume_memory first")
+        self.weight_version = version
+        self._forget_kept()
+
+    async def _send_weights(
+        self, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False
+    ) -> None:
+        """Load the buckets and empty the KV cache. They are kept for a restart, up to `keep_weights_bytes`.
+
+        `again` sends kept ones, which stay kept whatever happens. After EngineLost what has arrived is kept.
+        """
         self._missing_weights = True
+        num_bytes = 0
+        keep = True
         await self._call("begin_update", None)
         try:
-            for bucket, last in buckets:
-                sent.append(bucket)
+            async for bucket, last in buckets:
+                if not again:
+                    self._kept.append(bucket)
                 version = str(self.weight_version) if last else None
-                await self._call("load_shared", {"path": bucket.path, "version": version})
+                await self._call("load_bucket", {**bucket.load(), "version": version})
                 num_bytes += bucket.num_bytes
-                if num_bytes > self._keep_weights_bytes:
-                    _close(sent)
-        except BaseException:
-            if not again:
-                _close(sent)
+                keep = keep and bucket.keepable and num_bytes <= self._keep_weights_bytes
+                if not keep and not again:
+                    self._forget_kept()
+        except BaseException as error:
+            if not again and not isinstance(error, EngineLost):
+                self._forget_kept()
             with contextlib.suppress(EngineLost, EngineError):  # the session must not stay open
                 await self._call("end_update", None)
             raise
-        self._kept = sent
         await self._call("end_update", None)
         if "kv_cache" not in self._released:  # a released cache is empty
             await self.flush_cache()
         self._missing_weights = False
 
     def _forget_kept(self) -> None:
-        _close(self._kept)
+        while self._kept:
+            self._kept.pop().close()
 
     async def weights_checksum(self) -> dict[str, int]:
         """Checksum of every tensor in the engine by Hugging Face name (see `weights_checksum.tensor_checksum`).
@@ -331,7 +362,8 @@ class EngineClient:
         return await self._alive_child().call(method, params)
 
 
-def _close(buckets: list[SharedBucket]) -> None:
-    """Free the buckets' memory and empty the list."""
-    while buckets:
-        buckets.pop().close()
+async def _stream(
+    buckets: Iterable[tuple[WeightBucket, bool]],
+) -> AsyncIterator[tuple[WeightBucket, bool]]:
+    for bucket in buckets:
+        yield bucket

@@ -98,7 +98,7 @@ class _EngineServer:
             "generate": self._generate,
             "abort": self._abort,
             "begin_update": self._begin_update,
-            "load_shared": self._load_shared,
+            "load_bucket": self._load_bucket,
             "end_update": self._end_update,
             "flush_cache": self._flush_cache,
             "checksums": self._checksums,
@@ -187,16 +187,24 @@ class _EngineServer:
 
         _demand(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
-    async def _load_shared(self, params: dict[str, Any]) -> None:
+    async def _load_bucket(self, params: dict[str, Any]) -> None:
+        """Load a safetensors file by its path, or a device buffer by one handle for each tensor-parallel rank."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         from rstar2_megatron.rollout.weight_hooks import LOADER
 
-        path = torch.frombuffer(bytearray(params["path"].encode()), dtype=torch.uint8)
-        payload = pickle.dumps([("path", path)])
+        tp_size = self._server_args["tp_size"]
+        if "handles" in params:
+            kind, contents = "handle", params["handles"]
+        else:
+            kind, contents = "path", [params["path"].encode()] * tp_size
+        payloads = [
+            pickle.dumps([(kind, torch.frombuffer(bytearray(content), dtype=torch.uint8))])
+            for content in contents
+        ]
         update = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * self._server_args["tp_size"],
+            serialized_named_tensors=payloads,
             load_format=LOADER,
             flush_cache=False,
             weight_version=params["version"],

@@ -1,35 +1,94 @@
-"""Hands weights to another process of the same node in anonymous shared memory.
+"""Hands weights to another process of the same node in anonymous shared memory, or in files.
 
-A memfd holds one safetensors file; the other process opens it as /proc/PID/fd/N. Nothing has a name in a file
-system, so nothing is left behind when either side dies, and a small /dev/shm (64 MB in many containers) does not
-matter.
+A bucket is one safetensors file in a memfd; the other process opens it as /proc/PID/fd/N. Nothing has a name in
+a file system, so nothing is left behind when either side dies, and a small /dev/shm (64 MB in many containers)
+does not matter. With a path the same bytes go to an ordinary file.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
+import struct
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+
+
+class WeightBucket(Protocol):
+    """Some tensors that an engine can load. `load` is the message its process gets."""
+
+    num_bytes: int
+    keepable: bool
+    """Whether its data outlives the sender's next step, so that a restarted engine can load it again."""
+
+    def load(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
 
 
 class SharedBucket:
-    """Some tensors in one memfd. Close it when the other side has read it."""
+    """Some tensors in one memfd (or in the file `path`). Close it when the other side has opened it."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        data = save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
-        self.num_bytes = len(data)
-        self._fd = os.memfd_create("rstar2-weights", os.MFD_CLOEXEC)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
+    keepable = True
+
+    def __init__(self, tensors: dict[str, Tensor], path: Path | None = None) -> None:
+        header, offsets, self.num_bytes = _layout(tensors)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._fd = os.memfd_create("rstar2-weights", os.MFD_CLOEXEC) if path is None else os.open(path, flags)
+        self._file = path
+        os.truncate(self._fd, self.num_bytes)
+        with mmap.mmap(self._fd, self.num_bytes) as memory:
+            memory[: len(header)] = header
+            whole = torch.frombuffer(memory, dtype=torch.uint8)
+            for name, tensor in tensors.items():
+                # Straight from where it lies, also from a GPU: no copy of the bucket in between.
+                end = offsets[name] + tensor.nbytes
+                whole[offsets[name] : end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            del whole  # or the memory cannot be unmapped
 
     @property
     def path(self) -> str:
-        """Where a process of the same user on this node finds the safetensors file."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        """Where a process of the same user (on this node, or with the same file system) finds the file."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}" if self._file is None else str(self._file)
+
+    def load(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            if self._file is not None:
+                self._file.unlink(missing_ok=True)
+
+
+class OpenedBucket:
+    """A bucket of another process, opened: it stays readable when that process closes it or ends."""
+
+    keepable = True
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError when the path cannot be read here (another node, user or container)."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.num_bytes = os.fstat(self._fd).st_size
+
+    def load(self) -> dict[str, Any]:
+        return {"path": f"/proc/{os.getpid()}/fd/{self._fd}"}
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -37,28 +96,53 @@ class SharedBucket:
             self._fd = -1
 
 
-def into_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int
-) -> Iterator[tuple[SharedBucket, bool]]:
-    """Group a stream of tensors into buckets of about `max_bytes`; the flag marks the last one.
+def _layout(tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+    """Header of a safetensors file, place of each tensor in the file, size of the file."""
+    entries: dict[str, Any] = {}
+    place = 0
+    # Wide types first, so that every tensor lies aligned.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, place + tensor.nbytes],
+        }
+        place += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    offsets = {name: start + entry["data_offsets"][0] for name, entry in entries.items()}
+    return struct.pack("<Q", len(text)) + text, offsets, start + place
 
-    A tensor larger than that makes a bucket of its own. Consumes the stream as it goes, one bucket ahead, so that
-    only two buckets are in memory. Raises ValueError for an empty stream.
+
+def group_tensors(
+    named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """Group a stream into dicts of about `max_bytes`; the flag marks the last one.
+
+    A tensor larger than that makes a group of its own. Tensors are copied where they lie, because a stream may
+    reuse one buffer for all of them. Consumes the stream one group ahead. Raises ValueError for an empty stream.
     """
-    waiting: SharedBucket | None = None
+    waiting: dict[str, Tensor] = {}
     current: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named_tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if current and size + num_bytes > max_bytes:
-            if waiting is not None:
+        if current and size + tensor.nbytes > max_bytes:
+            if waiting:
                 yield waiting, False
-            waiting, current, size = SharedBucket(current), {}, 0
-        # a caller may reuse one buffer for every tensor it streams
-        current[name] = tensor.detach().to(device="cpu", memory_format=torch.contiguous_format, copy=True)
-        size += num_bytes
+            waiting, current, size = current, {}, 0
+        current[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
     if not current:
         raise ValueError("no weights to send: the stream of named tensors is empty")
-    if waiting is not None:
+    if waiting:
         yield waiting, False
-    yield SharedBucket(current), True
+    yield current, True
+
+
+def into_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[tuple[SharedBucket, bool]]:
+    """`group_tensors` with each group in shared memory."""
+    for tensors, last in group_tensors(named_tensors, max_bytes):
+        yield SharedBucket(tensors), last

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from rstar2_megatron.rollout.device_weights import open_device_bucket
 from rstar2_megatron.weights_checksum import weights_checksum
 
 LOADER = f"{__name__}.load_shared"
@@ -25,9 +26,13 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 def load_shared(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load every tensor of the safetensors files whose paths the named uint8 tensors spell."""
-    for _, path in named_tensors:
-        with safe_open(bytes(path.cpu().numpy()).decode(), framework="pt") as file:
+    """Load what the named uint8 tensors spell: paths of safetensors files, or handles of device memory."""
+    for kind, content in named_tensors:
+        spelled = bytes(content.cpu().numpy())
+        if kind == "handle":
+            model.load_weights(open_device_bucket(spelled))
+            continue
+        with safe_open(spelled.decode(), framework="pt") as file:
             model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
 

@@ -292,6 +292,19 @@ class LrSchedSettings(Section):
     """Steps of the cosine; null takes runner.max_steps."""
 
 
+class WeightSyncSettings(Section):
+    """How weights reach the engines after an update."""
+
+    route: Literal["auto", "cuda_ipc", "shared_memory", "broadcast", "disk"] = "auto"
+    """auto: CUDA IPC on shared GPUs, shared memory on one node, otherwise a broadcast (NCCL, gloo); disk when those
+    fail at the first sync.
+    """
+    bucket_mb: int = Field(512, ge=1)
+    """MiB of weights that travel at a time."""
+    directory: str | None = None
+    """For the disk route, on a file system of all nodes; null takes {output_dir}/{experiment_name}/weights."""
+
+
 class ActorSettings(Section):
     group_name: str = "ActorGroup"
     training_backend: Literal["megatron"] = "megatron"
@@ -302,6 +315,7 @@ class ActorSettings(Section):
     model: ActorModelSettings = ActorModelSettings()
     optim: OptimSettings = OptimSettings()
     lr_sched: LrSchedSettings = LrSchedSettings()
+    weight_sync: WeightSyncSettings = WeightSyncSettings()
     log_prob_chunk_tokens: int = Field(512, ge=1)
     """Tokens of the vocabulary head computed at a time, so that no full fp32 logits exist."""
     distributed_timeout_minutes: float = Field(30.0, gt=0)

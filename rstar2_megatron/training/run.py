@@ -17,6 +17,7 @@ from rstar2_megatron.recipe.resolve import resolve_tiny
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.checks import check_before_start
 from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training.base_run import BaseRun, Stopped, StopSignals, quietly
@@ -102,6 +103,7 @@ class Run(BaseRun):
         """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
         from rstar2_megatron.training.cold_start import find_cached
         from rstar2_megatron.training.data import ProblemLoader, drop_long_prompts, read_problems
+        from rstar2_megatron.training.handover import takes_turns
         from rstar2_megatron.training.rollouts import RolloutCoordinator
         from rstar2_megatron.training.trainer import Trainer
 
@@ -118,9 +120,14 @@ class Run(BaseRun):
         self.rollout = self.cluster.launch_rollout()
         self.reward = self.cluster.launch_reward()
         judge_url = self.judge.wait_ready()
-        engines = self.rollout.start("start_engine", model, judge_url)
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         actors = self.actor.start("initialize", model, address, self.cluster.device)
+        shared = collocated(settings.cluster, slots_of(settings.cluster, visible_gpus()))
+        turns = takes_turns(settings.actor, collocated=shared)
+        if turns:  # an engine sizes its KV cache by the memory that it finds free
+            actors.result(timeout)
+            self.actor.call("offload", timeout_s=timeout)
+        engines = self.rollout.start("start_engine", model, judge_url)
         template = self._template()
         problems = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
         check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
@@ -140,7 +147,14 @@ class Run(BaseRun):
         actor_figures = actors.result(timeout)[0]
         self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
         self._closing.append(self.coordinator.close)
-        self.trainer = Trainer(settings, self.actor, self.rollout, self.coordinator)
+        self.trainer = Trainer(
+            settings,
+            self.actor,
+            self.rollout,
+            self.coordinator,
+            device=self.cluster.device,
+            takes_turns=turns,
+        )
         kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
         self._say(
             f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "

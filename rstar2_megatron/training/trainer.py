@@ -13,15 +13,16 @@ from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
-from rstar2_megatron.cluster.weights import WeightRoute
 from rstar2_megatron.rollout.phase import problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.data import ProblemLoader
+from rstar2_megatron.training.handover import MemoryHandover
 from rstar2_megatron.training.rollouts import Refill, RolloutCoordinator, RolloutPhase
 from rstar2_megatron.training.samples import ShownGroup, choose_shown
+from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.trajectory import Group, Problem, Trajectory
 from rstar2_megatron.trajectory_files import read_groups, rollouts_path
 
@@ -53,15 +54,22 @@ class Trainer:
         actor: WorkerGroup,
         rollout: WorkerGroup,
         coordinator: RolloutCoordinator,
+        *,
+        device: str,
+        takes_turns: bool,
     ) -> None:
+        """takes_turns: actor and engines share memory and hold it one after the other (`handover`)."""
         self.settings = settings
         self.actor = actor
         self.rollout = rollout
         self.coordinator = coordinator
         self.timeout_s = settings.runner.step_timeout_s
-        self._route = WeightRoute(
-            settings.actor.group_name, settings.rollout.group_name, tuple(range(len(rollout)))
-        )
+        self._weight_sync = WeightSync(settings, actor, rollout, device)
+        self._version = 0
+        self._handover: MemoryHandover | None = None
+        if takes_turns:
+            resync = lambda: self.sync_weights(self._version)  # noqa: E731
+            self._handover = MemoryHandover(actor, rollout, resync, self.timeout_s)
         self._gates_open = True  # the step-0 gates have not been passed yet
 
     def step(self, step: int, loader: ProblemLoader) -> StepResult:
@@ -155,13 +163,14 @@ class Trainer:
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Bring every engine to the actor's weights and stamp them `version`."""
-        receiving = self.rollout.start("receive_weights", self._route, version)
-        sent = self.actor.start("send_weights", self._route)
-        seconds = time.perf_counter()
-        sent_figures = sent.result(self.timeout_s)[0]
-        receiving.result(self.timeout_s)
-        seconds = time.perf_counter() - seconds
-        return {"actor/sync_bytes_per_second": sent_figures["bytes"] / max(seconds, 1e-9)}
+        self._version = version
+        if self._handover is not None:
+            self._handover.to_sync()
+        metrics = self._weight_sync.run(version)
+        if self._handover is not None:
+            self._handover.synced()
+            metrics["actor/handover_seconds"] = self._handover.pop_seconds()
+        return metrics
 
     def check_weights(self) -> None:
         """Step-0 gate: the engines hold exactly the actor's weights."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, Group, WorkerFailed, WorkerLost
 from rstar2_megatron.cluster.launch import TrainingCluster
-from rstar2_megatron.cluster.weights import WeightRoute
 from rstar2_megatron.settings.load import load_settings, to_dict_config
+from rstar2_megatron.settings.weight_route import Place, RouteKind, make_route
 from tests.cluster.workers import Receiver, Sender
 
 
@@ -62,13 +63,37 @@ def test_deadline(senders: Group) -> None:
         senders.call("sleep", 20.0, timeout_s=1.0)
 
 
-def test_weights_arrive_on_every_engine_in_small_buckets(senders: Group, receivers: Group) -> None:
-    route = WeightRoute("Senders", "Receivers", (0, 1), bucket_bytes=8000)  # two tensors a bucket
+@pytest.mark.parametrize("kind", ["shared_memory", "broadcast", "disk"])
+def test_weights_arrive_bit_by_bit_on_every_route(
+    senders: Group, receivers: Group, tmp_path: Path, kind: RouteKind
+) -> None:
+    places = (senders.call("place", timeout_s=60), [Place(0), Place(0)])
+    route = make_route(
+        kind, "Senders", "Receivers", *places, bucket_bytes=9000, directory=str(tmp_path / "weights")
+    )
     receiving = receivers.start("receive", route)
     sent = senders.call("send", route, timeout_s=90)
-    expected = {f"layer.{i}.weight": float(i) for i in range(7)}
-    assert receiving.result(60) == [expected, expected]
-    assert sent[0]["bytes"] == 7 * 4000 and sent[1]["bytes"] == 0
+    figures, sums = sent[0]
+    received = receiving.result(60)
+    assert [arrived for arrived, _ in received] == [sums, sums]
+    assert all(count >= 5 for _, count in received)
+    assert figures["bytes"] == 4 * sum(100 * (10 + i) for i in range(7)) + 66 + 60_000 + 96
+    assert sent[1][0]["bytes"] == 0
+    senders.call("forget", timeout_s=60)
+    assert not list(tmp_path.glob("weights/*"))
+
+
+def test_a_receiver_that_cannot_open_fails_and_nobody_hangs(
+    senders: Group, receivers: Group, tmp_path: Path
+) -> None:
+    """A directory that only the sender sees: the receivers say so, sender and cluster go on."""
+    places = (senders.call("place", timeout_s=60), [Place(0), Place(0)])
+    route = make_route("disk", "Senders", "Receivers", *places, bucket_bytes=9000, directory=str(tmp_path))
+    receiving = receivers.start("receive_elsewhere", route)
+    assert senders.call("send", route, timeout_s=60)[0][0]["bytes"] > 0
+    with pytest.raises(WorkerFailed, match="No such file"):
+        receiving.result(60)
+    assert senders.call("rank", timeout_s=60) == [0, 1]
 
 
 def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Group) -> None:

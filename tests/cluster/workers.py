@@ -9,8 +9,12 @@ import time
 
 import torch
 from rlinf.scheduler import Channel, Worker
+from safetensors.torch import load_file
 
-from rstar2_megatron.cluster.weights import WeightRoute, receive_weights, send_weights
+from rstar2_megatron.cluster import weights
+from rstar2_megatron.cluster.weights import WeightSender, receive_weights
+from rstar2_megatron.settings.weight_route import Place, WeightRoute
+from rstar2_megatron.weights_checksum import weights_checksum
 
 
 class Sender(Worker):
@@ -33,18 +37,52 @@ class Sender(Worker):
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def send(self, route: WeightRoute) -> dict[str, float]:
-        tensors = ((f"layer.{i}.weight", torch.full((100, 10), float(i))) for i in range(7))
-        return send_weights(self, tensors, route)
+    def place(self) -> Place:
+        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
+
+    def send(self, route: WeightRoute) -> tuple[dict[str, float], dict[str, int]]:
+        """Figures of a sync of some tensors of several types and shapes, and their checksums."""
+        torch.manual_seed(0)
+        tensors = [(f"layer.{i}.weight", torch.randn(100, 10 + i)) for i in range(7)]
+        tensors += [
+            ("half", torch.randn(33).bfloat16()),
+            ("large", torch.randn(3, 5000)),
+            ("strided", torch.randn(6, 4).t()),
+        ]
+        self._sender = WeightSender(self)
+        return self._sender.send(iter(tensors), route), weights_checksum(tensors)
+
+    def forget(self) -> None:
+        self._sender.forget()
 
 
 class Receiver(Worker):
     def __init__(self) -> None:
         super().__init__()
 
-    async def receive(self, route: WeightRoute) -> dict[str, float]:
-        weights = await receive_weights(self, route)
-        return {name: float(tensor.mean()) for name, tensor in weights.items()}
+    async def receive(self, route: WeightRoute) -> tuple[dict[str, int], int]:
+        """Checksums of what arrived, and in how many buckets."""
+        sums: dict[str, int] = {}
+        count = 0
+        flags = []
+        async for bucket, last in receive_weights(self, route):
+            flags.append(last)
+            tensors = load_file(bucket.load()["path"])
+            sums.update(weights_checksum(tensors.items()))
+            bucket.close()
+            count += 1
+        assert flags == [False] * (count - 1) + [True]
+        return sums, count
+
+    async def receive_elsewhere(self, route: WeightRoute) -> None:
+        """Like a worker whose file system is another one."""
+        original = weights.OpenedBucket
+        weights.OpenedBucket = lambda path: original(f"/nowhere{path}")  # type: ignore[assignment,misc]
+        try:
+            async for _ in receive_weights(self, route):
+                pass
+        finally:
+            weights.OpenedBucket = original  # type: ignore[misc]
 
     async def echo(self, channel: Channel) -> int:
         """Move items from key "in" to key "out" until None; returns how many."""

@@ -1,0 +1,78 @@
+"""Brings the actor's weights to every engine, by the best route that works here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import WorkerFailed
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.weight_route import RouteKind, WeightRoute, make_route, possible_routes
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSync:
+    """Chooses the route at the first sync and keeps to it."""
+
+    def __init__(self, settings: Settings, actor: WorkerGroup, rollout: WorkerGroup, device: str) -> None:
+        """Raises ValueError when `actor.weight_sync.route` names one that cannot work here."""
+        self._settings, self._actor, self._rollout = settings, actor, rollout
+        self._timeout_s = settings.runner.step_timeout_s
+        self._places = (
+            actor.call("place", timeout_s=self._timeout_s),
+            rollout.call("place", timeout_s=self._timeout_s),
+        )
+        self._routes = possible_routes(settings.actor.weight_sync.route, *self._places, device)
+        self._proven = False
+
+    @property
+    def route(self) -> RouteKind:
+        """The route in use, or the first to be tried."""
+        return self._routes[0]
+
+    def run(self, version: int) -> dict[str, float]:
+        """Sync all engines and stamp them `version`; seconds, bytes and bytes a second.
+
+        A route that fails at its first use gives way to the next one; the failure of the last is raised.
+        """
+        while True:
+            try:
+                metrics = self._transfer(self._route(), version)
+            except WorkerFailed as error:
+                if self._proven or len(self._routes) == 1:
+                    raise
+                failed = self._routes.pop(0)
+                logger.warning("weight sync by %s failed, trying %s: %s", failed, self.route, error)
+                continue
+            self._proven = True
+            return metrics
+
+    def _transfer(self, route: WeightRoute, version: int) -> dict[str, float]:
+        started = time.perf_counter()
+        receiving = self._rollout.start("receive_weights", route, version)
+        sending = self._actor.start("send_weights", route)
+        sent = sending.result(self._timeout_s)
+        receiving.result(self._timeout_s)
+        self._actor.call("forget_weights", timeout_s=self._timeout_s, ranks=[0])
+        seconds = time.perf_counter() - started
+        num_bytes = max(figures["bytes"] for figures in sent)
+        return {
+            "actor/sync_seconds": seconds,
+            "actor/sync_bytes": num_bytes,
+            "actor/sync_bytes_per_second": num_bytes / max(seconds, 1e-9),
+        }
+
+    def _route(self) -> WeightRoute:
+        sync, runner = self._settings.actor.weight_sync, self._settings.runner
+        directory = sync.directory or str(Path(runner.output_dir) / runner.experiment_name / "weights")
+        return make_route(
+            self.route,
+            self._settings.actor.group_name,
+            self._settings.rollout.group_name,
+            *self._places,
+            bucket_bytes=sync.bucket_mb << 20,
+            directory=str(Path(directory).resolve()),
+        )
