@@ -108,8 +108,13 @@ class ActorWorker(Worker):
     def weights_checksum(self) -> dict[str, int]:
         return self.actor.weights_checksum()
 
-    def save_checkpoint(self, directory: str) -> None:
-        self.actor.save_checkpoint(directory)
+    def save_checkpoint(self, directory: str, wait: bool = True) -> None:
+        """Write a checkpoint; with wait=False only copy it and go on, `finish_checkpoint` waits for the files."""
+        self.actor.save_checkpoint(directory, wait=wait)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is in place; at once when there is none."""
+        self.actor.finish_checkpoint()
 
     def load_checkpoint(self, directory: str) -> None:
         self.actor.load_checkpoint(directory)

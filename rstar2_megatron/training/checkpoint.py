@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,29 @@ def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Pat
     return int(match.group(1)), path
 
 
-def save(
+@dataclass(frozen=True, slots=True)
+class UnfinishedCheckpoint:
+    """global_step_{step} under another name, whose model may still be being written."""
+
+    checkpoints_dir: Path
+    step: int
+    keep: int
+
+    def publish(self) -> Path:
+        """Give it its name, once the model is written; then keep only the newest `keep` checkpoints."""
+        final = self.checkpoints_dir / f"global_step_{self.step}"
+        if final.exists():  # the same step again, after a resume from an older checkpoint
+            shutil.rmtree(final)
+        final.with_name(final.name + _UNFINISHED).rename(final)
+        for _, old in complete_checkpoints(self.checkpoints_dir)[: -self.keep]:
+            shutil.rmtree(old)
+        return final
+
+
+def begin_save(
     checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int
-) -> Path:
-    """Write global_step_{step}; `save_actor(directory)` writes the model. Keeps the newest `keep` checkpoints."""
-    final = checkpoints_dir / f"global_step_{step}"
+) -> UnfinishedCheckpoint:
+    """Write global_step_{step} but for its name; `save_actor(directory)` writes the model, or starts to."""
     partial = checkpoints_dir / f"global_step_{step}{_UNFINISHED}"
     for stale in checkpoints_dir.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(stale)
@@ -61,12 +80,14 @@ def save(
         torch.save(data_state, file)
         file.flush()
         os.fsync(file.fileno())
-    if final.exists():  # the same step again, after a resume from an older checkpoint
-        shutil.rmtree(final)
-    partial.rename(final)
-    for _, old in complete_checkpoints(checkpoints_dir)[:-keep]:
-        shutil.rmtree(old)
-    return final
+    return UnfinishedCheckpoint(checkpoints_dir, step, keep)
+
+
+def save(
+    checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int
+) -> Path:
+    """Write global_step_{step}, with a `save_actor` that returns when the model is written."""
+    return begin_save(checkpoints_dir, step, save_actor, data_state, keep).publish()
 
 
 def load_data_state(checkpoint: Path) -> dict[str, Any]:

@@ -18,7 +18,18 @@ from contextlib import contextmanager
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.settings.schema import ActorSettings
 
-_ACTOR_ANYWHERE = frozenset({"rendezvous_address", "initialize", "offload", "reload", "shutdown"})
+_ACTOR_ANYWHERE = frozenset(
+    {
+        "place",
+        "rendezvous_address",
+        "initialize",
+        "offload",
+        "reload",
+        "forget_weights",
+        "finish_checkpoint",
+        "shutdown",
+    }
+)
 _ENGINE_WEIGHTS = frozenset({"receive_weights", "weights_checksum"})
 
 

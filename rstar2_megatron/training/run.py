@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -21,6 +21,9 @@ from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpu
 from rstar2_megatron.settings.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training.base_run import BaseRun, Stopped, StopSignals, quietly
+
+if TYPE_CHECKING:
+    from rstar2_megatron.training.checkpoint import UnfinishedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,9 @@ def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
     return Run(settings, signals)
 
 
+_LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
+
+
 class Run(BaseRun):
     """Reinforcement learning."""
 
@@ -83,6 +89,7 @@ class Run(BaseRun):
         super().__init__(settings, signals)
         self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
         self.last_evaluation: tuple[int, Any] = (-1, None)
+        self._unfinished: UnfinishedCheckpoint | None = None
 
     def train(self) -> None:
         """The whole run."""
@@ -146,6 +153,7 @@ class Run(BaseRun):
         engine_figures = engines.result(timeout)
         actor_figures = actors.result(timeout)[0]
         self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
+        self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
         self._closing.append(self.coordinator.close)
         self.trainer = Trainer(
             settings,
@@ -254,7 +262,8 @@ class Run(BaseRun):
                 return self._stop_early(step - 1, held)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
-            result = self.trainer.step(step, self.loader)
+            # The last checkpoint is written while this step rolls out.
+            result = self.trainer.step(step, self.loader, after_rollout=self._publish_checkpoint)
             row = {
                 "step": float(step),
                 **step_metrics(
@@ -283,13 +292,16 @@ class Run(BaseRun):
                 write_groups(rollouts_path(self.directory / "rollouts", step), result.groups)
             if save or step == runner.max_steps:
                 self._save(step)
+        self._publish_checkpoint()
         return max(done, runner.max_steps), ""
 
     def _stop_early(self, step: int, condition: str) -> tuple[int, str]:
         """A condition of `runner.stop_when` holds after `step`."""
         self._say(f"ending after step {step}: {condition}")
+        self._publish_checkpoint()
         if step and not (self.checkpoints / f"global_step_{step}").is_dir():
             self._save(step)
+        self._publish_checkpoint()
         return step, condition
 
     def _save(self, step: int) -> None:
@@ -302,14 +314,23 @@ class Run(BaseRun):
             "table": self.table,
             "carried": self.coordinator.carried,
         }
+        self._publish_checkpoint()
         timeout = self.settings.runner.step_timeout_s
-        checkpoint.save(
+        self._unfinished = checkpoint.begin_save(
             self.checkpoints,
             step,
-            lambda directory: self.actor.call("save_checkpoint", directory, timeout_s=timeout),
+            lambda directory: self.actor.call("save_checkpoint", directory, False, timeout_s=timeout),
             state,
             self.settings.runner.keep_checkpoints,
         )
+
+    def _publish_checkpoint(self, timeout_s: float | None = None) -> None:
+        """Wait for the files of the checkpoint being written, if there is one, and give it its name."""
+        if self._unfinished is not None:
+            timeout_s = timeout_s or self.settings.runner.step_timeout_s
+            self.actor.call("finish_checkpoint", timeout_s=timeout_s)
+            self._unfinished.publish()
+            self._unfinished = None
 
     @property
     def _evaluates(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,11 +72,18 @@ class Trainer:
             self._handover = MemoryHandover(actor, rollout, resync, self.timeout_s)
         self._gates_open = True  # the step-0 gates have not been passed yet
 
-    def step(self, step: int, loader: ProblemLoader) -> StepResult:
-        """Training step `step` (1, 2, ...) on the loader's next problems."""
+    def step(
+        self, step: int, loader: ProblemLoader, after_rollout: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """Training step `step` (1, 2, ...) on the loader's next problems.
+
+        `after_rollout` is called before the actor trains.
+        """
         clock = _Clock()
         phase = self.roll_out(step, loader)
         clock.lap("rollout")
+        after_rollout()
+        clock.lap("checkpoint")
         resampled = self.resample(step, phase.groups)
         sequences = self.build_batch(resampled)
         shown = choose_shown(phase.groups, resampled, self.settings.runner.save_trajectories_per_step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,25 @@ def save_then_train(
         return later, directory.exists()
     finally:
         actor.close()
+
+
+def save_on_a_slow_disk(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directory: Path,
+    batches: list[Batch],
+) -> None:
+    """A good checkpoint after two steps, then a second one over it whose files never reach the disk."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    for batch in batches[:2]:
+        actor.train_step(batch)
+    actor.save_checkpoint(directory)
+    actor.train_step(batches[2])
+    os.fsync = lambda fd: time.sleep(600)
+    actor.save_checkpoint(directory)
 
 
 def resume(

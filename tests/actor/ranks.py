@@ -5,17 +5,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import queue
-import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _serve(rank: int, requests: Any, results: Any) -> None:
@@ -41,9 +35,11 @@ class RankPool:
         self._processes: list[Any] = []
         self._requests: list[Any] = []
         self._results: Any = self._context.Queue()
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._runs = 0
 
     def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0
     ) -> list[Any]:
         while len(self._processes) < world_size:
             requests = self._context.Queue()
@@ -52,7 +48,9 @@ class RankPool:
             process.start()
             self._processes.append(process)
             self._requests.append(requests)
-        init_method = f"tcp://127.0.0.1:{free_port()}"
+        # A file, not a port: between choosing one and rank 0 listening on it another test may take it.
+        self._runs += 1
+        init_method = f"file://{self._directory.name}/{self._runs}"
         for rank in range(world_size):
             self._requests[rank].put((function, world_size, init_method, args))
         deadline = time.monotonic() + timeout_s
@@ -77,6 +75,11 @@ class RankPool:
         if failed:
             raise RuntimeError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items()))
         return [done[rank] for rank in range(world_size)]
+
+    def kill(self) -> None:
+        """SIGKILL every rank, as a machine that fails would; a `run` under way raises TimeoutError."""
+        for process in self._processes:
+            process.kill()
 
     def close(self) -> None:
         for process in self._processes:

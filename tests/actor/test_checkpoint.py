@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,30 @@ def test_experts_resume_at_another_layout(pool: RankPool, models: dict[str, Path
     for mine, right in zip(resumed, saved):
         assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=1e-5)
         assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2)], ids=["single", "TP2"])
+def test_killed_while_saving_keeps_the_previous(
+    models: dict[str, Path], tmp_path: Path, pool: RankPool, ranks: int, model: dict[str, Any]
+) -> None:
+    """SIGKILL with files half written: the directory still holds the checkpoint before, and resumes exactly."""
+    directory, config, which = tmp_path / "actor", settings(model=model), models["qwen2"]
+    expected = pool.run(programs.train, ranks, config, which, BATCHES)[0][2:]
+    doomed = RankPool()
+    with ThreadPoolExecutor(1) as threads:
+        saving = threads.submit(
+            doomed.run, programs.save_on_a_slow_disk, ranks, config, which, directory, BATCHES
+        )
+        partial = directory.with_name("actor.tmp")
+        while not (directory.exists() and any(partial.glob("*.distcp"))) and not saving.done():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        doomed.kill()
+        with pytest.raises(TimeoutError, match="dead"):
+            saving.result(60)
+    assert any(partial.glob("*.distcp"))  # the kill fell into the write
+    resumed = pool.run(programs.resume, ranks, config, which, directory, BATCHES)[0]
+    assert _curve(resumed) == _curve(expected)
 
 
 def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:

@@ -286,6 +286,9 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
             "reward.mode=released",
             "runner.val_check_interval=1",
             "evaluation.num_samples=2",
+            "actor.offload_weight=True",  # actor and engines take turns with the memory
+            "actor.offload_grad=True",
+            "actor.offload_optimizer=True",
         ),
         tmp_path / "variants.log",
     ).start()
@@ -294,9 +297,10 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
     (row,) = read_jsonl(tmp_path / "variants" / "metrics.jsonl")
     assert row["train/actor/skipped_update"] or row["rollout/logprob_diff_max"] < 1e-3
     assert 0 <= row["eval/average"] <= row["eval/pass@2"] <= 1 and row["eval/samples"] == 32
-    evaluated = read_jsonl(tmp_path / "tp1" / "evaluation" / "held-out_at_step_1.jsonl")
+    evaluated = read_jsonl(tmp_path / "variants" / "evaluation" / "held-out_at_step_1.jsonl")
     assert len(evaluated) == 32
     assert sum(r["reward"] for r in evaluated) / 32 == pytest.approx(row["eval/average"])
+    assert row["train/actor/handover_seconds"] > 0 and row["train/actor/sync_bytes"] > 1e6
 
 
 def test_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: Path) -> None:
