@@ -74,7 +74,7 @@ class MegatronActor:
         self.skipped_steps = 0
         self._pending: PendingSave | None = None
         self._reference: FrozenReference | None = None
-        self._is_offloaded = False
+        self._away: set[str] = set()  # parts on the host: weights, grads, state
 
     # ------------------------------------------------------------------------------------------ start, stop
 
@@ -271,34 +271,40 @@ class MegatronActor:
 
     # ---------------------------------------------------------------------------------- memory of the device
 
-    def offload(self) -> None:
+    def offload(self, *, keep_weights: bool = False) -> None:
         """Move to the host what `actor.offload_*` name, so that an engine on the same GPU can use the memory.
 
-        The next call must be `reload`, or `offload` again, which does nothing.
+        With keep_weights they stay, which is enough to send or export them; for anything else call `reload`
+        first. What is away already stays away.
         """
-        if not self._is_offloaded:
-            from rstar2_megatron.actor.offload import offload
+        from rstar2_megatron.actor.offload import offload
 
-            self.policy.finish_gather()
-            offload(self.policy.chunks, self.policy.optimizer, **self._offloaded)
-            self._is_offloaded = True
-
-    def reload(self) -> None:
-        """Bring back what `offload` moved away; needed before any other use."""
-        if self._is_offloaded:
-            from rstar2_megatron.actor.offload import reload
-
-            reload(self.policy.chunks, self.policy.optimizer, self.device, **self._offloaded)
-            self._is_offloaded = False
-
-    @property
-    def _offloaded(self) -> dict[str, bool]:
-        return {
-            "weights": self.actor.offload_weight,
+        wanted = {
+            "weights": self.actor.offload_weight and not keep_weights,
             "grads": self.actor.offload_grad,
             "state": self.actor.offload_optimizer,
-            "masters": self.actor.model.precision == "bf16",
         }
+        parts = {name for name, go in wanted.items() if go} - self._away
+        self.policy.finish_gather()
+        offload(self.policy.chunks, self.policy.optimizer, parts, masters=self._has_masters)
+        self._away |= parts
+
+    def reload(self) -> None:
+        """Bring back what `offload` moved away."""
+        from rstar2_megatron.actor.offload import reload
+
+        reload(
+            self.policy.chunks,
+            self.policy.optimizer,
+            self._away,
+            masters=self._has_masters,
+            device=self.device,
+        )
+        self._away = set()
+
+    @property
+    def _has_masters(self) -> bool:
+        return self.actor.model.precision == "bf16"
 
     # ------------------------------------------------------------------------------- weights and checkpoints
 

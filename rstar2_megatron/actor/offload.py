@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 
-def offload(
-    chunks: list[Any], optimizer: Any, *, weights: bool, grads: bool, state: bool, masters: bool
-) -> None:
-    """Move what is asked for to the host and give the memory back to the device.
+def offload(chunks: list[Any], optimizer: Any, parts: set[str], *, masters: bool) -> None:
+    """Move parts ("weights", "grads", "state") to the host and give the memory back to the device.
 
     Gradient buffers are not copied: they are zeroed before their next use. `masters`: the fp32 master weights
     are tensors of their own (bf16 training) and go with the state; in fp32 training they are the weights.
@@ -22,31 +20,22 @@ def offload(
     torch.cuda.synchronize()
     for buffer in _buffers(chunks):
         on_host = buffer.param_data is not None and not buffer.param_data.is_cuda
-        if weights and on_host and buffer.param_data_cpu is None:
+        if "weights" in parts and on_host and buffer.param_data_cpu is None:
             # megatron-core would take the tensor itself for its copy on the host.
             buffer.param_data_cpu = torch.empty_like(buffer.param_data)
-        buffer.offload_to_cpu(move_params=weights, move_grads=grads)
-    if state:
+        buffer.offload_to_cpu(move_params="weights" in parts, move_grads="grads" in parts)
+    if "state" in parts:
         _move_state(optimizer, "cpu", masters)
     torch.cuda.synchronize()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def reload(
-    chunks: list[Any],
-    optimizer: Any,
-    device: str,
-    *,
-    weights: bool,
-    grads: bool,
-    state: bool,
-    masters: bool,
-) -> None:
-    """Undo `offload`, with its arguments; `device` is where the state goes ("cuda", "cpu")."""
+def reload(chunks: list[Any], optimizer: Any, parts: set[str], *, masters: bool, device: str) -> None:
+    """Undo `offload`; `device` is where the state goes ("cuda", "cpu")."""
     for buffer in _buffers(chunks):
-        buffer.reload_from_cpu(move_params=weights, move_grads=grads)
-    if state:
+        buffer.reload_from_cpu(move_params="weights" in parts, move_grads="grads" in parts)
+    if "state" in parts:
         _move_state(optimizer, device, masters)
     torch.cuda.synchronize()
 

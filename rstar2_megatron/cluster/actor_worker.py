@@ -97,9 +97,9 @@ class ActorWorker(Worker):
         """Free what `send_weights` left for receivers to open."""
         self._sender.forget()
 
-    def offload(self) -> None:
-        """Leave the accelerator to the engines (`actor.offload_*`)."""
-        self.actor.offload()
+    def offload(self, keep_weights: bool = False) -> None:
+        """Leave the accelerator to the engines (`actor.offload_*`), all but the weights on request."""
+        self.actor.offload(keep_weights=keep_weights)
 
     def reload(self) -> None:
         """Take the accelerator again."""

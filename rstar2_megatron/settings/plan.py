@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.settings.known_models import known_model
-from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
+from rstar2_megatron.settings.placement import Slots, collocated, component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 
 GB = 1e9
@@ -93,20 +93,11 @@ def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
 
 
 def parameters_of_largest_stage(model: ModelConfig, pipeline: int) -> float:
-    """Parameters of the pipeline stage that holds most: its layers and an embedding or head."""
+    """Parameters (but for experts) of the pipeline stage that holds most: its layers, an embedding or head."""
     matrix = model.vocab_size * model.hidden_size
     matrices = 1 if model.tie_word_embeddings else 2
-    layers = model.num_parameters - matrices * matrix
+    layers = model.num_parameters - model.expert_parameters - matrices * matrix
     return layers + matrices * matrix if pipeline == 1 else layers / pipeline + matrix
-
-
-def expert_parameters(model: ModelConfig) -> float:
-    """Parameters that expert parallelism divides, and tensor parallelism does not; 0 for a dense model."""
-    if not model.is_moe:
-        return 0.0
-    return float(
-        model.num_layers * model.num_experts * 3 * model.hidden_size * model.expert_intermediate_size
-    )
 
 
 def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: bool) -> Memory:
@@ -117,12 +108,12 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     bf16 = parallel.precision == "bf16"
     width = 2 if bf16 else 4
     ep = parallel.expert_model_parallel_size
-    experts = expert_parameters(model) / pp
-    dense_rank, expert_rank = (parameters_of_largest_stage(model, pp) - experts) / tp, experts / ep
-    per_rank = dense_rank + expert_rank
+    dense, experts = parameters_of_largest_stage(model, pp) / tp, model.expert_parameters / (ep * pp)
+    per_rank = dense + experts
     state = 12 if bf16 else 8
-    sharded = dense_rank / max(world // (tp * pp), 1) + expert_rank / max(world // (ep * pp), 1)
-    optimizer = sharded if optim.use_distributed_optimizer else per_rank
+    sharded = dense / max(world // (tp * pp), 1) + experts / max(world // (ep * pp), 1)
+    if not optim.use_distributed_optimizer:
+        sharded = per_rank
 
     tokens = settings.runner.max_tokens_per_mbs
     if not settings.runner.enable_dynamic_batch_size:
@@ -131,7 +122,10 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     split = tp if parallel.sequence_parallel else 1
     hidden = width * tokens * model.hidden_size / split
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    layer = 6 * hidden + width * tokens * (2 * q + 2 * kv + 3 * model.intermediate_size) / tp
+    mlp = 3 * model.intermediate_size
+    if model.is_moe:  # a token's copies for its experts, where experts are chosen evenly
+        mlp = model.experts_per_token * (3 * model.expert_intermediate_size + 2 * model.hidden_size)
+    layer = 6 * hidden + width * tokens * (2 * q + 2 * kv + mlp) / tp
     layers = -(-model.num_layers // pp)
     in_flight = pp  # micro-batches that the first stage holds under 1F1B
     if parallel.recompute_granularity == "full":
@@ -147,7 +141,7 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     return Memory(
         weights=width * per_rank / GB,
         gradients=4 * per_rank / GB,
-        optimizer=state * optimizer / GB,
+        optimizer=state * sharded / GB,
         activations=activations / GB,
         head=head / GB,
         overhead=0.0 if cpu else CUDA_OVERHEAD_GB,
@@ -205,6 +199,8 @@ def make_plan(
         return plan
     _plan_rollout(plan, settings, slots, model, len(places.get("rollout", range(slots.count))))
     if not slots.is_cpu and task == "reasoning":
+        if collocated(settings.cluster, slots):
+            _plan_sharing(plan, settings, slots, model)
         _plan_times(plan, settings, model, world)
     return plan
 
@@ -335,8 +331,13 @@ def _remedy(settings: Settings, model: ModelConfig, world: int, gpu_gb: float) -
             "set actor.model.recompute_granularity=full actor.model.recompute_method=uniform "
             "actor.model.recompute_num_layers=1"
         )
+    ep, pp = parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size
+    for larger in range(ep + 1, world // pp + 1) if model.is_moe else ():
+        divides = model.num_experts % larger == 0 and world % (larger * pp) == 0
+        if divides and fits(expert_model_parallel_size=larger):
+            return f"set actor.model.expert_model_parallel_size={larger}"
     tp = parallel.tensor_model_parallel_size
-    others = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    others = pp * parallel.context_parallel_size
     for larger in range(tp + 1, world // others + 1):
         divides = model.num_kv_heads % larger == 0 and world % (larger * others) == 0
         if divides and fits(tensor_model_parallel_size=larger, sequence_parallel=True):
@@ -412,10 +413,48 @@ def _plan_times(plan: Plan, settings: Settings, model: ModelConfig, world: int) 
         f"rollout {rollout_s:.0f} + training {train_s:.0f}, before the tail and tool latency (H100, {length} "
         f"tokens a trajectory, {TRAIN_SHARE:.0%} of peak FLOP/s, {DECODE_SHARE:.0%} of bandwidth)",
     )
-    if settings.actor.offload_optimizer and settings.actor.offload_weight:
-        plan.notes.append(
-            "collocated: the plan assumes that actor and engines leave the GPU to each other phase by phase, so that each has "
-            "to fit alone"
+
+
+def _plan_sharing(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig) -> None:
+    """Actor and engines on the same GPUs: what each phase of a step needs of one."""
+    memory, gpu_gb, rollout = plan.actor_memory, slots.memory_gb, settings.rollout
+    if memory is None or gpu_gb is None:
+        return
+    actor = settings.actor
+    engine = rollout.gpu_memory_utilization * gpu_gb
+    stays = memory.overhead
+    stays += 0 if actor.offload_weight else memory.weights
+    stays += 0 if actor.offload_grad else memory.gradients
+    stays += 0 if actor.offload_optimizer else memory.optimizer
+    width = 2 if rollout.model.precision == "bf16" else 4
+    weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
+    turns = actor.offload_weight or actor.offload_grad or actor.offload_optimizer
+    if turns:
+        sync = stays + (memory.weights if actor.offload_weight else 0) + weights
+        plan.add(
+            "sharing a GPU",
+            "GB in turns",
+            f"training {_gb(memory.total)}, weight sync {_gb(sync)}, rollout {_gb(engine + stays)} (engine "
+            f"{_gb(engine)} + actor {_gb(stays)})",
+        )
+        if sync > gpu_gb:
+            plan.problems.append(
+                f"the weight sync needs {sync:.0f} GB per GPU ({sync - weights:.0f} of the actor, {weights:.0f} of the "
+                f"engine's weights), has {gpu_gb:.0f}; set actor.offload_grad=True actor.offload_optimizer=True or "
+                "raise rollout.tensor_parallel_size"
+            )
+    else:
+        stays = memory.total
+        plan.add("sharing a GPU", "GB at all times", f"{_gb(engine + stays)} (nothing is offloaded)")
+    if engine + stays > gpu_gb:
+        plan.problems.append(
+            f"collocated: the engine takes {engine:.0f} GB (rollout.gpu_memory_utilization="
+            f"{rollout.gpu_memory_utilization}) beside {stays:.0f} GB of the actor, has {gpu_gb:.0f}; set "
+            + (
+                f"rollout.gpu_memory_utilization={int(100 * (1 - stays / gpu_gb)) / 100}"
+                if turns and stays < gpu_gb
+                else "actor.offload_weight=True actor.offload_grad=True actor.offload_optimizer=True"
+            )
         )
 
 

@@ -1,12 +1,12 @@
 """Actor and engines on the same accelerators: who holds the memory now.
 
-    rollout            engines: weights, KV cache       actor: on the host
-    training           engines: nothing                 actor: all
-    weight sync        engines: weights                 actor: all
-    rollout            engines: weights, KV cache       actor: on the host
+    rollout            engines: weights, KV cache       actor: nothing
+    training           engines: nothing                 actor: weights, gradients, optimizer
+    weight sync        engines: weights                 actor: weights
+    rollout            engines: weights, KV cache       actor: nothing
 
-A move happens when somebody needs it, so that a checkpoint after a sync finds the actor still there. Calls of
-the two worker groups ask for it themselves (`Group.before`): no caller can forget.
+A move happens when somebody needs it. Calls of the two worker groups ask for it themselves (`Group.before`): no
+caller can forget.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.settings.schema import ActorSettings
@@ -30,6 +31,7 @@ _ACTOR_ANYWHERE = frozenset(
         "shutdown",
     }
 )
+_ACTOR_WEIGHTS = frozenset({"send_weights", "weights_checksum", "export_hf"})
 _ENGINE_WEIGHTS = frozenset({"receive_weights", "weights_checksum"})
 
 
@@ -49,27 +51,32 @@ class MemoryHandover:
     ) -> None:
         self._actor, self._rollout = actor, rollout
         self._resync, self._timeout_s = resync, timeout_s
-        self._actor_loaded = False  # started, then offloaded, before the engines came up
-        self._released: set[str] = set()
+        self._actor_holds: Literal["all", "weights", "nothing"] = "nothing"  # offloaded before engines start
+        self._released: set[str] = set()  # of the engines' memory
         self._weights_current = True
         self._seconds = 0.0
         actor.before = self._before_actor
         rollout.before = self._before_rollout
 
     def to_actor(self) -> None:
-        """The actor trains, scores, saves; the engines hold nothing unless the actor was already there."""
-        if self._actor_loaded:
+        """The actor trains, scores, saves; the engines hold nothing."""
+        if self._actor_holds == "all":
             return
         with self._timed():
             self._rollout.call("release_memory", timeout_s=self._timeout_s)
             self._released = {"weights", "kv_cache"}
             self._weights_current = False
             self._actor.call("reload", timeout_s=self._timeout_s)
-        self._actor_loaded = True
+        self._actor_holds = "all"
 
     def to_sync(self) -> None:
-        """Actor and engine weights side by side, the KV cache still away."""
-        self.to_actor()
+        """The weights of actor and engines side by side, nothing else."""
+        if self._actor_holds == "nothing":
+            self.to_actor()
+        if self._actor_holds == "all":
+            with self._timed():
+                self._actor.call("offload", True, timeout_s=self._timeout_s)
+            self._actor_holds = "weights"
         self._resume("weights")
 
     def synced(self) -> None:
@@ -81,10 +88,10 @@ class MemoryHandover:
         if not self._weights_current:
             self.to_sync()
             self._resync()
-        if self._actor_loaded:
+        if self._actor_holds != "nothing":
             with self._timed():
                 self._actor.call("offload", timeout_s=self._timeout_s)
-            self._actor_loaded = False
+            self._actor_holds = "nothing"
         self._resume("weights")
         self._resume("kv_cache")
 
@@ -100,8 +107,9 @@ class MemoryHandover:
             self._released.discard(tag)
 
     def _before_actor(self, method: str) -> None:
-        if method not in _ACTOR_ANYWHERE:
-            self.to_actor()
+        if method in _ACTOR_ANYWHERE or (method in _ACTOR_WEIGHTS and self._actor_holds == "weights"):
+            return
+        self.to_actor()
 
     def _before_rollout(self, method: str) -> None:
         if method == "generate":

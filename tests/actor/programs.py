@@ -56,6 +56,9 @@ def train_with_turns(
     history, away = [], True
     try:
         for batch in batches:
+            weights = actor.weights_checksum()
+            actor.offload(keep_weights=True)
+            away &= weights == actor.weights_checksum()  # enough for a weight sync
             actor.offload()
             actor.offload()  # twice is once
             parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]

@@ -11,7 +11,6 @@ from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
 from rstar2_megatron.settings.plan import (
     Plan,
-    expert_parameters,
     kv_bytes_per_token,
     kv_capacity,
     make_plan,
@@ -62,7 +61,7 @@ def test_experts_are_divided_by_expert_parallelism() -> None:
     """30.5 B, 29.0 of them experts: 6 bytes a parameter by TP 4 or EP 8, 12 by all 8 ranks."""
     s = load("rstar2-qwen3-30b-a3b-megatron").settings
     model = known_model(s.rollout.model.model_path)
-    assert model is not None and expert_parameters(model) / 1e9 == pytest.approx(28.99, abs=0.01)
+    assert model is not None and model.expert_parameters / 1e9 == pytest.approx(28.99, abs=0.01)
     assert training_memory(s, model, 8, cpu=False).static == pytest.approx(
         6 * (1.54 / 4 + 28.99 / 8) + 12 * 30.53 / 8, abs=0.2
     )
@@ -117,6 +116,35 @@ def test_remedies_help(overrides: list[str], remedy: str) -> None:
     assert len(plan.problems) == 1 and remedy in plan.problems[0]
     advice = plan.problems[0].split("; set ")[1].split()
     assert plan_of("rstar2-qwen2.5-7b-megatron", *overrides, *advice).fits
+
+
+SHARED = (
+    "actor.offload_optimizer=False",
+    "actor.model.tensor_model_parallel_size=1",
+    "actor.model.sequence_parallel=False",
+)
+
+
+def test_collocated_phases_must_fit_one_by_one() -> None:
+    """0.6 x 80 GB of engine beside 5 GB of CUDA context; at the sync 7.6 + 5 + 15.2 GB."""
+    text = plan_of("rstar2-qwen2.5-7b-megatron").render()
+    assert "rollout 53.00 (engine 48.00 + actor 5.00)" in text and "weight sync 27.85" in text
+    kept = ["actor.offload_weight=False", "actor.offload_grad=False", "actor.offload_optimizer=False"]
+    (problem,) = plan_of("rstar2-qwen2.5-7b-megatron", *kept).problems
+    assert "collocated: the engine takes 48 GB" in problem and "actor.offload_weight=True" in problem
+    plan = plan_of("rstar2-qwen2.5-7b-megatron", *SHARED, "rollout.gpu_memory_utilization=0.9")
+    advice = next(p for p in plan.problems if "collocated" in p).split("; set ")[1]
+    again = plan_of("rstar2-qwen2.5-7b-megatron", *SHARED, advice)
+    assert not any("collocated" in p for p in again.problems)
+    apart = "cluster.component_placement={actor: 0-3, rollout: 4-7, reward: 0-3}"
+    assert "sharing a GPU" not in plan_of("rstar2-qwen2.5-7b-megatron", apart).render()
+
+
+def test_experts_need_their_ranks() -> None:
+    plan = plan_of("rstar2-qwen3-30b-a3b-megatron", "actor.model.expert_model_parallel_size=1")
+    advice = plan.problems[0].split("; set ")[1]
+    assert advice.startswith("actor.model.expert_model_parallel_size=")
+    assert plan_of("rstar2-qwen3-30b-a3b-megatron", advice).fits
 
 
 def test_an_engine_without_room_is_refused() -> None:
