@@ -2,10 +2,13 @@
 
     python -m benchmarks.actor_throughput                 # CPU: tiny model against transformers, TP 1 against TP 2
     python -m benchmarks.actor_throughput --head-memory   # + the head at 16,384 tokens x 151,936 words (minutes)
-    python -m benchmarks.actor_throughput --device cuda --shape 7b     # one GPU, random weights, bf16
+    python -m benchmarks.actor_throughput --device cuda --shape 1.5b --head-memory     # one GPU, random weights, bf16
+    python -m benchmarks.actor_throughput --device cuda --shape 7b --layers 16 [--recompute]
 
-Every comparison runs in one process tree, turn about, on the same trajectories; figures are medians. Prints one
-JSON object; `--output FILE` also writes it.
+Both sides get the same trajectories; figures are medians. On a CPU they take turns in one process, on a GPU each has
+a process and the memory of its own. Training keeps 18 bytes a parameter on a single GPU, so a 7B shape needs
+`--layers 16` there (87 GB; the FLOPs are counted for those layers). Prints one JSON object; `--output FILE` also
+writes it. The GPU part has not been run yet.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import random
 import resource
 import statistics
@@ -28,6 +32,7 @@ import torch
 
 from rstar2_megatron.actor.flops import peak_tflops
 from rstar2_megatron.actor.megatron_actor import MegatronActor
+from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import balance
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, RunnerSettings
@@ -117,10 +122,10 @@ def start_actor(
     rank: int, world: int, port: int, device: str, config: Any, model_path: Path
 ) -> MegatronActor:
     """An actor with random weights: nothing of the model's size lies on disk."""
-    from rstar2_megatron.actor import hf_weights
     from rstar2_megatron.cpu.megatron import install
 
     install()
+    from rstar2_megatron.actor import policy
 
     def random_weights(chunks: list[Any], *_: Any) -> None:
         torch.manual_seed(0)
@@ -129,7 +134,7 @@ def start_actor(
                 if parameter.ndim > 1:
                     torch.nn.init.normal_(parameter, std=0.02)
 
-    hf_weights.load_hf_weights = random_weights  # type: ignore[assignment]
+    policy.load_hf_weights = random_weights  # type: ignore[assignment]
     actor = MegatronActor(
         *config,
         model_path=str(model_path),
@@ -148,11 +153,11 @@ def transformers_step(
     """What a trainer on transformers does: padded micro-batches, full logits, the same loss and optimizer."""
     trained = sum(s.num_trained_tokens for s in sequences)
     adam.zero_grad()
-    queue = list(sequences)
-    while queue:
+    waiting = list(sequences)
+    while waiting:
         batch: list[TrainSequence] = []
-        while queue and (len(batch) + 1) * max(s.length for s in [*batch, queue[0]]) <= budget:
-            batch.append(queue.pop(0))
+        while waiting and (len(batch) + 1) * max(s.length for s in [*batch, waiting[0]]) <= budget:
+            batch.append(waiting.pop(0))
         longest = max(s.length for s in batch)
 
         def padded(name: str, longest: int = longest, batch: list[TrainSequence] = batch) -> torch.Tensor:
@@ -178,16 +183,12 @@ def _synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def against_transformers(args: argparse.Namespace, lengths: list[int], port: int) -> dict[str, float]:
-    """Trained tokens a second of both, in this process, turn about."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape = SHAPES[args.shape]
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    precision = "fp32" if args.device == "cpu" else "bf16"
-    with tempfile.TemporaryDirectory() as directory:
-        path = write_config(Path(directory), shape)
-        sequences = make_sequences(lengths, shape["vocab_size"])
+def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Path, port: int) -> Any:
+    """One training step of "actor" or "transformers", as a function without arguments."""
+    shape = shape_of(args)
+    sequences = make_sequences(lengths, shape["vocab_size"])
+    if side == "actor":
+        precision = "fp32" if args.device == "cpu" else "bf16"
         recompute: dict[str, Any] = (
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
             if args.recompute
@@ -195,34 +196,69 @@ def against_transformers(args: argparse.Namespace, lengths: list[int], port: int
         )
         config = settings_for(args.budget, args.threads, precision, **recompute)
         actor = start_actor(0, 1, port, args.device, config, path)
-        hf = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path), dtype=dtype, attn_implementation="sdpa"
-        ).to(args.device)
-        if args.recompute:
-            hf.gradient_checkpointing_enable()
-        hf.train()
-        adam = torch.optim.AdamW(hf.parameters(), lr=1e-6, fused=True)
-        ours: list[float] = []
-        theirs: list[float] = []
-        peak = 0.0
+        return lambda: actor.train_step(sequences)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(path),
+        dtype=torch.float32 if args.device == "cpu" else torch.bfloat16,
+        attn_implementation="sdpa",
+    ).to(args.device)
+    if args.recompute:
+        hf.gradient_checkpointing_enable()
+    hf.train()
+    adam = torch.optim.AdamW(hf.parameters(), lr=1e-6, fused=True)
+    return lambda: transformers_step(hf, adam, sequences, args.budget, args.device)
+
+
+def time_sides(
+    sides: list[str], args: argparse.Namespace, lengths: list[int], port: int, out: Any = None
+) -> dict[str, tuple[float, float]]:
+    """(median seconds of a step, peak GiB on the GPU) of each side, turn about; also put on the queue `out`."""
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_config(Path(directory), shape_of(args))
+        steps = {side: make_side(side, args, lengths, path, port) for side in sides}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
         for turn in range(args.turns + 1):
-            for seconds, step in (
-                (ours, lambda: actor.train_step(sequences)),
-                (theirs, lambda: transformers_step(hf, adam, sequences, args.budget, args.device)),
-            ):
-                if args.device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
+            for side, step in steps.items():
                 started = time.perf_counter()
                 step()
-                _synchronise(args.device)
-                if turn:
-                    seconds.append(time.perf_counter() - started)
-                    if seconds is ours and args.device == "cuda":
-                        peak = torch.cuda.max_memory_allocated() / 2**30
-        flops = actor.model_config.train_flops(lengths, sum(s.num_trained_tokens for s in sequences))
-        actor.close()
+                if args.device == "cuda":
+                    torch.cuda.synchronize()
+                if turn:  # the first warms up
+                    seconds[side].append(time.perf_counter() - started)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else 0.0
+    if dist.is_initialized():
+        from rstar2_megatron.actor import process_groups
+
+        process_groups.leave()
+    result = {side: (statistics.median(seconds[side]), peak) for side in sides}
+    if out is not None:
+        out.put(result)
+    return result
+
+
+def against_transformers(args: argparse.Namespace, lengths: list[int], port: int) -> dict[str, float]:
+    """Trained tokens a second of the actor and of a trainer on transformers."""
+    if args.device == "cpu":
+        timed = time_sides(["actor", "transformers"], args, lengths, port)
+    else:
+        timed = {}
+        context = get_context("spawn")
+        for side in ("actor", "transformers"):
+            out = context.Queue()
+            process = context.Process(target=time_sides, args=([side], args, lengths, port, out))
+            process.start()
+            timed.update(_answer(process, out))
+            process.join(60)
+    with tempfile.TemporaryDirectory() as directory:
+        model = ModelConfig.from_directory(write_config(Path(directory), shape_of(args)))
+    sequences = make_sequences(lengths, model.vocab_size)
     tokens = sum(s.num_trained_tokens for s in sequences)
-    mine, right = statistics.median(ours), statistics.median(theirs)
+    flops = model.train_flops(lengths, tokens)
+    mine, right = timed["actor"][0], timed["transformers"][0]
     result = {
         "trained_tokens": float(tokens),
         "all_tokens": float(sum(lengths)),
@@ -232,11 +268,30 @@ def against_transformers(args: argparse.Namespace, lengths: list[int], port: int
         "actor_tflops": flops / mine / 1e12,
     }
     if args.device == "cuda":
-        result["peak_gib_with_transformers_beside"] = peak
+        result["actor_peak_gib"] = timed["actor"][1]
+        result["transformers_peak_gib"] = timed["transformers"][1]
         peak_rate = peak_tflops(torch.cuda.get_device_name())
         if peak_rate:
             result["mfu"] = flops / mine / 1e12 / peak_rate
+            result["transformers_mfu"] = flops / right / 1e12 / peak_rate
     return result
+
+
+def _answer(process: Any, out: Any, timeout_s: float = 1800.0) -> Any:
+    """What a child put on its queue. Raises RuntimeError when it died, for example without memory."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            return out.get(timeout=1.0)
+        except queue.Empty:
+            if not process.is_alive():
+                raise RuntimeError(f"a benchmark process ended with exit code {process.exitcode}") from None
+    process.kill()
+    raise TimeoutError(f"a benchmark process gave no answer within {timeout_s:.0f} s")
+
+
+def shape_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
 
 
 def _rank(
@@ -343,6 +398,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--recompute", action="store_true", help="full activation recompute, on both sides")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument(
@@ -371,6 +427,7 @@ def main() -> None:
         "command": "python -m benchmarks.actor_throughput " + " ".join(sys.argv[1:]),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {os.cpu_count()} cores",
         "shape": args.shape,
+        "layers": shape_of(args)["num_hidden_layers"],
         "recompute": args.recompute,
         "ragged": against_transformers(args, ragged, _free_port()),
         "equal": against_transformers(args, equal, _free_port()),
