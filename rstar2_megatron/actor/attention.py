@@ -190,6 +190,9 @@ class PackedAttention(MegatronModule):
             gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)
         )
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, t, d]
+        if query.is_cuda:  # torch's kernel that takes a mask and stores no scores knows no grouped heads
+            copies = query.size(1) // key.size(1)
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
         out = F.scaled_dot_product_attention(
             query,
             key,

@@ -5,7 +5,7 @@ Formulas (N parameters, world = data x tensor x pipeline x context ranks, GB = 1
   sharded by the distributed optimizer); fp32 training: 4N, 4N and 8N; experts are divided by EP instead of TP;
 - activations with full recompute: one input per layer, plus one layer at work; without: every layer's;
 - vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP fp32 logits, three times (logits, softmax,
-  gradient);
+  gradient), and the gradient of its weight, summed in fp32;
 - KV cache: 2 x layers x KV heads x head size x bytes a token; capacity = (memory x share x TP - weights) /
   that.
 """
@@ -138,6 +138,7 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     else:
         activations = in_flight * layers * layer
     head = 3 * 4 * settings.actor.log_prob_chunk_tokens * model.vocab_size / tp
+    head += (6 if bf16 else 4) * model.vocab_size * model.hidden_size / tp
     return Memory(
         weights=width * per_rank / GB,
         gradients=4 * per_rank / GB,
