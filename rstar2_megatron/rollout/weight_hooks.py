@@ -83,6 +83,9 @@ def hf_tensors(model: Any, tp_size: int, group: Any) -> Iterator[tuple[str, Tens
     for name, parameter in model.named_parameters():
         if tied and name.startswith("lm_head"):
             continue
+        if ".experts.w13_weight" in name or ".experts.w2_weight" in name:
+            yield from _experts(name, parameter, tp_size, group)
+            continue
         module = next((fused for fused in _FUSED if f".{fused}." in name), None)
         if module is None:
             whole = _gather(parameter, _sharded_dim(name), tp_size, group)
@@ -97,6 +100,22 @@ def hf_tensors(model: Any, tp_size: int, group: Any) -> Iterator[tuple[str, Tens
         for part, piece in zip(_FUSED[module], pieces, strict=True):
             copies = kv_copies if part in ("k_proj", "v_proj") else 1
             yield name.replace(module, part), _gather(piece, 0, tp_size, group, copies)
+
+
+def _experts(name: str, stacked: Tensor, tp_size: int, group: Any) -> Iterator[tuple[str, Tensor]]:
+    """Experts as SGLang stacks them: w13 [experts, gate and up, hidden], w2 [experts, hidden, width].
+
+    That is the layout of its default (Triton) kernels; not run by this project yet, SGLang has no experts on CPU.
+    """
+    prefix, _, kind = name.partition(".experts.")
+    if kind == "w13_weight":
+        parts = zip(("gate_proj", "up_proj"), stacked.chunk(2, 1))
+        wholes = [(part, _gather(piece, 1, tp_size, group)) for part, piece in parts]
+    else:
+        wholes = [("down_proj", _gather(stacked, 2, tp_size, group))]
+    for part, whole in wholes:
+        for expert, weight in enumerate(whole):
+            yield f"{prefix}.experts.{expert}.{part}.weight", weight
 
 
 def _sharded_dim(name: str) -> int | None:
