@@ -40,6 +40,9 @@ class TraceEngine:
     def __init__(self, engine: EngineClient, template: ChatTemplate) -> None:
         self.engine = engine
         self.template = template
+        # a trained model would make calls of its own
+        opening = template.tokenizer.encode("<tool_call>", add_special_tokens=False)
+        self.no_calls = {str(opening[0]): -100.0}
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
@@ -59,7 +62,7 @@ class TraceEngine:
         count = max(turn.generated_tokens, len(ending))
         result = await self.engine.generate(
             input_ids,
-            {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True},
+            {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True, "logit_bias": self.no_calls},
             timeout_s=timeout_s,
             on_tokens=on_tokens,
         )

@@ -12,6 +12,7 @@ import argparse
 import heapq
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,13 @@ import numpy as np
 from benchmarks.engine_model import EngineModel, EngineSpeed, Request
 from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
 from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
-from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
+from rstar2_megatron.rollout.kv_budget import POLICIES, KVBudget, make_budget
+from rstar2_megatron.rollout.phase import OpenGroup, Phase
 from rstar2_megatron.rollout.work_queue import WorkQueue
+from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
 
-_REPORT_S = 1.0  # the engine's report, as in production
+_REPORT_S = 1.0  # between an engine's reports, as in production
+_ASK_S = 0.015  # from an engine's request for work to the driver's answer
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,25 @@ class _Life:
 class Simulator:
     """One phase: every trace once, on `cluster` under `policy`."""
 
-    def __init__(self, traces: Sequence[Trace], cluster: Cluster, policy: str, slice_size: int) -> None:
+    def __init__(
+        self,
+        traces: Sequence[Trace],
+        cluster: Cluster,
+        policy: str,
+        slice_size: int,
+        budgets: Sequence[KVBudget] | None = None,
+    ) -> None:
         self.cluster = cluster
         self.policy = policy
         self.traces = {(t.group, t.index): t for t in traces}
-        groups: dict[int, list[int]] = {}
-        for t in traces:
-            groups.setdefault(t.group, []).append(t.index)
-        self.queue = WorkQueue(policy, cluster.engines, slice_size)
-        self.queue.add([(group, sorted(indices)) for group, indices in groups.items()])
+        sizes = Counter(t.group for t in traces)
+        self.phase = Phase(WorkQueue(policy, cluster.engines, slice_size), 0)
+        self.phase.add(
+            [OpenGroup(Problem(str(group), [], []), size) for group, size in sorted(sizes.items())]
+        )
         self.engines = [
-            _Engine(self, number, make_budget(policy, cluster.kv_tokens, cluster.max_requests))
-            for number in range(cluster.engines)
+            _Engine(self, number, budget)
+            for number, budget in enumerate(budgets or make_budgets(cluster, policy))
         ]
         self.seconds: list[float] = []
 
@@ -113,19 +124,24 @@ class Simulator:
         )
 
 
+def make_budgets(cluster: Cluster, policy: str) -> list[KVBudget]:
+    return [make_budget(policy, cluster.kv_tokens, cluster.max_requests) for _ in range(cluster.engines)]
+
+
 class _Engine:
     """What a rollout worker does, in simulated time."""
 
-    def __init__(self, simulator: Simulator, number: int, budget: object) -> None:
+    def __init__(self, simulator: Simulator, number: int, budget: KVBudget) -> None:
         self.simulator = simulator
         self.number = number
-        self.scheduler = EngineScheduler(budget)  # type: ignore[arg-type]
+        self.scheduler = EngineScheduler(budget)
         self.model = EngineModel(
             simulator.cluster.speed, simulator.cluster.kv_tokens, simulator.cluster.max_requests
         )
         self.lives: dict[int, _Life] = {}
         self.tools: list[tuple[float, int]] = []  # when a tool's answer arrives
         self.next_report = _REPORT_S
+        self.answer_at: float | None = None  # when the driver answers our request for work
         self.evictions_seen = 0
         self.ended_at = 0.0
 
@@ -138,12 +154,15 @@ class _Engine:
         if now >= self.next_report:
             self._report(now)
         self._pull(now)
-        until = min(self.next_report, self.tools[0][0] if self.tools else float("inf"))
+        until = self.next_report
+        if self.tools:
+            until = min(until, self.tools[0][0])
+        if self.answer_at is not None:
+            until = min(until, self.answer_at)
         if self.model.idle:
-            if self.tools:
-                return until
-            if not self.lives and not self.scheduler.num_waiting:
-                return now + _REPORT_S if self.simulator.queue.left else None
+            if not self.lives and self.simulator.phase.over:
+                return None
+            return until
         self.model.advance(until)
         for request in self.model.finished:
             self._turn_ended(request)
@@ -151,27 +170,26 @@ class _Engine:
         return self.model.now
 
     def _pull(self, now: float) -> None:
-        while True:
-            for admission in self.scheduler.admit():
-                key = admission.key
-                assert isinstance(key, int)
-                life = self.lives[key]
-                life.admitted_at = now
-                self._submit(key)
-            if not self.scheduler.wants_work():
-                return
-            taken = self.simulator.queue.take(self.number, now)
-            if taken is None:
-                return
-            group, indices = taken
-            admissions = []
-            for index in indices:
-                trace = self.simulator.traces[group, index]
-                key = group << 20 | index
-                self.lives[key] = _Life(trace, 0, trace.prompt_tokens)
-                longest = trace.prompt_tokens + trace.max_response_tokens
-                admissions.append(Admission(key, group, trace.prompt_tokens, longest, trace.prompt_tokens))
-            self.scheduler.add(admissions)
+        if self.answer_at is not None and now >= self.answer_at:
+            slices = self.simulator.phase.take(self.number, self.scheduler.budget.room(), now)
+            for work in slices:
+                self.scheduler.add([self._admission(work.group, index) for index in work.indices])
+            # without an answer the request stays open: look again soon
+            self.answer_at = None if slices or not self.simulator.phase.queue.left else now + _ASK_S
+        for admission in self.scheduler.admit():
+            key = admission.key
+            assert isinstance(key, int)
+            self.lives[key].admitted_at = now
+            self._submit(key)
+        if self.answer_at is None and self.scheduler.wants_work() and self.simulator.phase.queue.left:
+            self.answer_at = now + _ASK_S
+
+    def _admission(self, group: int, index: int) -> Admission:
+        trace = self.simulator.traces[group, index]
+        key = group << 20 | index
+        self.lives[key] = _Life(trace, 0, trace.prompt_tokens)
+        longest = trace.prompt_tokens + trace.max_response_tokens
+        return Admission(key, group, trace.prompt_tokens, longest, trace.prompt_tokens)
 
     def _submit(self, key: int) -> None:
         life = self.lives[key]
@@ -193,7 +211,7 @@ class _Engine:
             return
         self.scheduler.budget.settle(key, life.length)
         self.scheduler.budget.release(key)
-        self.simulator.queue.ended(self.number, life.trace.group, life.trace.index, now)
+        self.simulator.phase.ended(self.number, life.trace.group, _ended(life.trace), now)
         self.model.forget(key)
         self.simulator.seconds.append(now - life.admitted_at)
         self.ended_at = now
@@ -204,6 +222,10 @@ class _Engine:
         self.scheduler.budget.observe(evictions - self.evictions_seen, dict(self.model.lengths()))
         self.evictions_seen = evictions
         self.next_report = now + _REPORT_S
+
+
+def _ended(trace: Trace) -> Trajectory:
+    return Trajectory(str(trace.group), trace.index, [], finish_reason=FinishReason.ANSWERED)
 
 
 def gpu_cluster(name: str, max_requests: int) -> Cluster:
@@ -224,11 +246,16 @@ SCENARIOS = {
 }
 
 
-def compare(name: str, traces: Sequence[Trace], cluster: Cluster, slice_size: int) -> None:
-    """Print every policy's figures, and each one's against `static`."""
+def compare(
+    name: str, traces: Sequence[Trace], cluster: Cluster, slice_size: int, earlier: Sequence[Trace] = ()
+) -> None:
+    """Print every policy's figures, and each one's against `static`. `earlier` is the step before, for learning."""
     static: Result | None = None
     for policy in POLICIES:
-        result = Simulator(traces, cluster, policy, slice_size).run()
+        budgets = make_budgets(cluster, policy)
+        if earlier:
+            Simulator(earlier, cluster, policy, slice_size, budgets).run()
+        result = Simulator(traces, cluster, policy, slice_size, budgets).run()
         static = static or result
         row = {
             "scenario": name,
@@ -248,6 +275,7 @@ def main() -> None:
     )
     parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], help="all of them by default")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first-step", action="store_true", help="nothing is known of lengths yet")
     parser.add_argument("--slice-size", type=int, default=8)
     parser.add_argument("--max-requests", type=int, default=2048, help="SGLang's default is 2048 or more")
     parser.add_argument(
@@ -266,7 +294,10 @@ def main() -> None:
         cluster = gpu_cluster(model, options.max_requests)
         if options.kv_tokens:
             cluster = replace(cluster, kv_tokens=options.kv_tokens)
-        compare(name, synthetic(shape, options.seed), cluster, options.slice_size)
+        # the step before teaches kv_adaptive how long trajectories are; only a run's first step knows nothing
+        earlier = synthetic(replace(shape, problems=min(128, shape.problems)), options.seed + 1)
+        traces = synthetic(shape, options.seed)
+        compare(name, traces, cluster, options.slice_size, () if options.first_step else earlier)
 
 
 if __name__ == "__main__":

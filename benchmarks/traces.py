@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Trace:
 def recorded(path: Path, max_response_tokens: int) -> list[Trace]:
     """Traces of a `rollouts.jsonl` (runner.save_rollouts) of a real run. Raises ValueError for another file."""
     groups: dict[tuple[int, str], int] = {}
+    sizes: Counter[int] = Counter()
     traces = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -43,9 +45,9 @@ def recorded(path: Path, max_response_tokens: int) -> list[Trace]:
                     f"{len(turns)} turns; does --max-response-tokens={max_response_tokens} fit this run?"
                 )
             group = groups.setdefault(key, len(groups))
-            traces.append(
-                Trace(group, row["rollout_index"], row["prompt_tokens"], max_response_tokens, turns)
-            )
+            index = sizes[group]  # some rollouts of a group may be missing
+            sizes[group] += 1
+            traces.append(Trace(group, index, row["prompt_tokens"], max_response_tokens, turns))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}:{number} is no recorded rollout ({error}); set runner.save_rollouts"

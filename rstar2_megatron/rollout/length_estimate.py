@@ -71,6 +71,10 @@ class GroupLengths:
         self._total += duration
         self._count += 1
 
+    @property
+    def known(self) -> bool:
+        return self._count > 0
+
     def expected(self, group: int, running: float = 0.0) -> float:
         """Expected duration; `running` is the sum of what its unfinished trajectories have had so far."""
         mean = self._total / self._count if self._count else 1.0

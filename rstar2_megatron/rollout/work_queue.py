@@ -7,6 +7,7 @@ longest: a long one started late is the tail that everybody waits for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,8 +31,11 @@ class _Pending:
 
     group: int
     indices: list[int]
-    started: bool = False
-    running: dict[int, float] = field(default_factory=dict)  # rollout index: when it was handed out
+    size: int
+    given: Counter[int] = field(default_factory=Counter)  # rollouts by engine
+    running: dict[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # index: engine, when it was handed out
 
 
 class WorkQueue:
@@ -56,7 +60,7 @@ class WorkQueue:
     def add(self, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
         """More groups, as (group, rollout indices)."""
         for position, (group, indices) in enumerate(groups):
-            self._groups[group] = _Pending(group, list(indices))
+            self._groups[group] = _Pending(group, list(indices), len(indices))
             self._pending.append(group)
             self._left += len(indices)
             self._owner[group] = position * self.num_engines // len(groups)
@@ -64,20 +68,23 @@ class WorkQueue:
     def take(self, engine: int, now: float) -> tuple[int, list[int]] | None:
         """The next slice for `engine`: a group and rollout indices. None when there is nothing for it now.
 
-        `static` gives an engine its share and no more; `least_requests` only serves the one with the fewest.
+        `static` gives an engine its share and no more; `least_requests` only serves the one with the fewest;
+        `kv_adaptive` makes an engine wait that has more to do than the others when little is left.
         """
         candidates = self._pending
         if self.policy == "least_requests" and self._held[engine] > min(self._held):
+            return None
+        if self.policy == "kv_adaptive" and self._has_more_than_others(engine, now):
             return None
         if self.policy == "static":
             candidates = [group for group in candidates if self._owner[group] == engine]
         if not candidates:
             return None
-        chosen = self._groups[self._choose(candidates, now)]
+        chosen = self._groups[self._choose(candidates, engine, now)]
         size = len(chosen.indices) if self.policy == "static" else self._slice()
         taken, chosen.indices = chosen.indices[:size], chosen.indices[size:]
-        chosen.started = True
-        chosen.running |= dict.fromkeys(taken, now)
+        chosen.given[engine] += len(taken)
+        chosen.running |= dict.fromkeys(taken, (engine, now))
         self._left -= len(taken)
         self._held[engine] += len(taken)
         if not chosen.indices:
@@ -87,22 +94,46 @@ class WorkQueue:
     def ended(self, engine: int, group: int, index: int, now: float) -> None:
         """A rollout of `engine` ended, well or not."""
         self._held[engine] -= 1
-        begun = self._groups[group].running.pop(index, None)
-        if begun is not None:
-            self._lengths.add(group, now - begun)
+        running = self._groups[group].running.pop(index, None)
+        if running is not None:
+            self._lengths.add(group, now - running[1])
 
-    def _choose(self, candidates: list[int], now: float) -> int:
+    def _choose(self, candidates: list[int], engine: int, now: float) -> int:
         if self.policy != "kv_adaptive":
             return candidates[0]
         for group in candidates:
-            if not self._groups[group].started:
+            if not self._groups[group].given:
                 return group
-        return max(candidates, key=lambda group: self._expected(self._groups[group], now))
+
+        def urgency(group: int) -> float:
+            """Long ones first; less so where the engine has many of the group, whose lengths go together."""
+            pending = self._groups[group]
+            return self._expected(pending, now) * (1 - pending.given[engine] / pending.size)
+
+        return max(candidates, key=urgency)
 
     def _expected(self, pending: _Pending, now: float) -> float:
-        return self._lengths.expected(
-            pending.group, len(pending.running) * now - sum(pending.running.values())
-        )
+        so_far = sum(now - since for _, since in pending.running.values())
+        return self._lengths.expected(pending.group, so_far)
+
+    def _has_more_than_others(self, engine: int, now: float) -> bool:
+        """Whether the engine has more to do than the average, where room in its cache does not say so.
+
+        That is in the last wave, by expected seconds left, and by number as long as nothing has ended.
+        """
+        if not self._held[engine]:
+            return False
+        if not self._lengths.known:
+            return self._held[engine] > sum(self._held) / self.num_engines + self.slice_size
+        if self._left >= sum(self._held):
+            return False
+        loads = [0.0] * self.num_engines
+        for pending in self._groups.values():
+            if pending.running:
+                expected = self._expected(pending, now)
+                for owner, since in pending.running.values():
+                    loads[owner] += max(0.1 * expected, expected - (now - since))
+        return loads[engine] > sum(loads) / self.num_engines
 
     def _slice(self) -> int:
         """Smaller towards the end, so that the last slices even out the engines."""
