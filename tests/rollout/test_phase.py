@@ -108,7 +108,9 @@ def test_slices_shrink_towards_the_end() -> None:
 
 def test_an_engine_with_much_room_takes_several_slices() -> None:
     phase = make_phase(8, 8)
-    assert sum(len(one.indices) for one in phase.take(0, 100, 0.0)) == 12  # no more than the average and a slice
+    assert (
+        sum(len(one.indices) for one in phase.take(0, 100, 0.0)) == 12
+    )  # no more than the average and a slice
 
 
 # ------------------------------------------------------------------------------------------------- tails
