@@ -146,7 +146,9 @@ class SessionRunner(Sandbox):
         An interpreter that ends closes its descriptors first: `wait_s` lets it come to its end.
         """
         watched = os.pidfd_open(self.pid)
-        ended_itself = bool(select.select([watched], [], [], wait_s)[0])
+        poller = select.poll()
+        poller.register(watched, select.POLLIN)
+        ended_itself = bool(poller.poll(wait_s * 1000))
         os.close(watched)
         self._end(self.pid)
         _, status = os.waitpid(self.pid, 0)

@@ -81,8 +81,11 @@ def _run(runner: Sandbox, job: dict[str, Any]) -> dict[str, Any]:
 def _ask_twin(sock: socket.socket, twin: socket.socket, body: bytes) -> bytes:
     """The twin's answer. A cancellation that comes meanwhile is passed on."""
     send_message(twin, body)
+    poller = select.poll()
+    for end in (sock, twin):
+        poller.register(end, select.POLLIN)
     while True:
-        ready, _, _ = select.select([sock, twin], [], [])
-        if twin in ready:
+        ready = [fd for fd, _ in poller.poll()]
+        if twin.fileno() in ready:
             return receive_message(twin)
         send_message(twin, receive_message(sock))

@@ -78,8 +78,11 @@ class Forker:
         wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        poller = select.poll()  # select() takes no descriptor above 1023, and control groups hold many
+        for fd in (control.fileno(), wake_reader):
+            poller.register(fd, select.POLLIN)
         while True:
-            ready, _, _ = select.select([control.fileno(), wake_reader], [], [])
+            ready = [fd for fd, _ in poller.poll()]
             if control.fileno() in ready:
                 on_control()
             with contextlib.suppress(BlockingIOError):

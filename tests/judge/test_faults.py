@@ -125,6 +125,16 @@ async def test_redis_killed_and_started_again_no_job_is_lost(service: JudgeServi
         assert [r.stdout for r in results] == ["done\n"] * 6
 
 
+async def test_sessions_live_through_a_restart_of_redis(service: JudgeService) -> None:
+    async with JudgeClient(service.url, time_limit_s=5.0) as client:
+        await client.run("x = 41", session="through-a-restart")
+        await asyncio.sleep(1.5)  # what is older than a second is in the append-only file
+        next(p for p in processes(service) if p.name() == "redis-server").send_signal(signal.SIGKILL)
+        result = await asyncio.wait_for(client.run("x + 1", session="through-a-restart"), 30)
+        assert (result.stdout, result.session) == ("42\n", "kept")
+        await client.close_session("through-a-restart")
+
+
 async def test_client_that_leaves_frees_its_slot(service: JudgeService) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
         body = {"type": "python", "solution": "import time; time.sleep(60)"}

@@ -175,6 +175,18 @@ def small() -> Iterator[JudgeService]:
         yield service
 
 
+async def test_hundreds_of_sessions_and_slots_have_their_descriptors() -> None:
+    """Above 1,023, where select() ends, in each process of the sandbox."""
+    with JudgeService(workers=2, extra_arguments=("--sessions", "500")) as service:
+        async with JudgeClient(service.url) as client:
+            results = await asyncio.gather(
+                client.run("1"), client.run("import sympy; 2"), client.run("3", session="many")
+            )
+            assert [r.stdout for r in results] == ["1\n", "2\n", "3\n"]
+            ended = await client.run("import os; os._exit(1)", session="many")
+            assert ended.session == "lost" and (await client.run("4", session="many")).stdout == "4\n"
+
+
 async def test_more_sessions_than_room_wait_for_the_time_to_live(small: JudgeService, name: str) -> None:
     async with JudgeClient(small.url, time_limit_s=3.0) as client:
         started = time.monotonic()
