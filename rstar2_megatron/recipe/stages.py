@@ -26,7 +26,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, to_plain
+from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load
 from rstar2_megatron.settings.schema import Section, Settings
 
 RECIPE_DIR = CONFIG_DIR / "recipe"
@@ -222,8 +222,8 @@ class StagePlan:
         return words
 
     def fingerprint(self, stage: Stage) -> str:
-        """Changes when the stage would run with other settings."""
-        plain = to_plain(self.settings(stage, for_plan=True))
+        """Changes when the stage would run with other settings; a key that a new version adds changes nothing."""
+        plain = self.settings(stage, for_plan=True).model_dump(mode="json", exclude_defaults=True)
         text = json.dumps(
             {"stage": stage.model_dump(exclude={"overrides"}), "settings": plain}, sort_keys=True
         )

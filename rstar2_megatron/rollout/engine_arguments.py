@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import rstar2_megatron
+from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.settings.schema import RolloutSettings
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -43,7 +44,9 @@ def engine_arguments(
         "log_level": "warning",
     }
     if context_length is not None:
-        arguments["context_length"] = context_length
+        # SGLang refuses more than the model was made for; the few tokens of room that callers add may be just that.
+        longest = ModelConfig.from_directory(settings.model.model_path).max_position_embeddings
+        arguments["context_length"] = min(context_length, longest)
     if settings.max_total_tokens is not None:
         arguments["max_total_tokens"] = settings.max_total_tokens
     if settings.sglang.attention_backend != "auto":

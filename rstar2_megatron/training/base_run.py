@@ -36,6 +36,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
+        self.received: int | None = None
+        """The signal that asked for the stop. What fails after it fails because of it."""
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -49,6 +51,7 @@ class StopSignals:
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
+        self.received = signal_number
         raise Stopped(signal_number)
 
 

@@ -51,9 +51,10 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
         run = make_run(settings, signals)
         run.train()
     except Stopped as stopped:
-        print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
-        return stopped.exit_code
+        return _stopped(stopped)
     except (ValueError, RuntimeError, OSError) as e:
+        if signals.received is not None:  # a library turned the stop into an error of its own
+            return _stopped(Stopped(signals.received))
         print(f"\nerror: {e}", file=sys.stderr, flush=True)
         logger.debug("failed", exc_info=True)
         return 1
@@ -62,6 +63,11 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
             run.close()
         signals.restore()
     return 0
+
+
+def _stopped(stopped: Stopped) -> int:
+    print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
+    return stopped.exit_code
 
 
 def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
