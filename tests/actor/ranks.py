@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import queue
+import resource
 import tempfile
 import time
 import traceback
@@ -13,9 +14,12 @@ from typing import Any
 
 
 def _serve(rank: int, requests: Any, results: Any) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     while True:
         # gloo keeps the sockets of a group until its last reference goes, and megatron-core's objects form cycles:
-        # uncollected, twenty layouts in one process reach an ordinary user's limit of 1,024 open files.
+        # uncollected, twenty layouts in one process reach an ordinary user's limit of 1,024 open files, and what
+        # collection does not reach after a hundred reaches it too.
         gc.collect()
         request = requests.get()
         if request is None:

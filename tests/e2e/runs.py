@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -47,6 +48,8 @@ class ProgramRun:
                 env=environment,
                 cwd=ROOT,
                 start_new_session=True,
+                # a shell that put the tests into its background made them, and so all of this, ignore Ctrl-C
+                preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )
         return self
 

@@ -186,7 +186,7 @@ def attempt(name, action):
     try: action(); opened.append(name)
     except OSError: pass
 attempt('interpreter', lambda: os.open('/proc/self/exe', os.O_WRONLY))
-attempt('root', lambda: os.listdir('/proc/1/root/../../home'))
+attempt('root', lambda: os.listdir('/proc/1/root/../../var/log'))
 attempt('handle', lambda: os.chroot('/proc/self/root'))
 attempt('kernel', lambda: open('/proc/sys/kernel/core_pattern', 'w'))
 attempt('sysrq', lambda: open('/proc/sysrq-trigger', 'w'))

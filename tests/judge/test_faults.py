@@ -166,6 +166,7 @@ async def test_server_killed_and_started_again_while_clients_wait() -> None:
 
 
 async def test_a_job_that_kills_its_slot_twice_is_an_internal_error(service: JudgeService) -> None:
+    await until(lambda: not busy_slots(service), "calls of the tests before have ended")
     async with httpx.AsyncClient(trust_env=False) as http:
         body = {"type": "python", "solution": "import time; time.sleep(4)"}
         call = asyncio.create_task(http.post(f"{service.url}/run", json=body, timeout=60))
