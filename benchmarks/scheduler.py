@@ -235,7 +235,8 @@ def gpu_cluster(name: str, max_requests: int) -> Cluster:
     return Cluster(4, EngineSpeed.of_gpu(parameters, kv_bytes, 2), kv_tokens, max_requests)
 
 
-# The 1.3 M parameter model of rstar2-tiny-cpu on one of two cores, as `python -m benchmarks.rollout` fitted it.
+# Speeds of the order of the 1.3 M parameter model's on one of two cores, not a fit: the `fit` line of
+# `python -m benchmarks.rollout` gives those of a machine.
 TINY_ON_CPU = EngineSpeed(7.5e-3, 1.2e-4, 2.0e-7, 1.0e-2, 2.0e-5)
 
 SCENARIOS = {
