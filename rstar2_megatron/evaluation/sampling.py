@@ -37,6 +37,7 @@ from rstar2_megatron.rollout.kv_budget import make_budget
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.services.code_judge import CodeJudgeService
+from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
     CodeJudgeSettings,
@@ -132,7 +133,11 @@ def sample(
     found = file.open(problems)
     keys = [(p.query_id, i) for p in problems for i in range(settings.spec.samples)]
     if any(key not in found for key in keys):
-        asyncio.run(_Sampler(problems, settings, file, found, label, progress).run())
+        temporary = RunTemporary()
+        try:
+            asyncio.run(_Sampler(problems, settings, file, found, label, progress).run())
+        finally:
+            temporary.remove()
     return [found[key] for key in keys if key in found]
 
 
