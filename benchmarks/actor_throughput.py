@@ -18,7 +18,6 @@ import json
 import os
 import queue
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -373,7 +372,9 @@ def head_memory_here(device: str, hidden_size: int) -> dict[str, float]:
     def used() -> float:
         if device == "cuda":
             return torch.cuda.max_memory_allocated() / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        # not getrusage: its maximum goes through exec, so the parent's memory would hide ours
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
     before, started = used(), time.perf_counter()
     out = log_prob_entropy(
