@@ -34,6 +34,7 @@ from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import balance
 from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, RunnerSettings
 
 QWEN = {"num_hidden_layers": 28, "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
@@ -316,7 +317,7 @@ def tensor_parallel(lengths: list[int], turns: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         path = write_config(Path(directory), SHAPES["tiny"])
         for world, threads in ((1, 2), (2, 1)):
-            port, out = _free_port(), context.Queue()
+            port, out = free_port(), context.Queue()
             ranks = [
                 context.Process(
                     target=_rank, args=(r, world, port, threads, path, lengths, turns, out), daemon=True
@@ -332,14 +333,6 @@ def tensor_parallel(lengths: list[int], turns: int) -> dict[str, float]:
             result[f"tp{world}_cpu_seconds"] = sum(a[2] for a in answers)
     result["tp1_over_tp2"] = result["tp1_seconds"] / result["tp2_seconds"]
     return result
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def pack_balance(ranks: int = 8) -> dict[str, float]:
@@ -362,7 +355,7 @@ def head_memory_here(device: str, hidden_size: int) -> dict[str, float]:
 
     from rstar2_megatron.actor.logprob import log_prob_entropy
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden = torch.randn(16384, hidden_size, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(151936, hidden_size, device=device, dtype=dtype) * 0.02).requires_grad_()
@@ -430,8 +423,8 @@ def main() -> None:
         "shape": args.shape,
         "layers": shape_of(args)["num_hidden_layers"],
         "recompute": args.recompute,
-        "ragged": against_transformers(args, ragged, _free_port()),
-        "equal": against_transformers(args, equal, _free_port()),
+        "ragged": against_transformers(args, ragged, free_port()),
+        "equal": against_transformers(args, equal, free_port()),
         "pack_balance": pack_balance(),
     }
     if args.device == "cpu":
