@@ -71,6 +71,9 @@ class TraceEngine:
             result.finish_reason = "stop"
         return result
 
+    async def settled(self) -> None:
+        await self.engine.settled()
+
     async def recover(self) -> None:
         await self.engine.recover()
 

@@ -37,6 +37,8 @@ class Engine(Protocol):
         on_tokens: LengthCallback | None = None,
     ) -> GenerateResult: ...
 
+    async def settled(self) -> None: ...
+
     async def recover(self) -> None: ...
 
     async def abort_all(self) -> None: ...
@@ -217,6 +219,7 @@ class _Turns:
         input_ids = self.trajectory.prompt_ids + self.trajectory.response_ids
         stats = self.loop.stats
         while True:
+            await self._settled()
             if self.loop.parking:
                 raise Parked
             begun = time.monotonic()
@@ -240,6 +243,16 @@ class _Turns:
             stats.prefill_tokens += result.prompt_tokens - result.cached_tokens
             stats.retractions += result.retractions
             return result
+
+    async def _settled(self) -> None:
+        """An engine that restarts, or changes its weights, takes this turn when it has done so."""
+        try:
+            async with asyncio.timeout(self._seconds_left()):  # must not yield between this and the request
+                await self.loop.engine.settled()
+        except TimeoutError as error:
+            raise Interrupted(
+                "the engine restarted or changed its weights until the trajectory's deadline"
+            ) from error
 
     async def _recover(self, error: EngineLost) -> None:
         log.warning("trajectory %s#%d: %s", self.trajectory.query_id, self.trajectory.rollout_index, error)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,6 +72,9 @@ class EngineClient:
         self._child: EngineChild | None = None
         self._closed = False
         self._recovering = asyncio.Lock()
+        self._changes = 0  # starts and updates under way
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._kept: list[WeightBucket] = []  # the current weights, for a restart
         self._missing_weights = False  # restarted without them, or their memory was released
         self._released: set[MemoryTag] = set()
@@ -84,9 +87,10 @@ class EngineClient:
     async def start(self) -> None:
         """Start the process and wait until it serves. Raises EngineLost with the end of its log."""
         self._released.clear()  # a fresh engine has all its memory
-        self._child = EngineChild(self.settings, self._arguments, name=self.name, log_path=self._log_path)
-        self._child.on_report = self._take_report
-        await self._child.start()
+        with self._changing():
+            self._child = EngineChild(self.settings, self._arguments, name=self.name, log_path=self._log_path)
+            self._child.on_report = self._take_report
+            await self._child.start()
 
     async def close(self) -> None:
         """End the engine and everything it started. Safe to call twice."""
@@ -103,6 +107,25 @@ class EngineClient:
     @property
     def lost(self) -> bool:
         return self._child is None or bool(self._child.lost_reason)
+
+    async def settled(self) -> None:
+        """Wait while the engine starts or its weights change: a request sent then would run on the old weights.
+
+        As long as a restart or an update takes; wait with a deadline. An engine may be settled and lost.
+        """
+        while self._changes:  # another change may have begun before this task runs again
+            await self._settled.wait()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        self._changes += 1
+        self._settled.clear()
+        try:
+            yield
+        finally:
+            self._changes -= 1
+            if not self._changes:
+                self._settled.set()
 
     @property
     def num_waiting_calls(self) -> int:
@@ -130,8 +153,8 @@ class EngineClient:
                     )
                 self.restarts += 1
                 self._restarts_in_a_row += 1
-                await child.end()
-                with contextlib.suppress(EngineLost):  # then `lost` is still true
+                with self._changing(), contextlib.suppress(EngineLost):  # then `lost` is still true
+                    await child.end()
                     await self.start()
                     await self._restore_weights()
             if self._missing_weights and with_weights:
@@ -167,9 +190,12 @@ class EngineClient:
         `on_tokens` is told about once a second how many tokens there are.
 
         Raises EngineLost, its subclass GenerationTimeout after `timeout_s` (the request is aborted in the engine),
-        or EngineError when SGLang refuses the request, for example because it is too long.
+        or EngineError when SGLang refuses the request, for example because it is too long, and when the engine is
+        not `settled`.
         """
         child = self._alive_child()
+        if self._changes:
+            raise EngineError(f"{self.name} starts or changes its weights: wait until it is settled")
         if self._released:
             raise EngineError(
                 f"{self.name} has released its memory {sorted(self._released)}: resume_memory first"
@@ -260,6 +286,10 @@ class EngineClient:
 
         `again` sends kept ones, which stay kept whatever happens. After EngineLost what has arrived is kept.
         """
+        with self._changing():
+            await self._send_buckets(buckets, again)
+
+    async def _send_buckets(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], again: bool) -> None:
         self._missing_weights = True
         num_bytes = 0
         keep = True

@@ -117,6 +117,8 @@ class EngineChild:
         """The method's result. Raises EngineLost, GenerationTimeout after `timeout_s`, EngineError when refused."""
         if self.lost_reason:
             raise EngineLost(self.lost_message())
+        if not self._ready.is_set():
+            raise EngineError(f"{self.name} is still starting: {method} was called too soon")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not self._pending:
             self._progress_seen = time.monotonic()

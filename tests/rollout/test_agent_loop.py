@@ -48,6 +48,10 @@ class WrittenEngine:
     recover_error: Exception | None = None
     delay_s: float = 0.0
     aborting: asyncio.Event = field(default_factory=asyncio.Event)
+    change_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.change_over.set()
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
@@ -65,6 +69,9 @@ class WrittenEngine:
 
     async def abort_all(self) -> None:
         self.aborting.set()
+
+    async def settled(self) -> None:
+        await self.change_over.wait()
 
     async def recover(self) -> None:
         self.recovered += 1
@@ -322,6 +329,34 @@ async def test_an_engine_that_stays_away(tokenizer) -> None:
     written(loop).recover_error = EngineLost("restarted 2 times")
     trajectory = await loop.run(PROBLEM, 0)
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "2 times" in trajectory.error
+
+
+async def test_a_turn_waits_for_a_change_of_weights(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    written(loop).change_over.clear()
+    running = asyncio.create_task(loop.run(PROBLEM, 0))
+    await asyncio.sleep(0.05)
+    assert not written(loop).seen
+    written(loop).change_over.set()
+    assert (await asyncio.wait_for(running, 5)).finish_reason is FinishReason.ANSWERED
+
+
+async def test_a_trajectory_that_waits_for_an_engine_is_parked(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    written(loop).change_over.clear()
+    running = asyncio.create_task(loop.run(PROBLEM, 0))
+    await asyncio.sleep(0.05)
+    loop.parking = True
+    written(loop).change_over.set()
+    assert (await asyncio.wait_for(running, 5)).finish_reason is None and not written(loop).seen
+
+
+async def test_an_engine_that_never_settles(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    loop.timeout_s = 0.2
+    written(loop).change_over.clear()
+    trajectory = await asyncio.wait_for(loop.run(PROBLEM, 0), 5)
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "deadline" in trajectory.error
 
 
 @pytest.mark.parametrize(

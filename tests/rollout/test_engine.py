@@ -235,6 +235,41 @@ async def test_killed_in_mid_generation_then_restarted(engine: EngineClient, tin
     assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == 9
 
 
+async def test_a_request_in_the_middle_of_a_restart_waits_for_the_weights(
+    engine: EngineClient, tiny_model: Path
+) -> None:
+    """At every moment of a restart and of an update: before the process is there, while it starts, half loaded."""
+    weights = load_file(tiny_model / "model.safetensors")
+    changed = {name: tensor * 1.01 for name, tensor in weights.items()}
+
+    async def ask() -> int:
+        async with asyncio.timeout(60):
+            await engine.settled()
+        return (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version
+
+    async def ask_until_over(change: asyncio.Task[None]) -> list[int]:
+        asking = []
+        while not change.done():
+            asking.append(asyncio.create_task(ask()))
+            await asyncio.sleep(0.0 if len(asking) < 50 else 0.2)
+        await change
+        return await asyncio.gather(*asking)
+
+    updating = asyncio.create_task(engine.update_weights(changed.items(), version=10))
+    await asyncio.sleep(0)
+    assert set(await ask_until_over(updating)) == {10}
+
+    psutil.Process(engine.pid).kill()
+    while not engine.lost:
+        await asyncio.sleep(0.01)
+    recovering = asyncio.create_task(engine.recover())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="settled"):
+        await engine.generate(PROMPT, STOP, timeout_s=60)
+    assert set(await ask_until_over(recovering)) == {10}
+    assert await engine.weights_checksum() == weights_checksum(changed.items())
+
+
 async def test_no_progress_is_a_loss_and_restarts_are_bounded(engine: EngineClient) -> None:
     child = engine._child
     assert child is not None
