@@ -1,9 +1,11 @@
 """Resample-on-correct and advantages of a whole step: CPU seconds on one core.
 
-    python -m benchmarks.algorithm [--groups 512] [--group-size 32] [--keep 16] [--chars 12000] [--repeats 3]
+    python -m benchmarks.algorithm [--groups 512] [--group-size 32] [--keep 16] [--chars 12000] [--repeats 3] [--out FILE]
 
-One JSON line per mode. A trajectory has `chars` characters of assistant text over its turns (12,000 is about 4,000 tokens,
-what 14B models reach in stage 2) and 0 to 4 tool calls; every text is a string of its own, as in a run.
+One JSON line per mode, and all of them with the command in FILE. `features` is the time in which penalties are read from
+the trajectories' text, `choice` what the tensors take. A trajectory has `chars` characters of assistant text over its turns
+(12,000 is about 4,000 tokens, what 14B models reach in stage 2) and 0 to 4 tool calls; every text is a string of its own, as
+in a run.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
+import sys
 import time
+from pathlib import Path
 
 import torch
 
 from rstar2_megatron.algorithm.advantage import group_advantages
+from rstar2_megatron.algorithm.penalty import paper_penalty, released_penalty
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import FinishReason, ToolCall, ToolOutcome, Trajectory
@@ -62,16 +68,29 @@ def make_groups(groups: int, group_size: int, chars: int, seed: int = 0) -> list
     return made
 
 
-def seconds_of_a_step(groups: list[list[Trajectory]], config: DownSamplingConfig) -> tuple[float, float, int]:
-    """(CPU seconds of resampling, of advantages, trajectories kept)."""
-    rng = random.Random(0)
+def measure_step(groups: list[list[Trajectory]], config: DownSamplingConfig) -> dict[str, float]:
+    """CPU seconds of each part of a step's resampling and advantages."""
     start = time.process_time()
-    results = [resample_on_correct(group, config, rng) for group in groups]
-    middle = time.process_time()
-    kept = 0
-    for result in results:
-        kept += len(group_advantages([t.reward or 0.0 for t in result.kept]))
-    return middle - start, time.process_time() - middle, kept
+    measure = paper_penalty if config.mode == "paper" else released_penalty
+    for group in groups:
+        for trajectory in group:
+            measure(trajectory)
+    features = time.process_time() - start
+
+    start = time.process_time()
+    results = resample_on_correct(groups, config, [f"1-{number}" for number in range(len(groups))])
+    resample = time.process_time() - start
+    start = time.process_time()
+    rows = group_advantages([[t.reward or 0.0 for t in result.kept] for result in results])
+    advantages = time.process_time() - start
+    return {
+        "kept": sum(map(len, rows)),
+        "features_cpu_s": features,
+        "choice_cpu_s": max(resample - features, 0.0),
+        "resample_cpu_s": resample,
+        "advantages_cpu_s": advantages,
+        "total_cpu_s": resample + advantages,
+    }
 
 
 def main() -> None:
@@ -83,21 +102,23 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=16)
     parser.add_argument("--chars", type=int, default=12_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     groups = make_groups(arguments.groups, arguments.group_size, arguments.chars)
+    rows = []
     for mode in ("paper", "released"):
         config = DownSamplingConfig(down_sample_to_n=arguments.keep, mode=mode)
-        best = min(seconds_of_a_step(groups, config) for _ in range(arguments.repeats))
-        figures = {
-            "mode": mode,
-            "trajectories": arguments.groups * arguments.group_size,
-            "kept": best[2],
-            "resample_cpu_s": round(best[0], 3),
-            "advantages_cpu_s": round(best[1], 3),
-            "total_cpu_s": round(best[0] + best[1], 3),
-        }
-        print(json.dumps(figures), flush=True)
+        runs = [measure_step(groups, config) for _ in range(arguments.repeats)]
+        best = min(runs, key=lambda run: run["total_cpu_s"])
+        trajectories = arguments.groups * arguments.group_size
+        row = {"mode": mode, "trajectories": trajectories, **{name: round(n, 4) for name, n in best.items()}}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    if arguments.out:
+        command = shlex.join(["python", "-m", "benchmarks.algorithm", *sys.argv[1:]])
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({"command": command, "cores": 1, "modes": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

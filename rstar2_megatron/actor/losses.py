@@ -77,7 +77,7 @@ def rl_loss(
     ones, which is right when the mini-batch is the only one: nothing has been updated since.
     `reference`: log-probs of the frozen reference, for the KL term; weighed like the policy loss.
     """
-    per_sequence = torch.tensor(weights.sequence_weights, device=device)
+    per_sequence = weights.sequence_weights.to(device, torch.float32)
 
     def loss(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs, entropy = output[0], output[1]

@@ -1,4 +1,4 @@
-"""Group-relative advantages over the kept trajectories of one problem."""
+"""Group-relative advantages over the kept trajectories of each problem."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rstar2_megatron.algorithm.ragged import pad_rows
+
 EPSILON = 1e-6
 ADVANTAGES = ("grpo", "grpo-no-std", "leave-one-out")
 
 
-def group_advantages(rewards: Sequence[float] | Tensor, kind: str = "grpo") -> list[float]:
-    """Advantage of each trajectory of one kept group. See `batched_advantages`."""
-    tensor = torch.as_tensor(rewards, dtype=torch.float64)
-    if tensor.ndim != 1:
-        raise ValueError(f"rewards of one group must be flat, got shape {tuple(tensor.shape)}")
-    return batched_advantages(tensor[None], kind)[0].tolist()
+def group_advantages(groups: Sequence[Sequence[float]], kind: str = "grpo") -> list[list[float]]:
+    """Advantages of the rewards of each kept group, groups of any size. See `batched_advantages`."""
+    rewards, valid = pad_rows(groups)
+    advantages = batched_advantages(rewards, valid, kind).tolist()
+    return [row[: len(group)] for row, group in zip(advantages, groups)]
 
 
-def batched_advantages(rewards: Tensor, kind: str = "grpo") -> Tensor:
-    """Advantages `[groups, G]` of rewards `[groups, G]`, same dtype.
+def batched_advantages(rewards: Tensor, valid: Tensor, kind: str = "grpo") -> Tensor:
+    """Advantages `[groups, G]` of rewards `[groups, G]`, same dtype, 0 where `valid` (bool, same shape) is False.
 
     - grpo: (r - mean) / (std + 1e-6) with the unbiased std, as the paper and both public codes.
     - grpo-no-std: r - mean.
@@ -30,16 +31,20 @@ def batched_advantages(rewards: Tensor, kind: str = "grpo") -> Tensor:
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"unknown advantage {kind!r}; known: {', '.join(ADVANTAGES)}")
-    if not torch.isfinite(rewards).all():
-        raise ValueError(f"rewards must be finite, got {rewards.tolist()}")
-    size = rewards.shape[-1]
-    if size < 2:
+    if not torch.isfinite(rewards[valid]).all():
+        raise ValueError(f"rewards must be finite, got {rewards[valid].tolist()}")
+    if not rewards.numel():
         return torch.zeros_like(rewards)
-    centred = rewards - rewards.mean(-1, keepdim=True)
+    size = valid.sum(1, keepdim=True)
+    mean = torch.where(valid, rewards, 0.0).sum(1, keepdim=True) / size.clamp(min=1)
+    centred = torch.where(valid, rewards - mean, 0.0)
     # Rounding of the mean would leave 1e-17 / 1e-6 where all rewards are equal.
-    equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    highest = rewards.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
+    equal = highest == rewards.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
+    others = (size - 1).clamp(min=1)
     if kind == "grpo":
-        centred = centred / (rewards.std(-1, unbiased=True, keepdim=True) + EPSILON)
+        std = (centred.square().sum(1, keepdim=True) / others).sqrt()
+        centred = centred / (std + EPSILON)
     elif kind == "leave-one-out":
-        centred = centred * (size / (size - 1))
-    return torch.where(equal, torch.zeros_like(centred), centred)
+        centred = centred * size / others
+    return torch.where(equal, 0.0, centred)

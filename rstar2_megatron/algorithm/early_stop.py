@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from rstar2_megatron.algorithm.roc import paper_quotas, released_quotas
 from rstar2_megatron.settings.schema import DownSamplingSettings
 from rstar2_megatron.trajectory import Trajectory
@@ -17,23 +19,21 @@ def cut_rule(config: DownSamplingSettings, share: float) -> Callable[[Sequence[T
     Never without down-sampling: then every trajectory is trained on.
     """
     sampling = config.down_sampling_config
-
-    def kept(positives: int, negatives: int) -> tuple[int, int]:
-        if positives + negatives <= sampling.down_sample_to_n:
-            return positives, negatives
-        quotas = paper_quotas if sampling.mode == "paper" else released_quotas
-        return quotas(positives, negatives, sampling)
+    target = sampling.down_sample_to_n
 
     def may_cut(ended: Sequence[Trajectory], missing: int) -> bool:
         positives = sum((t.reward or 0.0) > 0 for t in ended)
         negatives = len(ended) - positives
         if not config.do_down_sampling or not positives or not negatives:
             return False
-        if len(ended) < sampling.down_sample_to_n:
+        if len(ended) < target:
             return False
-        now = kept(positives, negatives)
-        extremes = [kept(positives + missing, negatives), kept(positives, negatives + missing)]
-        moved = max(abs(extreme[0] - now[0]) for extreme in extremes)
-        return moved <= share * sampling.down_sample_to_n
+        # Positives and negatives as they are, with all missing ones right, with all of them wrong.
+        all_positives = torch.tensor([positives, positives + missing, positives])
+        all_negatives = torch.tensor([negatives, negatives, negatives + missing])
+        quotas = paper_quotas if sampling.mode == "paper" else released_quotas
+        whole = all_positives + all_negatives <= target
+        kept = torch.where(whole, all_positives, quotas(all_positives, all_negatives, sampling)[0])
+        return bool((kept - kept[0]).abs().max() <= share * target)
 
     return may_cut

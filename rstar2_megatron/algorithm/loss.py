@@ -32,10 +32,10 @@ LOSS_AGGREGATIONS = (
 class Aggregation:
     """The loss of a mini-batch is `sum_s sum_t sequence_weights[s] * loss[s, t] / denominator`.
 
-    `sequence_weights` has one entry per sequence, in the order of the counts given to `aggregate`.
+    `sequence_weights`, float64 `[sequences]`, is in the order of the counts given to `aggregate`.
     """
 
-    sequence_weights: list[float]
+    sequence_weights: Tensor
     denominator: float
 
 
@@ -64,33 +64,33 @@ def aggregate(
     - released-rlinf: token mean inside a micro-batch, every micro-batch of every rank weighs the same.
     Raises ValueError for an unknown kind or missing operands.
     """
-    counts = [int(c) for c in token_counts]
-    if any(c < 0 for c in counts):
-        raise ValueError(f"negative token count in {counts}")
-    num_sequences = sum(c > 0 for c in counts)
-    if kind == "token-mean":
-        return Aggregation([1.0] * len(counts), float(max(sum(counts), 1)))
-    if kind == "seq-mean-token-mean":
-        return Aggregation([1.0 / c if c else 0.0 for c in counts], float(max(num_sequences, 1)))
-    if kind == "seq-mean-token-sum":
-        return Aggregation([1.0] * len(counts), float(max(num_sequences, 1)))
+    counts = torch.as_tensor(token_counts, dtype=torch.float64)
+    if (counts < 0).any():
+        raise ValueError(f"negative token count in {list(token_counts)}")
     if kind not in LOSS_AGGREGATIONS:
         raise ValueError(f"unknown loss aggregation {kind!r}; known: {', '.join(LOSS_AGGREGATIONS)}")
+    trained = counts > 0
+    if kind == "token-mean":
+        return Aggregation(torch.ones_like(counts), max(counts.sum().item(), 1.0))
+    if kind.startswith("seq-mean"):
+        weights = torch.ones_like(counts) if kind == "seq-mean-token-sum" else _inverse(counts)
+        return Aggregation(weights, max(trained.sum().item(), 1.0))
 
     if microbatch_of is None or len(microbatch_of) != len(counts):
         raise ValueError(f"loss aggregation {kind!r} needs microbatch_of with {len(counts)} entries")
-    tokens: dict[int, int] = {}
-    rows: dict[int, int] = {}
-    for index, count in zip(microbatch_of, counts):
-        tokens[index] = tokens.get(index, 0) + count
-        rows[index] = rows.get(index, 0) + 1
+    distinct, place = torch.as_tensor(microbatch_of, dtype=torch.long).unique(return_inverse=True)
+    tokens = counts.new_zeros(len(distinct)).index_add_(0, place, counts)
     if kind == "released-verl":
         if mini_batch_rows is None or mini_batch_rows < 1:
             raise ValueError(f"loss aggregation {kind!r} needs mini_batch_rows >= 1, got {mini_batch_rows}")
-        weights = [rows[m] / tokens[m] if tokens[m] else 0.0 for m in microbatch_of]
-        return Aggregation(weights, float(mini_batch_rows))
-    weights = [1.0 / tokens[m] if tokens[m] else 0.0 for m in microbatch_of]
-    return Aggregation(weights, float(max(num_microbatches or len(tokens), 1)))
+        rows = place.bincount(minlength=len(distinct))
+        return Aggregation((rows * _inverse(tokens))[place], float(mini_batch_rows))
+    return Aggregation(_inverse(tokens)[place], float(max(num_microbatches or len(distinct), 1)))
+
+
+def _inverse(counts: Tensor) -> Tensor:
+    """1 / count, 0 where there is nothing."""
+    return torch.where(counts > 0, 1.0 / counts.clamp(min=1), 0.0)
 
 
 def policy_loss(

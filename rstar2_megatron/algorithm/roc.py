@@ -1,8 +1,8 @@
-"""Resample-on-correct: of the 2G rollouts of a problem, choose the G that are trained on.
+"""Resample-on-correct: of the 2G rollouts of each problem, choose the G that are trained on.
 
 Paper (arXiv 2508.20722, section 2.2.3). Negatives (reward 0) are halved uniformly, so that the policy sees
 every kind of failure. Positives are halved with a preference for clean ones: a trajectory's penalty is
-`p_err + p_format`, and positives are drawn with probability inverse to it.
+`p_err + p_format` (`penalty.py`), and positives are drawn with probability inverse to it.
 
 Two modes, by `algorithm.down_sampling.down_sampling_config.mode` (docs/parity.md compares them point by
 point):
@@ -23,22 +23,26 @@ Where the public code asserts or crashes, and the rule here:
   together, in both orders stable (verl's recipe asserts);
 - fewer than G usable rollouts (infrastructure dropped some): `released` drops the group as the public code
   does; `paper` keeps all of them. Exactly G: all are kept in both modes.
+
+How it is computed: all groups of a step at once, as tensors `[groups, rollouts]`; smaller groups are padded, and
+`valid` is False there. Both modes are the same three lines (`choose`): a key for every rollout, a quota for either
+kind, and the rollouts with the smallest keys fill the quota. The modes differ in keys and quotas only.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rstar2_megatron.response_text import response_text
-from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.trajectory import ToolOutcome, Trajectory
+import torch
+from torch import Tensor
 
-NO_TOOL_PENALTY = 0.5  # p_err of a trajectory without a tool call (paper)
-NO_ANSWER_PENALTY = 1.0  # p_format of a trajectory without an answer (paper)
+from rstar2_megatron.algorithm.penalty import Penalty, paper_penalty, released_penalty
+from rstar2_megatron.algorithm.ragged import pad_rows
+from rstar2_megatron.settings.schema import DownSamplingConfig
+from rstar2_megatron.trajectory import Trajectory
 
 
 class Rejection(StrEnum):
@@ -50,27 +54,12 @@ class Rejection(StrEnum):
     TOO_FEW = "too_few"  # fewer usable rollouts than G (released), or none at all
 
 
-@dataclass(frozen=True, slots=True)
-class Penalty:
-    """Why a trajectory is preferred or not. `error` and `answer_format` are in [0, 1]."""
-
-    error: float
-    answer_format: float
-    num_answers: int
-    """Answers counted: `<answer>` tags of the assistant's turns (paper), closed pairs (released)."""
-
-    def total(self, config: DownSamplingConfig) -> float:
-        """p_total under the YAML's switches."""
-        return self.error * config.roc_error_ratio + self.answer_format * config.roc_answer_format
-
-
 @dataclass(slots=True)
 class ResampleResult:
     """Outcome for one group. `indices` are positions in the list that was given, ascending."""
 
     kept: list[Trajectory]
     indices: list[int]
-    rejected: bool = False
     reason: Rejection = Rejection.NONE
     penalties: list[Penalty] = field(default_factory=list)
     """One per given trajectory, kept or not."""
@@ -78,206 +67,197 @@ class ResampleResult:
     num_negative: int = 0
     num_kept_positive: int = 0
 
+    @property
+    def rejected(self) -> bool:
+        return self.reason is not Rejection.NONE
+
     @classmethod
     def keep_all(cls, trajectories: Sequence[Trajectory]) -> ResampleResult:
         """Without down-sampling: every trajectory is trained on."""
-        positive = [_reward(t) > 0 for t in trajectories]
+        positives = sum(_reward(t) > 0 for t in trajectories)
         return cls(
             kept=list(trajectories),
             indices=list(range(len(trajectories))),
-            rejected=not trajectories,
             reason=Rejection.NONE if trajectories else Rejection.TOO_FEW,
-            num_positive=sum(positive),
-            num_negative=len(positive) - sum(positive),
-            num_kept_positive=sum(positive),
+            num_positive=positives,
+            num_negative=len(trajectories) - positives,
+            num_kept_positive=positives,
         )
 
 
 def resample_on_correct(
-    trajectories: Sequence[Trajectory], config: DownSamplingConfig, rng: random.Random
-) -> ResampleResult:
-    """Choose `config.down_sample_to_n` of the graded, usable trajectories of one problem, in rollout order.
+    groups: Sequence[Sequence[Trajectory]], config: DownSamplingConfig, seeds: Sequence[str]
+) -> list[ResampleResult]:
+    """Choose `config.down_sample_to_n` of the graded, usable trajectories of each problem, in rollout order.
 
+    seeds: one per group, any text. They decide the draws of `paper` mode: the same group under the same seed keeps the
+        same rollouts, whatever other groups are in the step.
     Raises ValueError for a trajectory that has not been graded or that infrastructure spoiled, and for
-    minimum counts that exceed the target. `rng` is only used in `paper` mode.
+    minimum counts that exceed the target.
     """
-    target = config.down_sample_to_n
-    if config.min_zero_reward_trace_num + config.min_non_zero_reward_trace_num > target:
+    if len(groups) != len(seeds):
+        raise ValueError(f"{len(groups)} groups but {len(seeds)} seeds")
+    least = config.min_zero_reward_trace_num, config.min_non_zero_reward_trace_num
+    if sum(least) > config.down_sample_to_n:
         raise ValueError(
-            f"min_zero_reward_trace_num={config.min_zero_reward_trace_num} + min_non_zero_reward_trace_num="
-            f"{config.min_non_zero_reward_trace_num} exceed down_sample_to_n={target}; lower them"
+            f"min_zero_reward_trace_num={least[0]} + min_non_zero_reward_trace_num={least[1]} exceed "
+            f"down_sample_to_n={config.down_sample_to_n}; lower them"
         )
-    spoiled = next((t for t in trajectories if not t.usable), None)
-    if spoiled is not None:
-        raise ValueError(
-            f"trajectory {spoiled.query_id}#{spoiled.rollout_index}: spoiled by infrastructure, drop it first"
-        )
-    rewards = [_reward(t) for t in trajectories]
+    rewards, valid = pad_rows([[_reward(t) for t in group] for group in groups])
     measure = paper_penalty if config.mode == "paper" else released_penalty
-    penalties = [measure(t) for t in trajectories]
-    positives = [i for i, reward in enumerate(rewards) if reward > 0]
-    negatives = [i for i, reward in enumerate(rewards) if reward <= 0]
+    penalties = [[measure(t) for t in group] for group in groups]
+    errors, _ = pad_rows([[p.error for p in row] for row in penalties])
+    formats, _ = pad_rows([[p.answer_format for p in row] for row in penalties])
+    totals = errors * config.roc_error_ratio + formats * config.roc_answer_format
+    draws = exponential_draws(valid, seeds) if config.mode == "paper" else None
 
-    reason = Rejection.NONE
-    chosen: list[int] = []
-    if not trajectories:
-        reason = Rejection.TOO_FEW
-    elif config.reject_equal_reward and _all_close(rewards):
-        reason = Rejection.ALL_CORRECT if positives else Rejection.ALL_WRONG
-    elif len(trajectories) < target and config.mode == "released":
-        reason = Rejection.TOO_FEW
-    elif len(trajectories) <= target:
-        chosen = list(range(len(trajectories)))
-    else:
-        totals = [penalty.total(config) for penalty in penalties]
-        if config.mode == "paper":
-            chosen = _choose_as_in_paper(positives, negatives, totals, config, rng)
+    reasons = rejections(rewards, valid, config)
+    kept = choose(rewards, totals, valid, config, draws)
+    kept &= torch.tensor([reason is Rejection.NONE for reason in reasons], dtype=torch.bool)[:, None]
+
+    positive = (rewards > 0) & valid
+    counts = [mask.sum(1).tolist() for mask in (positive, valid & ~positive, kept & positive)]
+    results = []
+    for number, (group, row) in enumerate(zip(groups, kept.tolist())):
+        indices = [i for i, is_kept in enumerate(row) if is_kept]
+        results.append(
+            ResampleResult(
+                kept=[group[i] for i in indices],
+                indices=indices,
+                reason=reasons[number],
+                penalties=penalties[number],
+                num_positive=counts[0][number],
+                num_negative=counts[1][number],
+                num_kept_positive=counts[2][number],
+            )
+        )
+    return results
+
+
+def rejections(rewards: Tensor, valid: Tensor, config: DownSamplingConfig) -> list[Rejection]:
+    """Why each group of `[groups, rollouts]` is not trained on, `Rejection.NONE` where it is."""
+    size = valid.sum(1)
+    # Equal up to the tolerance of torch.allclose, which the public code uses.
+    equal = (torch.isclose(rewards[:, :1], rewards) | ~valid).all(1) & config.reject_equal_reward
+    correct = ((rewards > 0) & valid).any(1)
+    too_few = (size < config.down_sample_to_n) & (config.mode == "released")
+    reasons = []
+    for n, is_equal, is_correct, is_too_few in zip(
+        size.tolist(), equal.tolist(), correct.tolist(), too_few.tolist()
+    ):
+        if n and is_equal:
+            reasons.append(Rejection.ALL_CORRECT if is_correct else Rejection.ALL_WRONG)
         else:
-            chosen = _choose_as_released(positives, negatives, totals, config)
-
-    chosen.sort()
-    kept_positive = sum(rewards[i] > 0 for i in chosen)
-    return ResampleResult(
-        kept=[trajectories[i] for i in chosen],
-        indices=chosen,
-        rejected=reason is not Rejection.NONE,
-        reason=reason,
-        penalties=penalties,
-        num_positive=len(positives),
-        num_negative=len(negatives),
-        num_kept_positive=kept_positive,
-    )
-
-
-# ----------------------------------------------------------------------------------------- penalties
-
-
-def paper_penalty(trajectory: Trajectory) -> Penalty:
-    """Typed outcomes; calls that infrastructure spoiled count neither as calls nor as errors."""
-    calls = [c for c in trajectory.tool_calls if c.outcome is not ToolOutcome.INFRASTRUCTURE]
-    errors = sum(c.outcome.is_model_error for c in calls)
-    error = errors / len(calls) if calls else NO_TOOL_PENALTY
-    answers = sum(text.count("<answer>") for text in trajectory.assistant_texts)
-    if answers == 0:
-        answer_format = NO_ANSWER_PENALTY
-    else:
-        answer_format = min(1.0, (answers - 1) / max(trajectory.num_turns, 1))
-    return Penalty(error, answer_format, answers)
-
-
-def released_penalty(trajectory: Trajectory) -> Penalty:
-    """The public code's measures on the response text, with their known deviations from the paper.
-
-    A substring "error" makes a tool response an error (a timeout has none; printed text may); the first
-    turn's header stands in the prompt, so an answer without a tool call counts no turn and gets p_format 1;
-    answer tags that do not pair up get 1.
-    """
-    text = response_text(trajectory)
-    responses = list(_spans(text, "<tool_response>", "</tool_response>"))
-    errors = sum("error" in response.lower() for response in responses)
-    error = errors / len(responses) if responses else NO_TOOL_PENALTY
-
-    opened, closed = text.count("<answer>"), text.count("</answer>")
-    pairs = sum(1 for _ in _spans(text, "<answer>", "</answer>"))
-    if not opened or not closed:
-        return Penalty(error, 1.0, 0)
-    turns = sum(1 for _ in _spans(text, "<|im_start|>assistant", "<|im_end|>"))
-    if opened != pairs or closed != pairs or turns == 0:
-        return Penalty(error, 1.0, pairs)
-    return Penalty(error, min((pairs - 1) / turns, 1.0), pairs)
-
-
-def _spans(text: str, opening: str, closing: str) -> Iterator[str]:
-    """What stands between each opening and the next closing, as a lazy regular expression finds it, but ten times
-    faster: a step holds hundreds of megabytes of text.
-    """
-    end = 0
-    while (start := text.find(opening, end)) >= 0:
-        start += len(opening)
-        stop = text.find(closing, start)
-        if stop < 0:
-            return
-        yield text[start:stop]
-        end = stop + len(closing)
+            reasons.append(Rejection.TOO_FEW if is_too_few or not n else Rejection.NONE)
+    return reasons
 
 
 # -------------------------------------------------------------------------------------------- choice
 
 
-def _choose_as_in_paper(
-    positives: list[int],
-    negatives: list[int],
-    totals: list[float],
-    config: DownSamplingConfig,
-    rng: random.Random,
-) -> list[int]:
-    num_positive, num_negative = paper_quotas(len(positives), len(negatives), config)
-    weights = [1.0 / (totals[i] + config.penalty_epsilon) for i in positives]
-    drawn = draw_without_replacement(weights, num_positive, rng)
-    return [positives[i] for i in drawn] + rng.sample(negatives, num_negative)
+def choose(
+    rewards: Tensor, penalties: Tensor, valid: Tensor, config: DownSamplingConfig, draws: Tensor | None = None
+) -> Tensor:
+    """Which rollouts to keep, bool; every tensor is `[groups, rollouts]`. Groups of at most G are kept whole.
 
-
-def paper_quotas(num_positive: int, num_negative: int, config: DownSamplingConfig) -> tuple[int, int]:
-    """(positives, negatives) kept of a group of more than G: G in all, the minimum counts where there are so many."""
-    target = config.down_sample_to_n
-    negative = math.floor(num_negative * target / (num_positive + num_negative))
-    negative = max(negative, min(config.min_zero_reward_trace_num, num_negative))
-    positive = target - negative
-    positive = max(positive, min(config.min_non_zero_reward_trace_num, num_positive))
-    # Both minimum counts fit into the target, so the side that gives way still has its own.
-    positive = min(positive, num_positive)
-    return positive, min(target - positive, num_negative)
-
-
-def draw_without_replacement(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
-    """Indices of `count` draws, each proportional to weight among those left, in the order drawn.
-
-    Exponential races (Efraimidis and Spirakis): item i arrives at Exp(1) / weight_i, the earliest win.
-    Raises ValueError for a weight that is not positive and finite, or a count beyond the items.
+    draws: independent Exp(1) numbers, for `paper` mode.
     """
-    if not 0 <= count <= len(weights):
-        raise ValueError(f"cannot draw {count} of {len(weights)}")
-    for weight in weights:
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"weights must be positive and finite, got {weight}")
-    arrival = [rng.expovariate(1.0) / weight for weight in weights]
-    return sorted(range(len(weights)), key=arrival.__getitem__)[:count]
-
-
-def released_quotas(num_positive: int, num_negative: int, config: DownSamplingConfig) -> tuple[int, int]:
-    """(positives, negatives) that the public code asks for; with odd targets they may not add up."""
     target = config.down_sample_to_n
-    total = num_positive + num_negative
-    negative = round(num_negative * target / total)  # half to even, as theirs
-    positive = round(num_positive * target / total)
-    least_negative = min(config.min_zero_reward_trace_num, num_negative)
-    least_positive = min(config.min_non_zero_reward_trace_num, num_positive)
-    if negative <= least_negative:
-        negative = least_negative
-        positive = target - negative
-    if positive <= least_positive:
-        positive = least_positive
-        negative = target - positive
-    return positive, negative
+    positive, negative = valid & (rewards > 0), valid & ~(rewards > 0)
+    num_positive, num_negative = positive.sum(1), negative.sum(1)
+    if config.mode == "paper":
+        if draws is None:
+            raise ValueError("paper mode draws at random and needs draws")
+        weights = torch.where(positive, 1.0 / (penalties + config.penalty_epsilon), 1.0)
+        keys = arrival_times(weights, draws)
+        quotas = paper_quotas(num_positive, num_negative, config)
+    else:
+        keys = torch.where(positive, penalties, 0.0)  # equal keys of negatives leave them in rollout order
+        quotas = released_quotas(num_positive, num_negative, config)
+    chosen = smallest(keys, positive, quotas[0]) | smallest(keys, negative, quotas[1])
+
+    if config.mode == "released":
+        # By penalty, equal ones positives first.
+        lowest = (ranks(~valid, penalties, negative) < target) & valid
+        chosen = torch.where((chosen.sum(1) == target)[:, None], chosen, lowest)
+    return torch.where((valid.sum(1) <= target)[:, None], valid, chosen)
 
 
-def _choose_as_released(
-    positives: list[int], negatives: list[int], totals: list[float], config: DownSamplingConfig
-) -> list[int]:
-    num_positive, num_negative = released_quotas(len(positives), len(negatives), config)
-    by_penalty = sorted(positives, key=totals.__getitem__)
-    chosen = by_penalty[:num_positive] + negatives[:num_negative]
-    if len(chosen) != config.down_sample_to_n:
-        chosen = sorted(by_penalty + negatives, key=totals.__getitem__)[: config.down_sample_to_n]
-    return chosen
+def smallest(keys: Tensor, among: Tensor, counts: Tensor) -> Tensor:
+    """In each row, the `counts` smallest keys of the rollouts `among`; equal keys in rollout order."""
+    return among & (ranks(~among, keys) < counts[:, None])
+
+
+def ranks(*keys: Tensor) -> Tensor:
+    """Place of each rollout in its row when sorted by the first key, then by the next, then in rollout order."""
+    order = torch.arange(keys[0].shape[1]).expand(keys[0].shape)
+    for key in reversed(keys):
+        order = order.gather(1, key.gather(1, order).argsort(dim=1, stable=True))
+    return order.argsort(dim=1)
+
+
+def arrival_times(weights: Tensor, draws: Tensor) -> Tensor:
+    """Exponential races (Efraimidis and Spirakis): rollout i arrives at Exp(1) / weight_i.
+
+    The first k to arrive are k draws without replacement, each proportional to weight among those left. Raises ValueError
+    for a weight that is not positive and finite.
+    """
+    wrong = ~((weights > 0) & torch.isfinite(weights))
+    if wrong.any():
+        raise ValueError(f"weights must be positive and finite, got {weights[wrong][0].item()}")
+    return draws / weights
+
+
+def exponential_draws(valid: Tensor, seeds: Sequence[str]) -> Tensor:
+    """Exp(1) draws `[groups, rollouts]`, those of a group from its own seed and its own size only."""
+    draws = torch.zeros(valid.shape, dtype=torch.float64)
+    generator = torch.Generator()
+    for row, size, seed in zip(draws, valid.sum(1).tolist(), seeds, strict=True):
+        generator.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"))
+        row[:size].exponential_(generator=generator)
+    return draws
+
+
+# -------------------------------------------------------------------------------------------- quotas
+
+
+def paper_quotas(
+    num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig
+) -> tuple[Tensor, Tensor]:
+    """(positives, negatives) kept of groups of more than G, all `[groups]`: G in all, the minimum counts where there are
+    so many.
+    """
+    target = config.down_sample_to_n
+    negative = num_negative * target // (num_positive + num_negative).clamp(min=1)
+    negative = negative.maximum(num_negative.clamp(max=config.min_zero_reward_trace_num))
+    positive = target - negative
+    positive = positive.maximum(num_positive.clamp(max=config.min_non_zero_reward_trace_num))
+    # Both minimum counts fit into the target, so the side that gives way still has its own.
+    positive = positive.minimum(num_positive)
+    return positive, (target - positive).minimum(num_negative)
+
+
+def released_quotas(
+    num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig
+) -> tuple[Tensor, Tensor]:
+    """(positives, negatives) that the public code asks for, `[groups]`; with odd targets they may not add up."""
+    target = config.down_sample_to_n
+    total = (num_positive + num_negative).clamp(min=1).double()
+    negative = torch.round(num_negative * target / total).long()  # half to even, as theirs
+    positive = torch.round(num_positive * target / total).long()
+    least = num_negative.clamp(max=config.min_zero_reward_trace_num)
+    few = negative <= least
+    negative, positive = torch.where(few, least, negative), torch.where(few, target - least, positive)
+    least = num_positive.clamp(max=config.min_non_zero_reward_trace_num)
+    few = positive <= least
+    return torch.where(few, least, positive), torch.where(few, target - least, negative)
 
 
 def _reward(trajectory: Trajectory) -> float:
+    if not trajectory.usable:
+        raise ValueError(
+            f"trajectory {trajectory.query_id}#{trajectory.rollout_index}: spoiled by infrastructure, drop it first"
+        )
     if trajectory.reward is None:
         raise ValueError(f"trajectory {trajectory.query_id}#{trajectory.rollout_index} has not been graded")
     return trajectory.reward
-
-
-def _all_close(rewards: Sequence[float]) -> bool:
-    """Equal up to the tolerance of torch.allclose, which the public code uses."""
-    return all(abs(rewards[0] - r) <= 1e-8 + 1e-5 * abs(r) for r in rewards)

@@ -161,7 +161,8 @@ def _interpreter_directories() -> list[Path]:
 
 
 def _pivot_into_view() -> None:
-    interpreter = _interpreter_directories()
+    # A .venv may be a link to one elsewhere; resolved here, because the view has no links to follow.
+    interpreter = {path: path.resolve() for path in _interpreter_directories()}
     base = CALL_DIRECTORY  # any directory will do: in this mount namespace only, a tmpfs covers it
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
     os.makedirs(f"{base}/new")
@@ -177,10 +178,10 @@ def _pivot_into_view() -> None:
         elif source.is_dir():
             (new / name).mkdir()
             linux.bind_read_only(str(source), str(new / name))
-    for path in interpreter:
+    for path, source in interpreter.items():
         target = new / path.relative_to("/")
         target.mkdir(parents=True, exist_ok=True)
-        linux.bind_read_only(str(old / path.relative_to("/")), str(target))
+        linux.bind_read_only(str(old / source.relative_to("/")), str(target))
     for name in ("etc", "dev", "proc", "tmp"):
         (new / name).mkdir(exist_ok=True)
     for name in _SYSTEM_FILES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,12 +110,13 @@ class Trainer:
         return self.coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[ResampleResult]:
-        """Resample-on-correct of every group, under a seed that depends on the step only (exact on resume)."""
-        rng = random.Random(f"{self.settings.data.seed}-{step}")
+        """Resample-on-correct of every group, under seeds of step and problem (exact on resume)."""
         config = self.settings.algorithm.down_sampling
+        usable = [group.usable for group in groups]
         if not config.do_down_sampling:
-            return [ResampleResult.keep_all(group.usable) for group in groups]
-        return [resample_on_correct(group.usable, config.down_sampling_config, rng) for group in groups]
+            return [ResampleResult.keep_all(trajectories) for trajectories in usable]
+        seeds = [f"{self.settings.data.seed}-{step}-{group.problem.query_id}" for group in groups]
+        return resample_on_correct(usable, config.down_sampling_config, seeds)
 
     def _refill(self, loader: ProblemLoader) -> Refill | None:
         """Asks for more problems as rejected groups thin the step's batch (algorithm.refill)."""
@@ -139,13 +139,13 @@ class Trainer:
 
     def build_batch(self, resampled: Sequence[ResampleResult]) -> list[TrainSequence]:
         """Advantages over each kept group, and its trajectories in training form."""
-        sequences: list[TrainSequence] = []
-        for result in resampled:
-            rewards = [t.reward for t in result.kept if t.reward is not None]
-            advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
-            for trajectory, advantage in zip(result.kept, advantages, strict=True):
-                sequences.append(train_sequence(trajectory, advantage))
-        return sequences
+        rewards = [[t.reward for t in result.kept if t.reward is not None] for result in resampled]
+        advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
+        return [
+            train_sequence(trajectory, advantage)
+            for result, row in zip(resampled, advantages)
+            for trajectory, advantage in zip(result.kept, row, strict=True)
+        ]
 
     def train(self, sequences: list[TrainSequence], shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
         """One update of the actor, or none when every group was rejected (counted, never hidden).

@@ -38,11 +38,11 @@ A = 0.5 / (1 / math.sqrt(3) + 1e-6)
 @pytest.fixture
 def advantages() -> list[float]:
     config = DownSamplingConfig(down_sample_to_n=4, mode="released")
-    result = resample_on_correct(GROUP, config, random.Random(0))
-    assert [p.total(config) for p in result.penalties] == [0, 1.5, 0, 0, 1, 1.5, 0.5, 0]
+    (result,) = resample_on_correct([GROUP], config, [""])
+    assert [p.error + p.answer_format for p in result.penalties] == [0, 1.5, 0, 0, 1, 1.5, 0.5, 0]
     assert result.indices == KEPT
     assert (result.num_positive, result.num_negative, result.num_kept_positive) == (4, 4, 2)
-    return group_advantages([t.reward or 0.0 for t in result.kept])
+    return group_advantages([[t.reward or 0.0 for t in result.kept]])[0]
 
 
 def test_advantages(advantages: list[float]) -> None:
@@ -63,8 +63,8 @@ def test_advantages(advantages: list[float]) -> None:
 def test_losses_at_ratio_one(advantages: list[float], kind: str, expected: float) -> None:
     weights = aggregate(kind, TOKENS, microbatch_of=[0, 0, 1, 1], mini_batch_rows=8)
 
-    def per_token(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(TOKENS))
+    def per_token(values: list[float] | torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(TOKENS))
 
     logprobs = torch.full((sum(TOKENS),), -1.0, dtype=torch.float64)
     loss, _ = policy_loss(
@@ -92,6 +92,6 @@ def test_order_of_rollouts_changes_no_quota_of_the_papers_mode() -> None:
     rng = random.Random(1)
     for seed in range(50):
         shuffled = rng.sample(GROUP, len(GROUP))
-        result = resample_on_correct(shuffled, config, random.Random(seed))
+        result = resample_on_correct([shuffled], config, [str(seed)])[0]
         assert (len(result.kept), result.num_kept_positive) == (4, 2)
         assert {id(t) for t in result.kept} <= {id(t) for t in GROUP} and len(set(result.indices)) == 4

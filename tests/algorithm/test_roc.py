@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import random
-import re
-import time
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rstar2_megatron.algorithm.penalty import paper_penalty, released_penalty
+from rstar2_megatron.algorithm.ragged import pad_rows
 from rstar2_megatron.algorithm.roc import (
     Rejection,
     ResampleResult,
-    draw_without_replacement,
-    paper_penalty,
-    released_penalty,
+    arrival_times,
+    choose,
+    exponential_draws,
+    paper_quotas,
     released_quotas,
     resample_on_correct,
-    response_text,
+    smallest,
 )
+from rstar2_megatron.response_text import response_text
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome, Trajectory
+from tests.algorithm.slow_roc import slow_paper, slow_paper_quotas, slow_released, slow_released_quotas
 from tests.algorithm.trajectories import group, trajectory
 
 OK, ERROR, TIMEOUT = ToolOutcome.OK, ToolOutcome.ERROR, ToolOutcome.TIMEOUT
@@ -34,7 +37,7 @@ def config(n: int = 16, **changes) -> DownSamplingConfig:
 
 
 def resample(trajectories: list[Trajectory], cfg: DownSamplingConfig, seed: int = 0) -> ResampleResult:
-    return resample_on_correct(trajectories, cfg, random.Random(seed))
+    return resample_on_correct([trajectories], cfg, [str(seed)])[0]
 
 
 # ------------------------------------------------------------------------------------------- penalties
@@ -101,43 +104,6 @@ def test_response_text_follows_how_the_trajectory_ended() -> None:
 # ---------------------------------------------------------------------------------- released selection
 
 
-def naive_released(trajectories: list[Trajectory], cfg: DownSamplingConfig) -> list[int]:
-    """The public rules again, slow and separate: text penalties, sorted positives, first negatives."""
-
-    def penalty(t: Trajectory) -> float:
-        text = response_text(t)
-        found = re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)
-        error = 0.5 if not found else sum("error" in f.lower() for f in found) / len(found)
-        n_open, n_close = text.count("<answer>"), text.count("</answer>")
-        turns = len(re.findall(r"<\|im_start\|>assistant.*?<\|im_end\|>", text, re.DOTALL))
-        form = 1.0
-        if n_open and n_open == n_close and turns:
-            form = min((n_open - 1) / turns, 1.0)
-        return error * cfg.roc_error_ratio + form * cfg.roc_answer_format
-
-    rewards = [t.reward or 0.0 for t in trajectories]
-    target, total = cfg.down_sample_to_n, len(trajectories)
-    if cfg.reject_equal_reward and len(set(rewards)) <= 1:
-        return []
-    if total < target:
-        return []
-    if total == target:
-        return list(range(total))
-    good = sorted((i for i in range(total) if rewards[i] > 0), key=lambda i: (penalty(trajectories[i]), i))
-    bad = [i for i in range(total) if rewards[i] <= 0]
-    want_bad, want_good = round(len(bad) * target / total), round(len(good) * target / total)
-    floor_bad = min(cfg.min_zero_reward_trace_num, len(bad))
-    floor_good = min(cfg.min_non_zero_reward_trace_num, len(good))
-    if want_bad <= floor_bad:
-        want_bad, want_good = floor_bad, target - floor_bad
-    if want_good <= floor_good:
-        want_good, want_bad = floor_good, target - floor_good
-    chosen = good[:want_good] + bad[:want_bad]
-    if len(chosen) != target:
-        chosen = sorted(good + bad, key=lambda i: penalty(trajectories[i]))[:target]
-    return sorted(chosen)
-
-
 outcomes = st.lists(st.sampled_from([OK, ERROR, TIMEOUT, MALFORMED]), max_size=4)
 any_trajectory = st.builds(
     trajectory,
@@ -149,14 +115,15 @@ any_trajectory = st.builds(
 
 
 @given(
-    st.lists(any_trajectory, min_size=1, max_size=20),
+    st.lists(st.lists(any_trajectory, max_size=20), min_size=1, max_size=4),
     st.integers(2, 12),
     st.booleans(),
     st.integers(0, 2),
     st.integers(0, 2),
 )
-@settings(max_examples=300, deadline=None)
-def test_released_mode_keeps_the_same_indices(trajectories, n, reject, least_bad, least_good) -> None:
+@settings(max_examples=200, deadline=None)
+def test_released_mode_keeps_the_same_indices(groups, n, reject, least_bad, least_good) -> None:
+    """Groups of any sizes in one step, each as the slow rules keep it."""
     cfg = config(
         n,
         mode="released",
@@ -164,7 +131,8 @@ def test_released_mode_keeps_the_same_indices(trajectories, n, reject, least_bad
         min_zero_reward_trace_num=min(least_bad, n // 2),
         min_non_zero_reward_trace_num=min(least_good, n // 2),
     )
-    assert resample(trajectories, cfg).indices == naive_released(trajectories, cfg)
+    results = resample_on_correct(groups, cfg, [""] * len(groups))
+    assert [result.indices for result in results] == [slow_released(g, cfg) if g else [] for g in groups]
 
 
 @pytest.mark.parametrize(
@@ -173,13 +141,28 @@ def test_released_mode_keeps_the_same_indices(trajectories, n, reject, least_bad
 )
 def test_released_quotas_of_32_to_16(num_positive: int, positive: int, negative: int) -> None:
     """Figures measured on the public code."""
-    assert released_quotas(num_positive, 32 - num_positive, config()) == (positive, negative)
+    quotas = released_quotas(torch.tensor([num_positive]), torch.tensor([32 - num_positive]), config())
+    assert [q.item() for q in quotas] == [positive, negative]
+
+
+@pytest.mark.parametrize(
+    ("quotas", "slow"), [(paper_quotas, slow_paper_quotas), (released_quotas, slow_released_quotas)]
+)
+def test_quotas_of_every_split_at_once(quotas, slow) -> None:
+    splits = [(p, n - p) for n in range(1, 41) for p in range(n + 1)]
+    positives, negatives = torch.tensor(splits).unbind(1)
+    for target, least_bad, least_good in itertools.product((1, 7, 15, 16), (0, 1, 2, 5), (0, 1, 2, 5)):
+        if least_bad + least_good > target:
+            continue
+        cfg = config(target, min_zero_reward_trace_num=least_bad, min_non_zero_reward_trace_num=least_good)
+        got = torch.stack(quotas(positives, negatives, cfg), 1).tolist()
+        assert got == [list(slow(p, n, cfg)) for p, n in splits]
 
 
 def test_odd_targets_have_a_rule_where_the_public_code_asserts() -> None:
     """14 to 7 with 7 and 7: both quotas round to 4; the lowest penalties of all are kept, positives first."""
     cfg = config(7, mode="released", min_zero_reward_trace_num=0, min_non_zero_reward_trace_num=0)
-    assert sum(released_quotas(7, 7, cfg)) == 8
+    assert sum(released_quotas(torch.tensor([7]), torch.tensor([7]), cfg)).item() == 8
     result = resample(group([0, 1] * 7), cfg)
     assert len(result.kept) == 7 and result.num_kept_positive == 7
 
@@ -199,11 +182,10 @@ def test_draws_have_the_stated_probabilities() -> None:
             left -= weights[i]
         for i in order:
             expected[i] += probability
-    rng = random.Random(7)
-    seen = [0] * 4
-    for _ in range(repeats):
-        for i in draw_without_replacement(weights, count, rng):
-            seen[i] += 1
+    rows = torch.tensor(weights, dtype=torch.float64).expand(repeats, 4)
+    valid = torch.ones(repeats, 4, dtype=torch.bool)
+    arrivals = arrival_times(rows, exponential_draws(valid, [f"7-{i}" for i in range(repeats)]))
+    seen = smallest(arrivals, valid, torch.full((repeats,), count)).sum(0).tolist()
     for observed, p in zip(seen, expected):
         deviation = (repeats * p * (1 - p)) ** 0.5
         assert abs(observed - repeats * p) < 5 * deviation + 1
@@ -220,10 +202,9 @@ def test_paper_mode_prefers_clean_positives_and_takes_negatives_uniformly() -> N
     epsilon = 0.1
     cfg = config(2, penalty_epsilon=epsilon, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1)
     repeats = 5_000
-    rng = random.Random(3)
     counts = [0] * 4
-    for _ in range(repeats):
-        for i in resample_on_correct(trajectories, cfg, rng).indices:
+    for result in resample_on_correct([trajectories] * repeats, cfg, [f"3-{i}" for i in range(repeats)]):
+        for i in result.indices:
             counts[i] += 1
     clean = (1 / epsilon) / (1 / epsilon + 1 / (0.5 + epsilon))
     spread = 5 * (repeats * 0.25) ** 0.5
@@ -254,6 +235,45 @@ def test_paper_mode_invariants(trajectories, n, seed) -> None:
     assert resample(trajectories, cfg, seed).indices == result.indices  # a seed decides everything
 
 
+reward_rows = st.lists(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.25, 0.5, 1.5])), max_size=24),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(reward_rows, st.integers(1, 12), st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
+@settings(max_examples=200, deadline=None)
+def test_paper_mode_chooses_as_one_by_one(rows, n, least_bad, least_good, seed) -> None:
+    cfg = config(
+        n,
+        min_zero_reward_trace_num=min(least_bad, n // 2),
+        min_non_zero_reward_trace_num=min(least_good, n // 2),
+    )
+    rewards, valid = pad_rows([[reward for reward, _ in row] for row in rows])
+    penalties, _ = pad_rows([[penalty for _, penalty in row] for row in rows])
+    draws = exponential_draws(valid, [f"{seed}-{i}" for i in range(len(rows))])
+    kept = choose(rewards, penalties, valid, cfg, draws)
+    for mask, row, draw in zip(kept, rows, draws.tolist()):
+        expected = slow_paper([r for r, _ in row], [p for _, p in row], draw, cfg)
+        assert mask.nonzero().flatten().tolist() == expected
+
+
+@given(st.lists(st.lists(any_trajectory, max_size=20), min_size=2, max_size=4), st.integers(0, 5))
+@settings(max_examples=50, deadline=None)
+def test_a_group_is_resampled_alike_whatever_stands_beside_it(groups, seed) -> None:
+    cfg = config(6)
+    seeds = [f"{seed}-{i}" for i in range(len(groups))]
+    together = resample_on_correct(groups, cfg, seeds)
+    alone = [resample_on_correct([g], cfg, [s])[0] for g, s in zip(groups, seeds)]
+    assert together == alone
+
+
+def test_another_seed_draws_others() -> None:
+    one = group([1.0] * 16 + [0.0] * 16)
+    assert len({tuple(resample(one, config(), seed).indices) for seed in range(20)}) == 20
+
+
 def test_plain_halves_of_the_paper_without_minimum_counts() -> None:
     cfg = config(16, min_zero_reward_trace_num=0, min_non_zero_reward_trace_num=0)
     for positives in range(1, 32):
@@ -262,11 +282,21 @@ def test_plain_halves_of_the_paper_without_minimum_counts() -> None:
         assert result.num_kept_positive == 16 - (32 - positives) // 2
 
 
-def test_switches_turn_penalties_off() -> None:
-    penalty = paper_penalty(trajectory(1.0, [ERROR], answers=0))
-    assert penalty.total(config(roc_error_ratio=False)) == 1.0
-    assert penalty.total(config(roc_answer_format=False)) == 1.0
-    assert penalty.total(config()) == 2.0
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [({}, 2), ({"roc_error_ratio": False}, 0), ({"roc_answer_format": False}, 1)],
+)
+def test_switches_turn_penalties_off(changes, kept) -> None:
+    """Which of three positives has the lowest penalty depends on what is counted."""
+    trajectories = [
+        trajectory(1.0, [ERROR], answers=1),  # 1 + 0
+        trajectory(1.0, [OK, OK, OK, ERROR], answers=0),  # 1/4 + 1
+        trajectory(1.0, [OK, OK, ERROR], answers=2),  # 1/3 + 1/3
+        trajectory(0.0, [OK]),
+    ]
+    cfg = config(2, mode="released", min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1)
+    cfg = cfg.model_copy(update=changes)
+    assert resample(trajectories, cfg).indices == [kept, 3]
 
 
 # ---------------------------------------------------------------------------------------------- edges
@@ -301,15 +331,8 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"=2 \+ .*=2 exceed down_sample_to_n=3"):
         resample(group([0, 1]), config(3))
     with pytest.raises(ValueError, match="positive and finite, got 0"):
-        draw_without_replacement([1.0, 0.0], 1, random.Random(0))
-    with pytest.raises(ValueError, match="cannot draw 3 of 2"):
-        draw_without_replacement([1.0, 1.0], 3, random.Random(0))
-
-
-@pytest.mark.parametrize("mode", ["paper", "released"])
-def test_a_step_of_512_groups_is_quick(mode) -> None:
-    one = [trajectory(float(i % 3 == 0), [OK, ERROR][: i % 3], index=i) for i in range(32)]
-    start = time.process_time()
-    for seed in range(512):
-        resample(one, config(mode=mode), seed)
-    assert time.process_time() - start < 20  # an order of magnitude above what it takes
+        arrival_times(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="1 groups but 2 seeds"):
+        resample_on_correct([group([0, 1])], config(), ["a", "b"])
+    with pytest.raises(ValueError, match="needs draws"):
+        choose(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), config(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
+from rstar2_megatron.algorithm.roc import Rejection, ResampleResult, resample_on_correct
 from rstar2_megatron.report.trajectories import (
     Entry,
     build_page,
@@ -77,7 +76,6 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(model)
     samples = TrajectorySamples(directory / "trajectories.jsonl")
     config = DownSamplingConfig(down_sample_to_n=4)
-    rng = random.Random(0)
     for step in (1, 2):
         groups, results = [], []
         for name, wrong in (("mixed", (0, 3, 5)), ("hopeless", range(8))):
@@ -88,7 +86,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 problem, [attempt(tokenizer, problem.query_id, i, i not in wrong) for i in range(8)]
             )
             groups.append(group)
-            results.append(resample_on_correct(group.usable, config, rng))
+            results += resample_on_correct([group.usable], config, [f"{step}-{problem.query_id}"])
         shown = choose_shown(groups, results, 16)
         for group in shown:
             group.actor_logprobs = [
@@ -134,7 +132,9 @@ def test_groups_that_are_trained_on_are_shown_first() -> None:
         return Group(Problem(name, [], ["1"]), [finished] * 4)
 
     groups = [group(name) for name in "abc"]
-    results = [ResampleResult([], [], rejected=name != "b") for name in "abc"]
+    results = [
+        ResampleResult([], [], Rejection.NONE if name == "b" else Rejection.ALL_WRONG) for name in "abc"
+    ]
     assert [s.group.problem.query_id for s in choose_shown(groups, results, 1)] == ["b"]
     assert [s.group.problem.query_id for s in choose_shown(groups, results, 5)] == [
         "a",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,7 @@ def groups() -> list[Group]:
 
 def measured() -> tuple[list[Group], dict[str, float], list[Trajectory]]:
     step = groups()
-    rng = random.Random(0)
-    resampled = [resample_on_correct(g.usable, CONFIG, rng) for g in step]
+    resampled = resample_on_correct([g.usable for g in step], CONFIG, [""] * len(step))
     actor = {"actor/policy_loss": 0.5, "actor/logprob_diff_mean": 1e-6}
     seconds = {"rollout": 2.0, "training": 0.5, "step": 3.0, "sync_weights": 0.1}
     kept = [t for r in resampled for t in r.kept]
@@ -110,7 +108,7 @@ def test_parts_are_named_and_rates_follow_from_them() -> None:
 
 def test_a_step_that_keeps_nothing_leaves_its_means_out() -> None:
     step = groups()[1:]
-    m = rollout_metrics(step, [resample_on_correct(g.usable, CONFIG, random.Random(0)) for g in step])
+    m = rollout_metrics(step, resample_on_correct([g.usable for g in step], CONFIG, [""] * len(step)))
     assert m["rollout/total_num_sequence"] == 0 and m["rollout/pass_rate"] == 0.5
     assert "rollout/reward_scores" not in m and "rollout/response_length" not in m
     assert "-" in step_line({"step": 1, **m})
