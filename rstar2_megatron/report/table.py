@@ -26,7 +26,13 @@ ROWS: tuple[tuple[str, str, int], ...] = (
     ("train/tokens_per_second", "train tokens/s", 0),
     ("time/step", "seconds a step", 2),
 )
-HELD_OUT = (("before_sft", "before SFT"), ("after_sft", "after SFT"), ("after_rl", "after RL"))
+# keys of held_out.json; a recipe's has `after_stage`, a score by stage, besides
+HELD_OUT = (
+    ("before_sft", "before SFT"),
+    ("after_sft", "after SFT"),
+    ("before_rl", "before RL"),
+    ("after_rl", "after RL"),
+)
 
 Table = list[tuple[str, str, str, str]]
 
@@ -65,12 +71,14 @@ def summary(directory: str | Path) -> Table:
 
 
 def held_out(directory: str | Path) -> list[tuple[str, float]]:
-    """(stage, pass@1 on held-out problems) as far as measured."""
+    """(when, pass@1 on held-out problems) as far as measured."""
     path = Path(directory) / "held_out.json"
     if not path.is_file():
         return []
     measured = json.loads(path.read_text())
-    return [(label, measured[key]) for key, label in HELD_OUT if measured.get(key) is not None]
+    scores = [(label, measured.get(key)) for key, label in HELD_OUT]
+    scores += [(f"after {stage}", score) for stage, score in measured.get("after_stage", {}).items()]
+    return [(label, score) for label, score in scores if score is not None]
 
 
 def render_table(directory: str | Path) -> str:

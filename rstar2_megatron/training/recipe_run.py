@@ -100,7 +100,9 @@ class _Runner:
             return False
         ended = (self.plan.directory(stage.name) / FINISHED).is_file()
         if known["status"] == "running" and ended and known["fingerprint"] == self.plan.fingerprint(stage):
-            self._write_state(stage, "done")  # we were killed before we could note it
+            self._write_state(
+                stage, "done", seconds=known.get("seconds", 0.0)
+            )  # we were killed before we could note it
         return bool(self.state["stages"][stage.name]["status"] == "done")
 
     def _check_finished_stages(self) -> None:
@@ -115,8 +117,9 @@ class _Runner:
 
     def _run_stage(self, stage: Stage) -> int:
         settings = self.plan.settings(stage)
-        self._write_state(stage, "running")
-        started = time.time()
+        before = self.state["stages"].get(stage.name, {}).get("seconds", 0.0)  # of attempts that were stopped
+        self._write_state(stage, "running", seconds=before)
+        started = time.monotonic()
         # The whole configuration as a file: what runs is exactly what was checked.
         config = self.plan.root / f"{stage.name}.yaml"
         config.write_text(print_config(settings), encoding="utf-8")
@@ -128,8 +131,8 @@ class _Runner:
         if self._stopped_by:
             self._forward(self._stopped_by, None)
         code = self._child.wait()
-        if code == 0:
-            self._write_state(stage, "done", seconds=round(time.time() - started, 1))
+        seconds = round(before + time.monotonic() - started, 1)
+        self._write_state(stage, "running" if code else "done", seconds=seconds)
         return code
 
     def _forward(self, number: int, frame: object) -> None:
@@ -186,15 +189,23 @@ def write_curve(plan: StagePlan) -> Path | None:
 
 
 def _write_held_out(plan: StagePlan) -> None:
-    """Held-out scores of the first and the last reasoning stage, as a single run's table has them."""
-    tables = []
+    """Held-out scores before the first and after each reasoning stage, and the seconds of all stages, as the table of a
+    run reads them.
+    """
+    tables: dict[str, dict[str, Any]] = {}
     for stage in plan.recipe.stages:
         path = plan.directory(stage.name) / "held_out.json"
         if stage.task == "reasoning" and path.is_file():
-            tables.append(json.loads(path.read_text()))
-    if tables:
-        seconds = [table.get("seconds") or 0.0 for table in tables]
-        write_json(
-            plan.root / "held_out.json",
-            {**tables[0], "after_rl": tables[-1].get("after_rl"), "seconds": sum(seconds)},
-        )
+            tables[stage.name] = json.loads(path.read_text())
+    if not tables:
+        return
+    first = next(iter(tables.values()))
+    state = json.loads((plan.root / STATE).read_text()) if (plan.root / STATE).is_file() else {"stages": {}}
+    write_json(
+        plan.root / "held_out.json",
+        {
+            "before_rl": first.get("before_rl", first.get("after_sft")),
+            "after_stage": {name: table.get("after_rl") for name, table in tables.items()},
+            "seconds": sum(stage.get("seconds", 0.0) for stage in state["stages"].values()),
+        },
+    )

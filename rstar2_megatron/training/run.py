@@ -191,7 +191,7 @@ class Run(BaseRun):
             self._load_init_checkpoint()
         self.trainer.sync_weights(version=0)
         self.trainer.check_weights()
-        self.table: dict[str, float | None] = {"before_sft": None, "after_sft": None, "after_rl": None}
+        self.table: dict[str, float | None] = {}
         if settings.cold_start.enabled:
             result = self.cached_sft or run_cold_start(
                 settings,
@@ -205,7 +205,7 @@ class Run(BaseRun):
                     result.after = self._evaluate("held-out after SFT").average
             self.table.update(before_sft=result.before, after_sft=result.after)
         elif self._evaluates:
-            self.table["after_sft"] = self._evaluate("held-out before RL").average
+            self.table["before_rl"] = self._evaluate("held-out before RL").average
         self._write_table()
         if settings.runner.init_checkpoint:  # model and optimizer go on as they are
             self.actor.call("freeze_reference", timeout_s=settings.runner.step_timeout_s)

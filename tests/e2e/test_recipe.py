@@ -1,4 +1,4 @@
-"""`run_rstar2.sh recipe=...` with every part real: SFT, difficulty filter, RL; killed once on the way."""
+"""`run_rstar2.sh recipe=...` with every part real: SFT, difficulty filter, RL; stopped, killed and gone on with."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.rollout.memorised import ANSWER, SETTINGS
 LIMIT_S = 600
 # The filter's model has learnt to answer 42: one problem is always solved, one never.
 SOLUTIONS = {"right": "42", "broken": "41"}
+STEPS = 5  # the condition ends RL after so many of its nine steps; the kill comes after the first
 
 
 @pytest.fixture
@@ -74,9 +75,11 @@ def recipe(memorised_model: Path, tmp_path: Path) -> Path:
                         "name": "rl",
                         "problems_from": "filter",
                         "overrides": {
-                            "runner.max_steps": 3,
+                            "runner.max_steps": 9,
                             "runner.save_interval": 1,
-                            "runner.stop_when": [{"metric": "rollout/pass_rate", "at_most": 0.5}],
+                            "runner.stop_when": [
+                                {"metric": "rollout/pass_rate", "at_most": 0.5, "times": STEPS}
+                            ],
                         },
                     },
                 ],
@@ -86,28 +89,52 @@ def recipe(memorised_model: Path, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(900)
-def test_stages_run_in_order_and_go_on_after_a_kill(
+@pytest.mark.timeout(1200)
+def test_stages_run_in_order_and_go_on_where_they_were_stopped(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"recipe={recipe}", f"runner.output_dir={tmp_path}"]
     root = tmp_path / "short"
-    first = RunProcess(words, tmp_path / "first.log").start()
-    first.wait_for(
+
+    def status() -> dict[str, str]:
+        stages = json.loads((root / "recipe.json").read_text())["stages"]
+        return {name: stage["status"] for name, stage in stages.items()}
+
+    # Ctrl-C in the first stage
+    interrupted = RunProcess(words, tmp_path / "interrupted.log").start()
+    interrupted.wait_for(
         lambda: (root / "sft" / "checkpoints" / "global_step_4").is_dir(), LIMIT_S, "a checkpoint of SFT"
     )
-    first.send(signal.SIGKILL)
-    first.assert_nothing_left(60)
-    assert json.loads((root / "recipe.json").read_text())["stages"]["sft"]["status"] == "running"
+    interrupted.send(signal.SIGINT)
+    assert interrupted.wait(LIMIT_S) == 130, interrupted.text()[-4000:]
+    interrupted.assert_nothing_left()
+    assert status() == {"sft": "running"}
 
-    second = RunProcess(words, tmp_path / "second.log").start()
-    assert second.wait(LIMIT_S) == 0, second.text()[-6000:]
-    second.assert_nothing_left()
-    assert f"resuming from {root}/sft/checkpoints/global_step_" in second.text()
-    state = json.loads((root / "recipe.json").read_text())["stages"]
-    assert {name: stage["status"] for name, stage in state.items()} == dict.fromkeys(
-        ("sft", "filter", "rl"), "done"
+    # every process gone at once in the last stage, as when the machine fails
+    killed = RunProcess(words, tmp_path / "killed.log").start()
+    killed.wait_for(
+        lambda: (root / "rl" / "checkpoints" / "global_step_1").is_dir(), LIMIT_S, "a checkpoint of RL"
     )
+    killed.kill_all()
+    killed.assert_nothing_left(60, killed=True)
+    assert f"resuming from {root}/sft/checkpoints/global_step_" in killed.text()
+    assert status() == {"sft": "done", "filter": "done", "rl": "running"}
+    assert not (root / "rl" / "finished.json").exists()
+
+    # SIGTERM while that stage starts again
+    stopped = RunProcess(words, tmp_path / "stopped.log").start()
+    stopped.wait_for(lambda: "starting actor, engines" in stopped.text(), LIMIT_S, "the start of RL")
+    stopped.send(signal.SIGTERM)
+    assert stopped.wait(LIMIT_S) == 143, stopped.text()[-4000:]
+    stopped.assert_nothing_left()
+    assert stopped.text().count("done before") == 2
+
+    last = RunProcess(words, tmp_path / "last.log").start()
+    assert last.wait(LIMIT_S) == 0, last.text()[-6000:]
+    last.assert_nothing_left()
+    assert last.text().count("done before") == 2
+    assert f"resuming from {root}/rl/checkpoints/global_step_" in last.text()
+    assert status() == dict.fromkeys(("sft", "filter", "rl"), "done")
 
     losses = read_jsonl(root / "sft" / "metrics.jsonl")
     assert [row["step"] for row in losses] == list(range(1, 13))
@@ -121,9 +148,11 @@ def test_stages_run_in_order_and_go_on_after_a_kill(
     assert counts == {"right": (2, 2), "broken": (0, 2)}
     assert [row["query_id"] for row in read_jsonl(root / "filter" / "train.jsonl")] == ["broken"]
 
-    # the stage ended by its condition after the first of three steps, on the problem that the filter left
+    # the stage ended by its condition, whose count the kill did not reset, on the problem that the filter left
     rows = read_jsonl(root / "metrics.jsonl")
-    assert [(row["step"], row["stage"], row["stage_step"]) for row in rows] == [(1, "rl", 1)]
+    assert [(row["step"], row["stage"], row["stage_step"]) for row in rows] == [
+        (step, "rl", step) for step in range(1, STEPS + 1)
+    ]
     assert {row["query_id"] for row in read_jsonl(root / "rl" / "trajectories.jsonl")} == {"broken"}
     assert json.loads((root / "rl" / "finished.json").read_text())["condition"].startswith(
         "rollout/pass_rate <= 0.5"
@@ -133,5 +162,5 @@ def test_stages_run_in_order_and_go_on_after_a_kill(
 
     capsys.readouterr()
     assert main(words) == 0 and capsys.readouterr().out.count("done before") == 3
-    assert main([*words, "rl/runner.max_steps=4"]) == 2
+    assert main([*words, "rl/runner.max_steps=8"]) == 2
     assert "stage rl in" in (message := capsys.readouterr().err) and "was done with other settings" in message

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rstar2_megatron.recipe.stages import Recipe, StagePlan, load_recipe, override_word
+from rstar2_megatron.report.table import render_table
 from rstar2_megatron.settings.load import ConfigError, load
 from rstar2_megatron.training.main import main
 from rstar2_megatron.training.recipe_run import write_curve
@@ -173,8 +174,13 @@ def test_one_curve_over_all_stages_with_their_borders(tmp_path: Path) -> None:
         rows = [{"step": n, "rollout/pass_rate": 0.1 * n, "time/step": 1.0} for n in range(1, steps + 1)]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (directory / "held_out.json").write_text(
-            json.dumps({"before_sft": None, "after_sft": 0.1, "after_rl": 0.1 * steps, "seconds": 60})
+            json.dumps({"before_rl": 0.1, "after_rl": 0.1 * steps, "seconds": 60})
         )
+    done = {
+        name: {"status": "done", "seconds": seconds}
+        for name, seconds in (("sft", 30), ("rl-a", 60), ("rl-b", 45))
+    }
+    (stages.root / "recipe.json").write_text(json.dumps({"stages": done}))
     curves = write_curve(stages)
     assert curves is not None and curves.stat().st_size > 10_000
     rows = [json.loads(line) for line in (stages.root / "metrics.jsonl").read_text().splitlines()]
@@ -185,5 +191,6 @@ def test_one_curve_over_all_stages_with_their_borders(tmp_path: Path) -> None:
         {"name": "rl-a", "first_step": 1, "steps": 3},
         {"name": "rl-b", "first_step": 4, "steps": 2},
     ]
-    held_out = json.loads((stages.root / "held_out.json").read_text())
-    assert (held_out["after_sft"], held_out["after_rl"], held_out["seconds"]) == (0.1, 0.2, 120)
+    table = render_table(stages.root)
+    assert "held-out pass@1: before RL 0.100, after rl-a 0.300, after rl-b 0.200" in table
+    assert "wall time: 2.2 min" in table  # 135 s: of SFT too
