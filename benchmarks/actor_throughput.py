@@ -1,14 +1,17 @@
 """How fast the Megatron actor trains, how much memory its vocabulary head takes, how evenly it packs.
 
     python -m benchmarks.actor_throughput                 # CPU: tiny model against transformers, TP 1 against TP 2
-    python -m benchmarks.actor_throughput --head-memory   # + the head at 16,384 tokens x 151,936 words (minutes)
-    python -m benchmarks.actor_throughput --device cuda --shape 1.5b --head-memory     # one GPU, random weights, bf16
-    python -m benchmarks.actor_throughput --device cuda --shape 7b --layers 16 [--recompute]
+    python -m benchmarks.actor_throughput --head-memory   # + the head at 16,384 tokens x 151,936 words x 1536 (minutes)
+    python -m benchmarks.actor_throughput --device cuda --sweep --head-memory      # one GPU, random weights, bf16:
+        # 1.5B and 16 layers of 7B, with and without full recompute, 16,384-token micro-batches
+    python -m benchmarks.actor_throughput --device cuda --shape 7b --layers 16 [--recompute]        # one case of it
+    python -m benchmarks.actor_throughput --dry --sweep   # the GPU's code path on a CPU, tiny shapes
 
 Both sides get the same trajectories; figures are medians. On a CPU they take turns in one process, on a GPU each has
-a process and the memory of its own. Training keeps 18 bytes a parameter on a single GPU, so a 7B shape needs
-`--layers 16` there (87 GB; the FLOPs are counted for those layers). Prints one JSON object; `--output FILE` also
-writes it. The GPU part has not been run yet.
+a process and the memory of its own; a side that runs out of memory there is reported as null. Training keeps 18 bytes a
+parameter on a single GPU, so a 7B shape needs `--layers 16` (87 GB; the FLOPs are counted for those layers). Prints one
+JSON object and writes it to `--out`, by default benchmarks/results/actor_throughput_{cpu,cuda}.json; a dry run writes
+nothing. The GPU part has not been run yet.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import argparse
 import json
 import os
 import queue
-import random
 import statistics
 import subprocess
 import sys
@@ -29,122 +31,22 @@ from typing import Any
 
 import torch
 
+from benchmarks.actor_cases import (
+    SHAPES,
+    make_sequences,
+    rollout_lengths,
+    settings_for,
+    start_actor,
+    write_config,
+)
 from rstar2_megatron.actor.flops import peak_tflops
-from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import balance
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.services.process import free_port
-from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, RunnerSettings
 
-QWEN = {"num_hidden_layers": 28, "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 640,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "1.5b": {
-        **QWEN,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "7b": {
-        **QWEN,
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-def rollout_lengths(count: int, mean: int, seed: int = 0) -> list[int]:
-    """Lengths as rollouts have them: log-normal, cut at four times the mean."""
-    rng = random.Random(seed)
-    return [min(4 * mean, max(16, int(rng.lognormvariate(0, 0.6) * mean / 1.2))) for _ in range(count)]
-
-
-def make_sequences(lengths: list[int], vocab: int) -> list[TrainSequence]:
-    """Random tokens; the first fifth is prompt, of the rest four fifths are trained."""
-    rng = random.Random(1)
-    result = []
-    for n in lengths:
-        mask = [int(i >= n // 5 and rng.random() < 0.8) for i in range(n)]
-        mask[-1] = 1
-        old = [-6.5 * m for m in mask]
-        result.append(
-            TrainSequence([rng.randrange(vocab) for _ in range(n)], mask, old, rng.choice([-1.0, 1.0]))
-        )
-    return result
-
-
-def settings_for(
-    budget: int, threads: int, precision: str, **model: Any
-) -> tuple[ActorSettings, RunnerSettings, AlgorithmSettings]:
-    actor = ActorSettings.model_validate({"model": {"precision": precision, **model}, "cpu_threads": threads})
-    runner = RunnerSettings.model_validate(
-        {
-            "experiment_name": "benchmark",
-            "logger": {"log_path": "unused", "experiment_name": "benchmark"},
-            "max_steps": 1,
-            "seq_length": budget,
-            "max_tokens_per_mbs": budget,
-        }
-    )
-    algorithm = AlgorithmSettings.model_validate(
-        {
-            "group_size": 1,
-            "down_sampling": {"down_sampling_config": {"down_sample_to_n": 1}},
-            "sampling_params": {"max_new_tokens": budget},
-        }
-    )
-    return actor, runner, algorithm
-
-
-def write_config(directory: Path, shape: dict[str, Any]) -> Path:
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1e6, **shape}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def start_actor(
-    rank: int, world: int, port: int, device: str, config: Any, model_path: Path
-) -> MegatronActor:
-    """An actor with random weights: nothing of the model's size lies on disk."""
-    from rstar2_megatron.cpu.megatron import install
-
-    install()
-    from rstar2_megatron.actor import policy
-
-    def random_weights(chunks: list[Any], *_: Any) -> None:
-        torch.manual_seed(0)
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                if parameter.ndim > 1:
-                    torch.nn.init.normal_(parameter, std=0.02)
-
-    policy.load_hf_weights = random_weights  # type: ignore[assignment]
-    actor = MegatronActor(
-        *config,
-        model_path=str(model_path),
-        rank=rank,
-        world_size=world,
-        init_method=f"tcp://127.0.0.1:{port}",
-        device=device,  # type: ignore[arg-type]
-    )
-    actor.initialize()
-    return actor
+RESULTS = Path(__file__).parent / "results"
+SWEEP: tuple[tuple[str, int | None], ...] = (("1.5b", None), ("7b", 16))
 
 
 def transformers_step(
@@ -178,17 +80,12 @@ def transformers_step(
     adam.step()
 
 
-def _synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Path, port: int) -> Any:
     """One training step of "actor" or "transformers", as a function without arguments."""
     shape = shape_of(args)
     sequences = make_sequences(lengths, shape["vocab_size"])
     if side == "actor":
-        precision = "fp32" if args.device == "cpu" else "bf16"
+        precision = "bf16" if args.apart else "fp32"
         recompute: dict[str, Any] = (
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
             if args.recompute
@@ -201,7 +98,7 @@ def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Pat
 
     hf = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(path),
-        dtype=torch.float32 if args.device == "cpu" else torch.bfloat16,
+        dtype=torch.bfloat16 if args.apart else torch.float32,
         attn_implementation="sdpa",
     ).to(args.device)
     if args.recompute:
@@ -212,9 +109,9 @@ def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Pat
 
 
 def time_sides(
-    sides: list[str], args: argparse.Namespace, lengths: list[int], port: int, out: Any = None
+    sides: list[str], args: argparse.Namespace, lengths: list[int], port: int
 ) -> dict[str, tuple[float, float]]:
-    """(median seconds of a step, peak GiB on the GPU) of each side, turn about; also put on the queue `out`."""
+    """(median seconds of a step, peak GiB on the GPU) of each side, turn about."""
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as directory:
@@ -234,47 +131,52 @@ def time_sides(
         from rstar2_megatron.actor import process_groups
 
         process_groups.leave()
-    result = {side: (statistics.median(seconds[side]), peak) for side in sides}
-    if out is not None:
-        out.put(result)
-    return result
+    return {side: (statistics.median(seconds[side]), peak) for side in sides}
 
 
-def against_transformers(args: argparse.Namespace, lengths: list[int], port: int) -> dict[str, float]:
+def against_transformers(args: argparse.Namespace, lengths: list[int], port: int) -> dict[str, float | None]:
     """Trained tokens a second of the actor and of a trainer on transformers."""
-    if args.device == "cpu":
-        timed = time_sides(["actor", "transformers"], args, lengths, port)
-    else:
-        timed = {}
+    timed: dict[str, tuple[float, float] | None] = {}
+    if args.apart:
         context = get_context("spawn")
         for side in ("actor", "transformers"):
             out = context.Queue()
-            process = context.Process(target=time_sides, args=([side], args, lengths, port, out))
+            process = context.Process(target=_time_side, args=(side, args, lengths, port, out))
             process.start()
-            timed.update(_answer(process, out))
+            timed[side] = _answer(process, out)
             process.join(60)
+    else:
+        timed.update(time_sides(["actor", "transformers"], args, lengths, port))
     with tempfile.TemporaryDirectory() as directory:
         model = ModelConfig.from_directory(write_config(Path(directory), shape_of(args)))
     sequences = make_sequences(lengths, model.vocab_size)
     tokens = sum(s.num_trained_tokens for s in sequences)
     flops = model.train_flops(lengths, tokens)
-    mine, right = timed["actor"][0], timed["transformers"][0]
-    result = {
+    peak_rate = peak_tflops(torch.cuda.get_device_name()) if args.device == "cuda" else None
+    result: dict[str, float | None] = {
         "trained_tokens": float(tokens),
         "all_tokens": float(sum(lengths)),
-        "actor_tokens_per_s": tokens / mine,
-        "transformers_tokens_per_s": tokens / right,
-        "ratio": right / mine,
-        "actor_tflops": flops / mine / 1e12,
     }
-    if args.device == "cuda":
-        result["actor_peak_gib"] = timed["actor"][1]
-        result["transformers_peak_gib"] = timed["transformers"][1]
-        peak_rate = peak_tflops(torch.cuda.get_device_name())
+    for side, figures in timed.items():
+        seconds, peak = figures or (None, None)
+        result[f"{side}_tokens_per_s"] = tokens / seconds if seconds else None
+        result[f"{side}_tflops"] = flops / seconds / 1e12 if seconds else None
+        if args.apart:
+            result[f"{side}_peak_gib"] = peak
         if peak_rate:
-            result["mfu"] = flops / mine / 1e12 / peak_rate
-            result["transformers_mfu"] = flops / right / 1e12 / peak_rate
+            result[f"{side}_mfu"] = flops / seconds / 1e12 / peak_rate if seconds else None
+    mine, right = timed["actor"], timed["transformers"]
+    result["ratio"] = right[0] / mine[0] if mine and right else None
     return result
+
+
+def _time_side(side: str, args: argparse.Namespace, lengths: list[int], port: int, out: Any) -> None:
+    """`time_sides` of one side in a process of its own; puts None where the memory does not suffice."""
+    try:
+        out.put(time_sides([side], args, lengths, port)[side])
+    except torch.OutOfMemoryError as error:
+        print(f"{side}: {error}", file=sys.stderr)
+        out.put(None)
 
 
 def _answer(process: Any, out: Any, timeout_s: float = 1800.0) -> Any:
@@ -349,44 +251,31 @@ def pack_balance(ranks: int = 8) -> dict[str, float]:
     }
 
 
-def head_memory_here(device: str, hidden_size: int) -> dict[str, float]:
-    """Peak memory of the head's forward and backward beyond its inputs, in this (fresh) process."""
-    import torch.distributed as dist
+def head_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`benchmarks.actor_head` in processes of its own: as in training, with an entropy term, without DDP's buffer."""
+    size = ["--hidden-size", str(args.head_hidden_size), "--tokens", str(args.head_tokens)]
+    measured = []
+    for extra in ([], ["--entropy"], ["--no-buffer"]):
+        command = [sys.executable, "-m", "benchmarks.actor_head", "--device", args.device, *size, *extra]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=True)
+        measured.append(json.loads(done.stdout.splitlines()[-1]))
+    return measured
 
-    from rstar2_megatron.actor.logprob import log_prob_entropy
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    hidden = torch.randn(16384, hidden_size, device=device, dtype=dtype).requires_grad_()
-    weight = (torch.randn(151936, hidden_size, device=device, dtype=dtype) * 0.02).requires_grad_()
-    targets = torch.randint(151936, (16384,), device=device)
-    chunk = ActorSettings.model_fields["log_prob_chunk_tokens"].default
-
-    def used() -> float:
-        if device == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**30
-        # not getrusage: its maximum goes through exec, so the parent's memory would hide ours
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) / 2**20
-
-    before, started = used(), time.perf_counter()
-    out = log_prob_entropy(
-        hidden, weight, targets, temperature=1.0, chunk_tokens=chunk, group=dist.group.WORLD
-    )
-    out[0].sum().backward()
-    _synchronise(device)
-    seconds = time.perf_counter() - started
-    dist.destroy_process_group()
+def run_case(args: argparse.Namespace) -> dict[str, Any]:
+    """One shape with or without recompute, on ragged and on equal lengths."""
+    count, mean = (32, 2048) if args.device == "cuda" else (8, 60) if args.dry else (64, 240)
+    ragged = rollout_lengths(count, mean)
     return {
-        "hidden_size": hidden_size,
-        "chunk_tokens": chunk,
-        "peak_gib": used() - before,
-        "full_fp32_logits_gib": 16384 * 151936 * 4 / 2**30,
-        "seconds": seconds,
+        "shape": args.shape,
+        "layers": shape_of(args)["num_hidden_layers"],
+        "recompute": args.recompute,
+        "ragged": against_transformers(args, ragged, free_port()),
+        "equal": against_transformers(args, [sum(ragged) // count] * count, free_port()),
     }
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -394,6 +283,10 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--recompute", action="store_true", help="full activation recompute, on both sides")
+    parser.add_argument("--sweep", action="store_true", help="1.5b and 7b, with and without --recompute")
+    parser.add_argument(
+        "--dry", action="store_true", help="with --sweep: what a GPU would run, tiny, on a CPU"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of the comparison with transformers (CPU)"
@@ -402,49 +295,47 @@ def main() -> None:
         "--budget", type=int, help="tokens of a micro-batch; default 8192 on CPU, 16384 on a GPU"
     )
     parser.add_argument("--head-memory", action="store_true")
-    parser.add_argument("--head-hidden-size", type=int, help="default 64 on CPU, 1536 on a GPU")
-    parser.add_argument("--only-head", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--head-hidden-size", type=int, default=1536)
+    parser.add_argument("--head-tokens", type=int, default=16384)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
     args = parser.parse_args()
-    args.budget = args.budget or (8192 if args.device == "cpu" else 16384)
-    args.head_hidden_size = args.head_hidden_size or (64 if args.device == "cpu" else 1536)
+    if args.dry and args.device == "cuda":
+        parser.error("--dry is for a machine without a GPU; leave --device out")
+    args.apart = args.device == "cuda" or args.dry
+    args.budget = args.budget or (256 if args.dry else 8192 if args.device == "cpu" else 16384)
+    args.turns = 1 if args.dry else args.turns
+    return args
+
+
+def main() -> None:
+    args = parse()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
-    if args.only_head:
-        print(json.dumps(head_memory_here(args.device, args.head_hidden_size)))
-        return
-    count, mean = (64, 240) if args.device == "cpu" else (32, 2048)
-    ragged = rollout_lengths(count, mean)
-    equal = [sum(ragged) // count] * count
     report: dict[str, Any] = {
         "command": "python -m benchmarks.actor_throughput " + " ".join(sys.argv[1:]),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {os.cpu_count()} cores",
-        "shape": args.shape,
-        "layers": shape_of(args)["num_hidden_layers"],
-        "recompute": args.recompute,
-        "ragged": against_transformers(args, ragged, free_port()),
-        "equal": against_transformers(args, equal, free_port()),
-        "pack_balance": pack_balance(),
+        "load_before": os.getloadavg()[0],
     }
-    if args.device == "cpu":
-        report["tensor_parallel"] = tensor_parallel(ragged, args.turns)
+    if args.sweep:
+        report["cases"] = []
+        for shape, layers in (("tiny", 2),) if args.dry else SWEEP:
+            for recompute in (False, True):
+                case = {"shape": shape, "layers": layers, "recompute": recompute}
+                report["cases"].append(run_case(argparse.Namespace(**{**vars(args), **case})))
+    else:
+        report.update(run_case(args))
+    report["pack_balance"] = pack_balance()
+    if not args.apart:
+        report["tensor_parallel"] = tensor_parallel(rollout_lengths(64, 240), args.turns)
     if args.head_memory:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.actor_throughput",
-            "--only-head",
-            "--device",
-            args.device,
-        ]
-        command += ["--head-hidden-size", str(args.head_hidden_size), "--threads", str(args.threads)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True)
-        report["head_memory"] = json.loads(done.stdout.splitlines()[-1])
+        report["head_memory"] = head_memory(args)
     text = json.dumps(report, indent=2)
     print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
+    if not args.dry:
+        out = args.out or RESULTS / f"actor_throughput_{args.device}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

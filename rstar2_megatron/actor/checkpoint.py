@@ -87,14 +87,16 @@ def _write_in_threads(
 class PendingSave:
     """A checkpoint whose tensors are copied and whose files are being written by a thread of this rank."""
 
-    def __init__(self, request: AsyncRequest, partial: Path, final: Path) -> None:
+    def __init__(self, request: AsyncRequest, partial: Path, final: Path, live: set[int]) -> None:
+        """live: storages (by address) that training goes on to change."""
         self._request, self._partial, self._final = request, partial, final
         self._failure: BaseException | None = None
         arguments = list(request.async_fn_args)
         if request.async_fn is not None:
-            # Clone: training goes on and would change the tensors under the writer.
+            # Training would change the live ones under the writer. The distributed optimizer's are gathered for this
+            # checkpoint alone: a second copy would cost the host 12 bytes a parameter.
             arguments[1] = [
-                (file, key, (data, [(item, t.clone() if t.is_cpu else t.cpu()) for item, t in tensors]))
+                (file, key, (data, [(item, _kept(tensor, live)) for item, tensor in tensors]))
                 for file, key, (data, tensors) in arguments[1]
             ]
         self._thread = threading.Thread(target=self._write, args=(arguments,), name="checkpoint-writer")
@@ -128,6 +130,26 @@ class PendingSave:
         if dist.get_rank() == 0:
             replace_directory(self._partial, self._final)
         dist.barrier()
+
+
+def _kept(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+    """The tensor on the host, in memory that nobody else writes."""
+    if not tensor.is_cpu:
+        return tensor.cpu()
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+
+
+def _live_storages(chunks: list[Any], optimizer: Any) -> set[int]:
+    """Addresses of the storages that hold weights, master weights and moments."""
+    models = [bare(chunk) for chunk in chunks]
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
+            tensors += [
+                t for state in part.optimizer.state.values() for t in state.values() if torch.is_tensor(t)
+            ]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _host_group() -> Any:
@@ -179,7 +201,7 @@ def start_save(
     )
     assert request is not None
     torch.save(_random_states(), partial / _RANDOM / _random_file())
-    return PendingSave(request, partial, final)
+    return PendingSave(request, partial, final, _live_storages(chunks, optimizer))
 
 
 def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> dict[str, Any]:

@@ -119,6 +119,11 @@ def _setting_problems(settings: ActorSettings, layers_per_chunk: int) -> list[st
             "actor.offload_weight=True needs the contiguous weight buffer of actor.optim.use_distributed_optimizer="
             "True; set it, or offload_weight=False"
         )
+    if optim.optimizer_cpu_offload and not optim.use_distributed_optimizer:
+        problems.append(
+            "actor.optim.optimizer_cpu_offload=True needs the shards of actor.optim.use_distributed_optimizer=True; set "
+            "it, or optimizer_cpu_offload=False"
+        )
     if optim.min_lr > optim.lr:
         problems.append(f"actor.optim.min_lr={optim.min_lr} exceeds actor.optim.lr={optim.lr}; lower it")
     decay = schedule.lr_decay_iters

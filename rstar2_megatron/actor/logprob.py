@@ -2,7 +2,8 @@
 
 The head's logits are the largest tensor of a training step (16,384 tokens x 151,936 words x 4 bytes = 10 GB).
 Here they exist for one chunk of tokens at a time, in the forward pass and again in the backward pass, which
-computes them anew. Shapes: n predicted tokens, H hidden size, V/tp words of this rank.
+computes them anew. The gradient of the weight, as large as the weight twice over, is added where it belongs: to the fp32
+gradient buffer of megatron-core's DDP. Shapes: n predicted tokens, H hidden size, V/tp words of this rank.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 
 # A chunk is never made smaller than this many logits (64 MB in fp32): a small vocabulary gains nothing by it.
 _MIN_CHUNK_LOGITS = 1 << 24
+# Words of the weight whose low-precision gradient of a chunk is made at a time, before it is added in fp32.
+_GRADIENT_WORDS = 1 << 14
 
 
 class _LogProbEntropy(torch.autograd.Function):
@@ -64,6 +67,8 @@ class _LogProbEntropy(torch.autograd.Function):
             hidden, weight, local, mine, log_sums, out[1], *([] if kept is None else [kept])
         )
         ctx.temperature, ctx.chunk = temperature, chunk
+        # DDP's gradient buffer hangs on the parameter.
+        ctx.parameter = weight if getattr(weight, "main_grad", None) is not None else None
         return out
 
     @staticmethod
@@ -72,7 +77,11 @@ class _LogProbEntropy(torch.autograd.Function):
         by_logprob, by_entropy = grads[0].unbind(0)
         use_entropy = bool(by_entropy.any())
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        parameter = ctx.parameter
+        if parameter is None:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        else:
+            grad_weight = parameter.main_grad
         for start in range(0, hidden.size(0), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             if kept:
@@ -82,10 +91,8 @@ class _LogProbEntropy(torch.autograd.Function):
             # In place where nothing else needs log_p: this is the largest tensor there is.
             p = log_p.exp() if kept or use_entropy else log_p.exp_()
             if use_entropy:
-                factor = (
-                    (log_p + entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
-                )
-                grad_z = p.mul_(factor).neg_()
+                log_p = log_p + entropy[rows, None] if kept else log_p.add_(entropy[rows, None])
+                grad_z = p.mul_(log_p.mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])).neg_()
             else:
                 grad_z = p.mul_(-by_logprob[rows, None])
             grad_z.scatter_add_(-1, local[rows, None], (by_logprob[rows] * mine[rows])[:, None])
@@ -93,11 +100,26 @@ class _LogProbEntropy(torch.autograd.Function):
                 grad_z.div_(ctx.temperature)
             grad_logits = grad_z.to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), hidden[rows])
-            else:
-                grad_weight.add_(torch.mm(grad_logits.t(), hidden[rows]))
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            _add_outer(grad_weight, grad_logits, hidden[rows])
+            del log_p, p, grad_z, grad_logits
+        if parameter is None:
+            return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        # DDP waits for a gradient, and adds it only where this says that nothing was added, or where an embedding shares
+        # the weight: its gradient comes added to ours.
+        parameter.grad_added_to_main_grad = True
+        shared = getattr(parameter, "zero_out_wgrad", False)
+        placeholder = torch.zeros_like(weight) if shared else torch.empty_like(weight)
+        return grad_hidden, placeholder, None, None, None, None
+
+
+def _add_outer(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """total [V/tp, H] += grad_logits^T hidden, in the precision of `total`."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(grad_logits.t(), hidden)
+        return
+    for start in range(0, total.size(0), _GRADIENT_WORDS):
+        words = slice(start, start + _GRADIENT_WORDS)
+        total[words].add_(torch.mm(grad_logits[:, words].t(), hidden))
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -101,11 +101,16 @@ class MegatronActor:
     def reset_optimizer(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_steps: int) -> None:
         """Forget moments and step count and go on with new settings (between SFT phases and RL); collective.
 
-        The overlap flags and `use_distributed_optimizer` stay as they were at `initialize`.
+        The overlap flags, `use_distributed_optimizer` and `optimizer_cpu_offload` stay as they were at `initialize`.
         """
         fixed = {
             name: getattr(self.actor.optim, name)
-            for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+            for name in (
+                "use_distributed_optimizer",
+                "overlap_grad_reduce",
+                "overlap_param_gather",
+                "optimizer_cpu_offload",
+            )
         }
         self.policy.finish_gather()
         self.optim, self.lr_sched, self.max_steps = optim.model_copy(update=fixed), lr_sched, max_steps
@@ -282,7 +287,8 @@ class MegatronActor:
         wanted = {
             "weights": self.actor.offload_weight and not keep_weights,
             "grads": self.actor.offload_grad,
-            "state": self.actor.offload_optimizer,
+            # with optimizer_cpu_offload the state is on the host already
+            "state": self.actor.offload_optimizer and not self.actor.optim.optimizer_cpu_offload,
         }
         parts = {name for name, go in wanted.items() if go} - self._away
         self.policy.finish_gather()

@@ -14,6 +14,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rstar2_megatron.actor.host_optimizer import move_to_host, threads_of_this_rank
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
 
 
@@ -63,7 +64,10 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> Any:
-    """AdamW over the wrapped chunks; state sharded over data-parallel ranks, fp32 master weights for bf16."""
+    """AdamW over the wrapped chunks; state sharded over data-parallel ranks, fp32 master weights for bf16; collective.
+
+    With `optim.optimizer_cpu_offload` masters and moments lie in host memory and the CPU updates them.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -78,7 +82,11 @@ def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> 
         use_distributed_optimizer=optim.use_distributed_optimizer,
         overlap_param_gather=optim.overlap_param_gather and optim.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, chunks)
+    optimizer = get_megatron_optimizer(config, chunks)
+    if optim.optimizer_cpu_offload:
+        threads = threads_of_this_rank() if torch.cuda.is_available() else None
+        move_to_host(optimizer, threads=threads)
+    return optimizer
 
 
 def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[bool, float]:
@@ -97,7 +105,14 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
         scale = optim.clip_grad / (norm + 1e-6)
         for part in optimizer.chained_optimizers:  # one of the dense weights, one of experts that EP shards
             for parameter in part.get_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+                gradient = _gradient(parameter)
+                if gradient is not None:
+                    gradient.mul_(scale)
     optimizer.step_with_ready_grads()
     return True, norm
+
+
+def _gradient(parameter: Any) -> Any:
+    """`decoupled_grad` where the step is on the host: torch wants `.grad` on the parameter's device."""
+    decoupled = getattr(parameter, "decoupled_grad", None)
+    return parameter.grad if decoupled is None else decoupled

@@ -61,6 +61,7 @@ class Policy:
     def reset_optimizer(self, optim: OptimSettings) -> None:
         """A fresh optimizer over the current weights."""
         self.optim = optim
+        self.optimizer: Any = None  # the old state is freed before the new one is made
         self.optimizer = build_optimizer(self.chunks, optim, self.precision)
 
     @property

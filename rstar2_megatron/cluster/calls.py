@@ -58,6 +58,11 @@ class PendingCall:
         done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
         self._raise_failures(done)
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until every worker has ended this call, in whatever way; False when some have not by then."""
+        ended, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)
+        return len(ended) == len(self.refs)
+
     def _raise_failures(self, done: Iterable[Any]) -> None:
         for ref in done:
             try:

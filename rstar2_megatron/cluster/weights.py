@@ -1,8 +1,8 @@
 """The two ends of a weight sync: actor ranks send buckets, rollout workers receive them for their engines.
 
 What is announced travels by RLinf's broadcast; how the bytes themselves travel is the route's
-(`settings/weight_route.py`). A stream ends with an announcement None. A receiver that fails takes the rest of the
-stream before it raises, so that nobody waits for it.
+(`settings/weight_route.py`). A stream ends with an announcement None. Nobody is left waiting: a receiver that fails takes
+the rest of the stream before it raises, a sender that fails announces (None, reason), and all receivers raise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class WeightSender:
     def send(self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute) -> dict[str, float]:
         """Walk the actor's weights (collective over actor ranks) and send them; bytes sent and seconds.
 
-        The buckets stay readable until `forget`: receivers open them at their own pace.
+        The buckets stay readable until `forget`: receivers open them at their own pace. Raises OSError when a bucket
+        cannot be written, after telling the receivers.
         """
         self.forget()
         start = time.perf_counter()
@@ -41,10 +42,18 @@ class WeightSender:
         if route.kind == "cuda_ipc":
             total = self._send_handles(named_tensors, route)
         elif rank == 0:
+            failure: OSError | None = None
             for number, (tensors, last) in enumerate(group_tensors(named_tensors, route.bucket_bytes)):
+                if failure is not None:  # the other ranks gather until the end of the iterator
+                    continue
                 total += sum(tensor.nbytes for tensor in tensors.values())
-                self._send_bucket(tensors, last, number, route)
-            self._announce(None, route)
+                try:
+                    self._send_bucket(tensors, last, number, route)
+                except OSError as error:
+                    failure = error
+            self._announce(None if failure is None else (None, str(failure)), route)
+            if failure is not None:
+                raise failure
         else:
             for _ in named_tensors:  # the gather behind the iterator is collective
                 pass
@@ -67,7 +76,7 @@ class WeightSender:
         self._sent.append(SharedBucket(tensors, path))
         self._announce((self._sent[-1].path, last), route)
 
-    def _announce(self, what: tuple[str, bool] | None, route: WeightRoute) -> None:
+    def _announce(self, what: tuple[str, bool] | tuple[None, str] | None, route: WeightRoute) -> None:
         self._worker.broadcast(("weights", what), groups=_receivers(route))
 
     def _send_handles(self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute) -> int:
@@ -122,6 +131,9 @@ async def _open_announced(
     failure: OSError | None = None
     while (what := (await _broadcast(worker, None, source))[1]) is not None:
         path, last = what
+        if path is None:
+            failure = failure or OSError(f"the sender of the weights failed: {last}")
+            break
         if failure is None:
             try:
                 bucket = OpenedBucket(path)
@@ -143,21 +155,35 @@ async def _receive_and_pass_on(
     source, followers = _receivers(route), route.followers(worker._rank)
     node: Groups = [(route.rollout_group, [worker._rank, *followers])]
     held: list[SharedBucket] = []
+    failure: OSError | None = None
     try:
         while (what := (await _broadcast(worker, None, source))[1]) is not None:
-            held.append(SharedBucket(await _broadcast(worker, None, source)))
-            path, last = held[-1].path, what[1]
+            kind, last = what
+            if kind is None:
+                failure = failure or OSError(f"the sender of the weights failed: {last}")
+                break
+            tensors = await _broadcast(worker, None, source)
+            if failure is not None:
+                continue
+            try:
+                held.append(SharedBucket(tensors))
+                opened = OpenedBucket(held[-1].path)
+            except OSError as error:
+                failure = error
+                continue
             if followers:
-                await _broadcast(worker, ("weights", (path, last)), node)
-            yield OpenedBucket(path), last
+                await _broadcast(worker, ("weights", (held[-1].path, last)), node)
+            yield opened, last
         if followers:
-            await _broadcast(worker, ("weights", None), node)
+            await _broadcast(worker, ("weights", None if failure is None else (None, str(failure))), node)
         for follower in followers:
             done: Any = worker.recv(route.rollout_group, follower, async_op=True)
             await done.async_wait()
     finally:
         for bucket in held:
             bucket.close()
+    if failure is not None:
+        raise failure
 
 
 async def _broadcast(worker: Worker, what: Any, groups: Groups) -> Any:

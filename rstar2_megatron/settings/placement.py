@@ -8,6 +8,7 @@ RLinf judges the placement in the end; this is the quick answer for `--dry-run` 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from rstar2_megatron.settings.schema import ClusterSettings
 COMPONENTS = ("actor", "rollout", "reward")
 ASSUMED_GPUS_PER_NODE = 8
 ASSUMED_GPU_GB = 80.0
+ASSUMED_HOST_GB = 1900.0  # an 8 x H100 machine comes with 1.9 to 2 TB
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,20 @@ class Slots:
     """Memory of one accelerator; None for CPU slots."""
     assumed: bool = False
     """True when nothing could be asked and 8 x 80 GB a node are taken."""
+    host_gb: float = ASSUMED_HOST_GB
+    """Host memory of a node."""
 
     @property
     def is_cpu(self) -> bool:
         return self.memory_gb is None
 
 
-def slots_of(cluster: ClusterSettings, gpus: tuple[int, float] | None = None) -> Slots:
+def slots_of(
+    cluster: ClusterSettings, gpus: tuple[int, float] | None = None, host_gb: float | None = None
+) -> Slots:
     """The slots behind a YAML. `gpus` is (count, GB of one) of this node, from `visible_gpus`.
+
+    host_gb: host memory of this node, from `visible_host_gb`; it counts only beside GPUs.
 
     Several nodes cannot be asked from here, so each is assumed to be like this one.
     """
@@ -50,7 +58,7 @@ def slots_of(cluster: ClusterSettings, gpus: tuple[int, float] | None = None) ->
         return Slots(cpu_slots, None)
     if gpus is None or gpus[0] == 0:
         return Slots(cluster.num_nodes * ASSUMED_GPUS_PER_NODE, ASSUMED_GPU_GB, assumed=True)
-    return Slots(cluster.num_nodes * gpus[0], gpus[1])
+    return Slots(cluster.num_nodes * gpus[0], gpus[1], host_gb=host_gb or ASSUMED_HOST_GB)
 
 
 @functools.cache
@@ -66,6 +74,11 @@ def visible_gpus() -> tuple[int, float]:
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0, 0.0
     return len(mebibytes), min(mebibytes, default=0.0) * 2**20 / 1e9
+
+
+def visible_host_gb() -> float:
+    """GB of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]]:

@@ -131,6 +131,8 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
         )
     ),
     ("actor.optim.optimizer_enable_pin", "offloaded state is pinned beside a GPU"),
+    ("actor.optim.optimizer_offload_fraction", "actor.optim.optimizer_cpu_offload moves all of it"),
+    ("actor.optim.use_precision_aware_optimizer", "master weights, gradients and moments are fp32"),
     ("actor.optim.overlap_param_gather_with_optimizer_step", "not offered by this optimizer"),
     ("actor.lr_sched.lr_warmup_init", "warm-up begins at 0"),
 )

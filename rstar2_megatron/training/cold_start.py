@@ -64,6 +64,29 @@ def find_cached(settings: Settings) -> ColdStartResult | None:
     return ColdStartResult(**{**result, "model": path.parent / "model", "reused": True})
 
 
+def check_reference(settings: Settings) -> None:
+    """The reference of the KL term must be the model that RL began with, also in a resumed run.
+
+    Raises ValueError when that model was the cold start's and its cache is gone (or was made under other settings): the
+    run would go on with the model before SFT as its reference, and nothing would show it.
+    """
+    begins_elsewhere = settings.runner.init_checkpoint or not settings.cold_start.enabled
+    if not settings.algorithm.kl_beta or begins_elsewhere:
+        return
+    try:
+        directory: Path | None = cache_dir(settings)
+        found = find_cached(settings)
+    except OSError as error:  # the SFT data that name the cache are gone as well
+        directory, found = None, None
+        missing = str(error)
+    if found is None or not (found.model / "config.json").is_file():
+        where = f"{directory} is gone" if directory else f"its name needs the SFT data: {missing}"
+        raise ValueError(
+            f"resuming with algorithm.kl_beta={settings.algorithm.kl_beta} needs the cold start's model as reference, but "
+            f"{where}; bring it back, set algorithm.kl_beta=0, or begin anew with runner.resume_dir=null"
+        )
+
+
 def run_cold_start(
     settings: Settings, actor: WorkerGroup, sync: Callable[[], object], evaluate: Evaluate | None
 ) -> ColdStartResult:

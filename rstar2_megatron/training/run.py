@@ -99,7 +99,11 @@ class Run(BaseRun):
 
     def train(self) -> None:
         """The whole run."""
+        from rstar2_megatron.training.cold_start import check_reference
+
         resume = self.begin(self.settings.runner.max_steps)
+        if resume:
+            check_reference(self.settings)
         self._start()
         step = 0
         if resume:

@@ -169,14 +169,20 @@ class Trainer:
             group.actor_logprobs = [next(logprobs)[len(t.prompt_ids) :] for t in group.trajectories]
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Bring every engine to the actor's weights and stamp them `version`."""
+        """Bring every engine to the actor's weights and stamp them `version`.
+
+        Weights that came another way than planned are compared by checksum.
+        """
         self._version = version
+        fallbacks = self._weight_sync.fallbacks
         if self._handover is not None:
             self._handover.to_sync()
         metrics = self._weight_sync.run(version)
         if self._handover is not None:
             self._handover.synced()
             metrics["actor/handover_seconds"] = self._handover.pop_seconds()
+        if self._weight_sync.fallbacks > fallbacks:
+            self.check_weights()
         return metrics
 
     def check_weights(self) -> None:

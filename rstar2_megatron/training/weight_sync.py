@@ -6,8 +6,8 @@ import logging
 import time
 from pathlib import Path
 
+from rstar2_megatron.cluster.calls import DeadlineExceeded, WorkerFailed
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
-from rstar2_megatron.cluster.calls import WorkerFailed
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.weight_route import RouteKind, WeightRoute, make_route, possible_routes
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Chooses the route at the first sync and keeps to it."""
+    """Takes the best route until it fails, then the next one for the rest of the run."""
 
     def __init__(self, settings: Settings, actor: WorkerGroup, rollout: WorkerGroup, device: str) -> None:
         """Raises ValueError when `actor.weight_sync.route` names one that cannot work here."""
@@ -26,7 +26,8 @@ class WeightSync:
             rollout.call("place", timeout_s=self._timeout_s),
         )
         self._routes = possible_routes(settings.actor.weight_sync.route, *self._places, device)
-        self._proven = False
+        self.fallbacks = 0
+        """Routes given up so far."""
 
     @property
     def route(self) -> RouteKind:
@@ -34,28 +35,38 @@ class WeightSync:
         return self._routes[0]
 
     def run(self, version: int) -> dict[str, float]:
-        """Sync all engines and stamp them `version`; seconds, bytes and bytes a second.
+        """Sync all engines and stamp them `version`; seconds, bytes, bytes a second, routes given up so far.
 
-        A route that fails at its first use gives way to the next one; the failure of the last is raised.
+        A route that fails gives way to the next one, which sends everything again; the failure of the last is raised.
         """
         while True:
             try:
                 metrics = self._transfer(self._route(), version)
             except WorkerFailed as error:
-                if self._proven or len(self._routes) == 1:
+                if len(self._routes) == 1:
                     raise
                 failed = self._routes.pop(0)
+                self.fallbacks += 1
                 logger.warning("weight sync by %s failed, trying %s: %s", failed, self.route, error)
                 continue
-            self._proven = True
-            return metrics
+            return {**metrics, "actor/sync_fallbacks": float(self.fallbacks)}
 
     def _transfer(self, route: WeightRoute, version: int) -> dict[str, float]:
+        """One attempt. Raises WorkerFailed once no worker is in it any more, so that another can begin."""
         started = time.perf_counter()
         receiving = self._rollout.start("receive_weights", route, version)
         sending = self._actor.start("send_weights", route)
-        sent = sending.result(self._timeout_s)
-        receiving.result(self._timeout_s)
+        try:
+            sent = sending.result(self._timeout_s)
+            receiving.result(self._timeout_s)
+        except WorkerFailed as error:
+            for call in (sending, receiving):
+                if not call.settle(self._timeout_s):
+                    raise DeadlineExceeded(
+                        f"{call.name} did not end within {self._timeout_s:.0f} s after a failure of the weight sync by "
+                        f"{route.kind}: {error}"
+                    ) from error
+            raise
         self._actor.call("forget_weights", timeout_s=self._timeout_s, ranks=[0])
         seconds = time.perf_counter() - started
         num_bytes = max(figures["bytes"] for figures in sent)

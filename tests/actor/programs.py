@@ -235,28 +235,65 @@ def heads(rank: int, world_size: int, init_method: str, seed: int) -> dict[str, 
         entropy = -(log_p.exp() * log_p).sum(-1)
         (chosen @ by_logprob + entropy @ by_entropy).backward()
         worst: dict[str, float] = {}
-        for smallest in (1, 1 << 24):  # many chunks with recompute; one chunk kept
-            logprob._MIN_CHUNK_LOGITS = smallest
-            own_hidden = hidden.clone().requires_grad_()
-            own_weight = weight.chunk(world_size)[rank].clone().requires_grad_()
-            out = logprob.log_prob_entropy(
-                own_hidden, own_weight, targets, temperature=0.7, chunk_tokens=10, group=group
-            )
-            (out[0] @ by_logprob + out[1] @ by_entropy).backward()
-            assert own_hidden.grad is not None and own_weight.grad is not None
-            assert full_hidden.grad is not None and full_weight.grad is not None
-            dist.all_reduce(own_hidden.grad)
-            pairs = {
-                "log_prob": (out[0], chosen),
-                "entropy": (out[1], entropy),
-                "hidden": (own_hidden.grad, full_hidden.grad),
-                "weight": (own_weight.grad, full_weight.grad.chunk(world_size)[rank]),
-            }
-            for name, (mine, right) in pairs.items():
-                worst[name] = max(worst.get(name, 0.0), float((mine - right).abs().max()))
+        for smallest, words in ((1, 5), (1 << 24, 1 << 14)):  # many chunks with recompute; one chunk kept
+            logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = smallest, words
+            for buffered in (False, True):
+                own_hidden = hidden.clone().requires_grad_()
+                own_weight = weight.chunk(world_size)[rank].clone().requires_grad_()
+                if buffered:  # as under DDP, after another micro-batch
+                    own_weight.main_grad = torch.ones_like(own_weight)  # type: ignore[attr-defined]
+                out = logprob.log_prob_entropy(
+                    own_hidden, own_weight, targets, temperature=0.7, chunk_tokens=10, group=group
+                )
+                (out[0] @ by_logprob + out[1] @ by_entropy).backward()
+                gradient: Any = own_weight.grad
+                if buffered:
+                    assert own_weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+                    gradient = own_weight.main_grad - 1  # type: ignore[attr-defined]
+                assert own_hidden.grad is not None
+                assert full_hidden.grad is not None and full_weight.grad is not None
+                dist.all_reduce(own_hidden.grad)
+                pairs = {
+                    "log_prob": (out[0], chosen),
+                    "entropy": (out[1], entropy),
+                    "hidden": (own_hidden.grad, full_hidden.grad),
+                    "weight": (gradient, full_weight.grad.chunk(world_size)[rank]),
+                }
+                for name, (mine, right) in pairs.items():
+                    worst[name] = max(worst.get(name, 0.0), float((mine - right).abs().max()))
         return worst
     finally:
-        logprob._MIN_CHUNK_LOGITS = 1 << 24
+        logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = 1 << 24, 1 << 14
+        dist.destroy_process_group()
+
+
+def head_gradient_in_bf16(rank: int, world_size: int, init_method: str, shared: bool) -> tuple[float, float]:
+    """Relative error of the weight's gradient over 512 chunks of the same tokens; the largest value left for DDP."""
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = 1, 7
+    try:
+        torch.manual_seed(0)
+        few, targets = torch.randn(4, 16).bfloat16(), torch.randint(24, (4,))
+        weight: Any = torch.randn(24, 16).bfloat16().requires_grad_()
+        weight.main_grad = torch.zeros(24, 16)
+        weight.zero_out_wgrad = shared
+        out = logprob.log_prob_entropy(
+            few.repeat(512, 1),
+            weight,
+            targets.repeat(512),
+            temperature=1.0,
+            chunk_tokens=4,
+            group=dist.group.WORLD,
+        )
+        out[0].sum().backward()
+        right = weight.detach().float().requires_grad_()
+        log_p = (few.float() @ right.t()).log_softmax(-1)
+        (512 * log_p.gather(-1, targets[:, None]).sum()).backward()
+        assert right.grad is not None
+        error = (weight.main_grad - right.grad).norm() / right.grad.norm()
+        return float(error), float(weight.grad.abs().max())
+    finally:
+        logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = 1 << 24, 1 << 14
         dist.destroy_process_group()
 
 

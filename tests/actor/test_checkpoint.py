@@ -23,6 +23,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 BF16 = {"precision": "bf16"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+HOST = {"optimizer_cpu_offload": True}
 KEYS = ("actor/policy_loss", "actor/grad_norm", "actor/lr", "actor/optimizer_steps")
 
 
@@ -38,8 +39,18 @@ def _curve(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
         (2, TP2, {}, False),
         (2, {}, OVERLAP, True),
         (2, PP2, {}, False),
+        (2, BF16, {**OVERLAP, **HOST}, True),
+        (1, {}, {"use_distributed_optimizer": False}, True),
     ],
-    ids=["single", "bf16", "TP2", "DP2 overlap", "PP2"],
+    ids=[
+        "single",
+        "bf16",
+        "TP2",
+        "DP2 overlap",
+        "PP2",
+        "bf16 DP2 overlap, host optimizer",
+        "plain optimizer",
+    ],
 )
 def test_next_three_steps_are_bit_equal(
     pool: RankPool,
@@ -69,6 +80,23 @@ def test_loads_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_pa
         for mine, right in zip(resumed, saved):
             assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=1e-5)
             assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision, tolerance", [({}, 1e-6), (BF16, 1e-3)], ids=["fp32", "bf16"])
+def test_host_and_device_optimizers_load_each_others_checkpoints(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path, precision: dict[str, Any], tolerance: float
+) -> None:
+    """Masters, moments and step count are the same wherever they lie; other ranks too."""
+    which = models["qwen2"]
+    here, there = settings(model=precision), settings(model=precision, optim=HOST)
+    for number, (saver, loader) in enumerate([(here, there), (there, here)]):
+        directory = tmp_path / str(number) / "actor"
+        directory.parent.mkdir()
+        saved = pool.run(programs.save_then_train, 1, saver, which, directory, BATCHES, False)[0][0]
+        resumed = pool.run(programs.resume, 2, loader, which, directory, BATCHES)[0]
+        for mine, right in zip(resumed, saved, strict=True):
+            assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=tolerance)
+            assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=20 * tolerance)
 
 
 def test_experts_resume_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:

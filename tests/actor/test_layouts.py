@@ -21,6 +21,7 @@ VP2 = {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+HOST = {"optimizer_cpu_offload": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
 
@@ -49,6 +50,10 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("PP2, interleaved, DP2, overlap", 4, {**PP2, **VP2}, OVERLAP, "qwen2"),
     ("PP2, CP2", 4, {**PP2, **CP2}, {}, "qwen2-tied"),
     ("CP2, DP2", 4, CP2, {}, "qwen2"),
+    ("host optimizer, tied", 1, {}, HOST, "qwen2-tied"),
+    ("host optimizer: TP2, SP", 2, {**TP2, **SP}, HOST, "qwen2"),
+    ("host optimizer: PP2, interleaved, DP2, overlap", 4, {**PP2, **VP2}, {**OVERLAP, **HOST}, "qwen2"),
+    ("host optimizer: experts, EP2", 2, EP2, HOST, "moe"),
     ("experts", 1, {}, {}, "moe"),
     ("experts: EP2", 2, EP2, {}, "moe"),
     ("experts: DP2, overlap, full recompute", 2, FULL_RECOMPUTE, OVERLAP, "moe-tied"),
@@ -87,9 +92,13 @@ def test_layout_matches_transformers(
                 assert mine[key] == first[key], f"{key} differs between ranks"
 
 
-@pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2)], ids=["single", "TP2"])
+@pytest.mark.parametrize(
+    "ranks, model, where",
+    [(1, {}, {}), (2, TP2, {}), (2, {}, {**OVERLAP, **HOST})],
+    ids=["single", "TP2", "host optimizer, DP2, overlap"],
+)
 def test_bf16_stays_near_fp32(
-    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
+    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any], where: dict[str, Any]
 ) -> None:
     """On trajectories of the policy itself: far from it, rounding moves whole tokens across the clip."""
     hf = reference.load(models["qwen2"])
@@ -101,7 +110,7 @@ def test_bf16_stays_near_fp32(
     optim = {"lr": 1e-4}
     actor, _, algorithm = settings(optim=optim)
     expected = reference.train(hf, batches, actor, algorithm)
-    config = settings(model={**model, "precision": "bf16"}, optim=optim)
+    config = settings(model={**model, "precision": "bf16"}, optim={**optim, **where})
     results = pool.run(programs.train, ranks, config, models["qwen2"], batches)
     for step, (loss, norm) in enumerate(expected):
         assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=2e-2)

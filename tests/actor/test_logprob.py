@@ -13,3 +13,11 @@ def test_head_equals_log_softmax(pool: RankPool, ranks: int) -> None:
     for worst in pool.run(programs.heads, ranks, 7):
         assert set(worst) == {"log_prob", "entropy", "hidden", "weight"}
         assert max(worst.values()) < 2e-5, worst
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own weight", "shared with an embedding"])
+def test_low_precision_gradients_are_summed_in_the_fp32_buffer(pool: RankPool, shared: bool) -> None:
+    """512 equal chunks: a bf16 sum would stop growing. What DDP adds besides is nothing, or zeros."""
+    error, placeholder = pool.run(programs.head_gradient_in_bf16, 1, shared)[0]
+    assert error < 1e-2
+    assert placeholder == 0.0 or not shared

@@ -12,8 +12,15 @@ import pytest
 from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, Group, WorkerFailed, WorkerLost
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.settings.load import load_settings, to_dict_config
+from rstar2_megatron.settings.schema import Settings, WeightSyncSettings
 from rstar2_megatron.settings.weight_route import Place, RouteKind, make_route
+from rstar2_megatron.training.weight_sync import WeightSync
 from tests.cluster.workers import Receiver, Sender
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return load_settings("rstar2-tiny-cpu", [])[0]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,58 @@ def test_a_receiver_that_cannot_open_fails_and_nobody_hangs(
     with pytest.raises(WorkerFailed, match="No such file"):
         receiving.result(60)
     assert senders.call("rank", timeout_s=60) == [0, 1]
+
+
+def sync_of(
+    settings: Settings, senders: Group, receivers: Group, directory: Path, route: str = "auto"
+) -> WeightSync:
+    settings.runner.step_timeout_s = 60.0
+    settings.actor.weight_sync = WeightSyncSettings.model_validate(
+        {"route": route, "bucket_mb": 1, "directory": str(directory)}
+    )
+    settings.actor.group_name, settings.rollout.group_name = "Senders", "Receivers"
+    return WeightSync(settings, senders, receivers, "cpu")
+
+
+def assert_synced(senders: Group, receivers: Group, version: int) -> None:
+    sums = senders.call("weights_checksum", timeout_s=60)[0]
+    assert receivers.call("held", timeout_s=60) == [(version, sums)] * 2
+
+
+def test_routes_that_fail_give_way_down_to_the_disk(
+    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+) -> None:
+    """First all goes by shared memory; then the engines no longer see the actor's /proc, so only files are left."""
+    sync = sync_of(settings, senders, receivers, tmp_path / "weights")
+    receivers.call("hide", None, timeout_s=60)
+    assert sync.run(1)["actor/sync_fallbacks"] == 0.0
+    assert sync.route == "shared_memory"
+    assert_synced(senders, receivers, 1)
+    receivers.call("hide", "/proc/", timeout_s=60)
+    metrics = sync.run(2)
+    assert (
+        metrics["actor/sync_fallbacks"] == 2.0 and sync.route == "disk"
+    )  # broadcast ends in shared memory too
+    assert metrics["actor/sync_bytes"] > 80_000
+    assert_synced(senders, receivers, 2)
+    assert not list(tmp_path.glob("weights/*"))
+    assert sync.run(3)["actor/sync_fallbacks"] == 2.0
+    assert_synced(senders, receivers, 3)
+
+
+def test_the_last_routes_failure_is_raised_and_the_workers_go_on(
+    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+) -> None:
+    """Named routes have no fallback. Whoever fails, sender or receiver, nobody stays in the transfer."""
+    receivers.call("hide", "/proc/", timeout_s=60)
+    with pytest.raises(WorkerFailed, match="is not in this container"):
+        sync_of(settings, senders, receivers, tmp_path, "shared_memory").run(1)
+    receivers.call("hide", None, timeout_s=60)
+    (tmp_path / "file").write_text("a directory cannot be made in a file")
+    with pytest.raises(WorkerFailed, match="Not a directory"):
+        sync_of(settings, senders, receivers, tmp_path / "file" / "weights", "disk").run(2)
+    sync_of(settings, senders, receivers, tmp_path, "broadcast").run(3)
+    assert_synced(senders, receivers, 3)
 
 
 def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Group) -> None:

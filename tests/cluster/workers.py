@@ -17,6 +17,17 @@ from rstar2_megatron.settings.weight_route import Place, WeightRoute
 from rstar2_megatron.weights_checksum import weights_checksum
 
 
+def _tensors() -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    tensors = [(f"layer.{i}.weight", torch.randn(100, 10 + i)) for i in range(7)]
+    return [
+        *tensors,
+        ("half", torch.randn(33).bfloat16()),
+        ("large", torch.randn(3, 5000)),
+        ("strided", torch.randn(6, 4).t()),
+    ]
+
+
 class Sender(Worker):
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +53,22 @@ class Sender(Worker):
 
     def send(self, route: WeightRoute) -> tuple[dict[str, float], dict[str, int]]:
         """Figures of a sync of some tensors of several types and shapes, and their checksums."""
-        torch.manual_seed(0)
-        tensors = [(f"layer.{i}.weight", torch.randn(100, 10 + i)) for i in range(7)]
-        tensors += [
-            ("half", torch.randn(33).bfloat16()),
-            ("large", torch.randn(3, 5000)),
-            ("strided", torch.randn(6, 4).t()),
-        ]
+        tensors = _tensors()
         self._sender = WeightSender(self)
         return self._sender.send(iter(tensors), route), weights_checksum(tensors)
 
     def forget(self) -> None:
         self._sender.forget()
+
+    def send_weights(self, route: WeightRoute) -> dict[str, float]:
+        return self.send(route)[0]
+
+    def forget_weights(self) -> None:
+        self.forget()
+
+    def weights_checksum(self) -> dict[str, int]:
+        """Of what `send` sends."""
+        return weights_checksum(_tensors())
 
 
 class Receiver(Worker):
@@ -73,6 +88,32 @@ class Receiver(Worker):
             count += 1
         assert flags == [False] * (count - 1) + [True]
         return sums, count
+
+    async def place(self) -> Place:
+        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
+
+    def hide(self, prefix: str | None) -> None:
+        """From now on paths that begin so cannot be opened here, as in a container of its own."""
+        self._hidden = prefix
+
+    async def receive_weights(self, route: WeightRoute, version: int) -> None:
+        """Keep the checksums and the version."""
+        original = weights.OpenedBucket
+
+        def opened(path: str) -> weights.OpenedBucket:
+            if self._hidden is not None and path.startswith(self._hidden):
+                raise FileNotFoundError(f"{path} is not in this container")
+            return original(path)
+
+        weights.OpenedBucket = opened  # type: ignore[assignment,misc]
+        try:
+            sums, _ = await self.receive(route)
+        finally:
+            weights.OpenedBucket = original  # type: ignore[misc]
+        self._held = (version, sums)
+
+    async def held(self) -> tuple[int, dict[str, int]]:
+        return self._held
 
     async def receive_elsewhere(self, route: WeightRoute) -> None:
         """Like a worker whose file system is another one."""

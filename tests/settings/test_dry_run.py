@@ -22,6 +22,7 @@ WANTED = {
     *(f"rstar2-qwen2.5-{size}-megatron" for size in ("1.5b", "7b", "14b", "32b")),
     *(f"rstar2-qwen3-{size}-megatron" for size in ("4b", "8b", "14b", "30b-a3b")),
     "rstar2-qwen2.5-14b-megatron-2nodes",
+    "rstar2-qwen2.5-32b-megatron-2nodes",
     "rstar2-qwen2.5-14b-megatron-paper",
 }
 
@@ -48,10 +49,18 @@ def test_dry_run_of_every_yaml_fits_and_says_why(name: str, capsys: pytest.Captu
         "tokens packed",
         "KV cache an engine",
         "in flight",
+        "a checkpoint being written",
         "seconds a step",
         "% of peak FLOP/s",
     ):
         assert part in plan, part
+
+
+def test_32b_fits_one_machine_of_8_by_80_gb() -> None:
+    """By the optimizer on the host; on two nodes it stays on the GPUs."""
+    one, two = (loaded(f"rstar2-qwen2.5-32b-megatron{suffix}").settings for suffix in ("", "-2nodes"))
+    assert (one.cluster.num_nodes, one.actor.optim.optimizer_cpu_offload) == (1, True)
+    assert (two.cluster.num_nodes, two.actor.optim.optimizer_cpu_offload) == (2, False)
 
 
 @pytest.mark.parametrize("name", SIZES)

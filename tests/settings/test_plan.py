@@ -11,6 +11,7 @@ from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
 from rstar2_megatron.settings.plan import (
     Plan,
+    host_memory,
     kv_bytes_per_token,
     kv_capacity,
     make_plan,
@@ -65,6 +66,34 @@ def test_experts_are_divided_by_expert_parallelism() -> None:
     assert training_memory(s, model, 8, cpu=False).static == pytest.approx(
         6 * (1.54 / 4 + 28.99 / 8) + 12 * 30.53 / 8, abs=0.2
     )
+
+
+def test_optimizer_on_the_host_moves_12_bytes_a_parameter() -> None:
+    """32.76 B at TP 8: 6 bytes a parameter stay on 8 GPUs, 12 go to the node; 2 for the weights' copy, 24 for a save."""
+    settings = load("rstar2-qwen2.5-32b-megatron").settings
+    model = known_model(settings.rollout.model.model_path)
+    assert model is not None
+    gpu, host = training_memory(settings, model, 8, cpu=False), host_memory(settings, model, 8)
+    assert (gpu.static, gpu.optimizer) == (pytest.approx(6 * 32.76 / 8, abs=0.1), 0.0)
+    assert host.optimizer == pytest.approx(12 * 32.76, abs=1)
+    assert host.weights == pytest.approx(2 * 32.76, abs=0.2)
+    assert host.checkpoint == pytest.approx(24 * 32.76, abs=2)
+    settings.actor.optim.optimizer_cpu_offload = False
+    assert training_memory(settings, model, 8, cpu=False).optimizer == pytest.approx(12 * 32.76 / 8, abs=0.1)
+
+
+def test_32b_on_one_node_is_told_to_use_the_host_and_a_small_host_is_refused() -> None:
+    on_gpus = "actor.optim.optimizer_cpu_offload=False"
+    (problem,) = plan_of("rstar2-qwen2.5-32b-megatron", on_gpus).problems
+    assert "at TP 8 needs 81 GB per GPU with the activations of 16384 tokens, has 80" in problem
+    advice = problem.split("; set ")[1]
+    assert advice == "actor.optim.optimizer_cpu_offload=True"
+    assert plan_of("rstar2-qwen2.5-32b-megatron", on_gpus, advice).fits
+    (problem,) = plan_of("rstar2-qwen2.5-32b-megatron", slots=Slots(8, 80.0, host_gb=1024.0)).problems
+    assert problem.startswith(
+        "a node's host needs 1373 GB (393 optimizer, 66 weights, 786 while a checkpoint"
+    )
+    assert problem.endswith("has 1024; use more nodes or hosts with more memory")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +241,7 @@ def test_placement_by_node_group_is_left_to_rlinf() -> None:
 def test_slots_of_a_cluster() -> None:
     cluster = ClusterSettings(num_nodes=2, component_placement={})
     assert slots_of(cluster, (4, 141.0)) == Slots(8, 141.0)
+    assert slots_of(cluster, (4, 141.0), 512.0) == Slots(8, 141.0, host_gb=512.0)
     assert slots_of(cluster, (0, 0.0)) == Slots(16, 80.0, assumed=True)
     cluster.node_groups = [
         {"label": "cpu", "hardware": {"type": "CPUSlots", "configs": [{"num_slots": 2}, {"num_slots": 3}]}}

@@ -1,0 +1,81 @@
+"""What a step trains on: placement, batch, micro-batches."""
+
+from __future__ import annotations
+
+from rstar2_megatron.settings.placement import Slots
+from rstar2_megatron.settings.planning.table import Plan, ranges_text
+from rstar2_megatron.settings.schema import Settings
+
+
+def plan_placement(plan: Plan, settings: Settings, slots: Slots, places: dict[str, list[int]]) -> None:
+    kind = "CPU slots" if slots.is_cpu else f"GPUs of {slots.memory_gb:.0f} GB"
+    if slots.assumed:
+        kind += " (assumed: none visible here)"
+    plan.add("placement", "slots", f"{slots.count} {kind} on {settings.cluster.num_nodes} node(s)")
+    for component in ("actor", "rollout", "reward"):
+        ranks = places.get(component)
+        plan.add("placement", component, "by node group" if ranks is None else ranges_text(ranks))
+
+
+def plan_sft(plan: Plan, settings: Settings) -> None:
+    sft = settings.sft
+    plan.add(
+        "batch",
+        "step",
+        f"{sft.batch_size} conversations of at most {sft.max_length or settings.runner.seq_length} tokens, packed to "
+        f"{settings.runner.max_tokens_per_mbs} tokens a micro-batch",
+    )
+    plan.add(
+        "batch",
+        "schedule",
+        f"{sft.epochs:g} epochs, lr {sft.lr:g}, {sft.warmup_ratio:.1%} warm-up, then {sft.lr_decay_style}",
+    )
+
+
+def plan_batch(plan: Plan, settings: Settings, world: int) -> None:
+    algorithm, parallel = settings.algorithm, settings.actor.model
+    problems, rollouts = settings.data.rollout_batch_size, algorithm.group_size
+    sampling = algorithm.down_sampling
+    kept = sampling.down_sampling_config.down_sample_to_n if sampling.do_down_sampling else rollouts
+    data_parallel = world // (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+    )
+    plan.add(
+        "batch",
+        "step",
+        f"{problems} problems x {rollouts} rollouts = {problems * rollouts} trajectories, "
+        f"at most {problems * kept} kept ({kept} a group)",
+    )
+    plan.add("batch", "updates a step", str(algorithm.n_minibatches))
+    plan.add(
+        "batch",
+        "parallel",
+        f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
+        f"context {parallel.context_parallel_size} x data {data_parallel}"
+        + (
+            f", experts {parallel.expert_model_parallel_size}"
+            if parallel.expert_model_parallel_size > 1
+            else ""
+        ),
+    )
+    tokens = settings.runner.max_tokens_per_mbs
+    longest = settings.runner.seq_length
+    if settings.runner.enable_dynamic_batch_size:
+        per_mbs = max(tokens // longest, 1)
+        count = -(-problems * kept // (per_mbs * max(data_parallel, 1)))
+        plan.add(
+            "batch",
+            "micro-batch",
+            f"up to {tokens} tokens packed ({per_mbs} of the longest trajectories); at most {count} a rank",
+        )
+    else:
+        rows = algorithm.training_batch_size_per_gpu
+        plan.add("batch", "micro-batch", f"{rows} trajectories of up to {longest} tokens")
+    plan.add(
+        "batch",
+        "trajectory",
+        f"prompt {settings.data.max_prompt_length} + response {algorithm.sampling_params.max_new_tokens} "
+        f"<= {longest} tokens, {settings.agentloop.max_assistant_turns} turns",
+    )

@@ -1,0 +1,93 @@
+"""Engines: KV cache, trajectories in flight, and the memory they share with the actor."""
+
+from __future__ import annotations
+
+from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.settings.placement import Slots
+from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
+from rstar2_megatron.settings.planning.memory import GB
+from rstar2_megatron.settings.planning.table import Plan, gb_text
+from rstar2_megatron.settings.schema import Settings
+
+
+def plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, num_slots: int) -> None:
+    rollout = settings.rollout
+    engines = max(num_slots // rollout.tensor_parallel_size, 1)
+    trajectories = settings.data.rollout_batch_size * settings.algorithm.group_size
+    longest = settings.runner.seq_length
+    plan.add("rollout", "engines", f"{engines} x TP {rollout.tensor_parallel_size}")
+    if slots.is_cpu and rollout.max_total_tokens is None:
+        plan.problems.append(
+            "rollout.max_total_tokens is null, but on CPU the KV cache has no natural size; set it, e.g. "
+            f"rollout.max_total_tokens={max(65536, 8 * longest)}"
+        )
+        return
+    capacity = kv_capacity(settings, model, slots.memory_gb)
+    plan.kv_capacity_tokens = capacity
+    if capacity < longest:
+        weights = model.num_parameters * (2 if rollout.model.precision == "bf16" else 4) / GB
+        memory = "" if slots.memory_gb is None else f" and {slots.memory_gb:.0f} GB per GPU"
+        plan.problems.append(
+            f"an engine of TP {rollout.tensor_parallel_size} has room for {max(capacity, 0)} KV tokens "
+            f"beside {weights:.1f} GB of weights, a trajectory may need {longest} (gpu_memory_utilization="
+            f"{rollout.gpu_memory_utilization}{memory}); raise rollout.gpu_memory_utilization, "
+            "rollout.tensor_parallel_size or rollout.max_total_tokens"
+        )
+        return
+    per_token = kv_bytes_per_token(model, rollout.model.precision)
+    plan.add(
+        "rollout",
+        "KV cache an engine",
+        f"{capacity:,} tokens of {per_token / 1024:.0f} KiB ({capacity * per_token / GB:.1f} GB): "
+        f"{capacity // longest} trajectories at full length",
+    )
+    plan.add(
+        "rollout",
+        "trajectories an engine",
+        f"{-(-trajectories // engines)} a step; in flight {min(rollout.max_running_requests, capacity // longest)} that "
+        f"surely fit, {min(rollout.max_running_requests, 2 * capacity // longest)} at half length "
+        f"(rollout.max_running_requests={rollout.max_running_requests})",
+    )
+
+
+def plan_sharing(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig) -> None:
+    """Actor and engines on the same GPUs: what each phase of a step needs of one."""
+    memory, gpu_gb, rollout = plan.actor_memory, slots.memory_gb, settings.rollout
+    if memory is None or gpu_gb is None:
+        return
+    actor = settings.actor
+    engine = rollout.gpu_memory_utilization * gpu_gb
+    stays = memory.overhead
+    stays += 0 if actor.offload_weight else memory.weights
+    stays += 0 if actor.offload_grad else memory.gradients
+    stays += 0 if actor.offload_optimizer else memory.optimizer
+    width = 2 if rollout.model.precision == "bf16" else 4
+    weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
+    turns = actor.offload_weight or actor.offload_grad or actor.offload_optimizer
+    if turns:
+        sync = stays + (memory.weights if actor.offload_weight else 0) + weights
+        plan.add(
+            "sharing a GPU",
+            "GB in turns",
+            f"training {gb_text(memory.total)}, weight sync {gb_text(sync)}, rollout {gb_text(engine + stays)} (engine "
+            f"{gb_text(engine)} + actor {gb_text(stays)})",
+        )
+        if sync > gpu_gb:
+            plan.problems.append(
+                f"the weight sync needs {sync:.0f} GB per GPU ({sync - weights:.0f} of the actor, {weights:.0f} of the "
+                f"engine's weights), has {gpu_gb:.0f}; set actor.offload_grad=True actor.offload_optimizer=True or "
+                "raise rollout.tensor_parallel_size"
+            )
+    else:
+        stays = memory.total
+        plan.add("sharing a GPU", "GB at all times", f"{gb_text(engine + stays)} (nothing is offloaded)")
+    if engine + stays > gpu_gb:
+        plan.problems.append(
+            f"collocated: the engine takes {engine:.0f} GB (rollout.gpu_memory_utilization="
+            f"{rollout.gpu_memory_utilization}) beside {stays:.0f} GB of the actor, has {gpu_gb:.0f}; set "
+            + (
+                f"rollout.gpu_memory_utilization={int(100 * (1 - stays / gpu_gb)) / 100}"
+                if turns and stays < gpu_gb
+                else "actor.offload_weight=True actor.offload_grad=True actor.offload_optimizer=True"
+            )
+        )

@@ -1,0 +1,113 @@
+"""Does training fit, and if not, what is the smallest change that makes it fit?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.settings.placement import Slots
+from rstar2_megatron.settings.planning.memory import host_memory, training_memory
+from rstar2_megatron.settings.planning.table import Plan, gb_text
+from rstar2_megatron.settings.schema import Settings
+
+
+def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
+    memory = training_memory(settings, model, world, cpu=slots.is_cpu)
+    plan.actor_memory = memory
+    parts = (
+        f"weights {gb_text(memory.weights)} + gradients {gb_text(memory.gradients)} + optimizer {gb_text(memory.optimizer)} "
+        f"+ activations {gb_text(memory.activations)} + vocabulary head {gb_text(memory.head)}"
+    )
+    if memory.overhead:
+        parts += f" + CUDA {memory.overhead:.0f}"
+    plan.add("training", "GB per rank", f"{gb_text(memory.total)} = {parts}")
+    flops = model.train_flops([settings.runner.seq_length]) / settings.runner.seq_length
+    plan.add(
+        "training",
+        "FLOP per token",
+        f"{flops / 1e9:.3g} G at full length" if flops >= 1e8 else f"{flops / 1e6:.3g} M at full length",
+    )
+    if slots.memory_gb is None:
+        return
+    plan_host(plan, settings, slots, model, world)
+    if memory.total <= slots.memory_gb:
+        return
+    name = Path(settings.rollout.model.model_path).name
+    tp = settings.actor.model.tensor_model_parallel_size
+    if memory.static + memory.overhead > slots.memory_gb:
+        cause = f"{memory.static:.0f} GB per GPU for weights, gradients and optimizer"
+    else:
+        tokens = settings.runner.max_tokens_per_mbs
+        cause = f"{memory.total:.0f} GB per GPU with the activations of {tokens} tokens"
+    plan.problems.append(
+        f"{name} at TP {tp} needs {cause}, has {slots.memory_gb:.0f}; "
+        f"{_remedy(settings, model, world, slots.memory_gb)}"
+    )
+
+
+def plan_host(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
+    """What waits or works in the memory of a node's host."""
+    host = host_memory(settings, model, world)
+    on_host = "updated there" if settings.actor.optim.optimizer_cpu_offload else "while engines generate"
+    plan.add(
+        "host",
+        "GB per node",
+        f"{host.total:.0f} of {slots.host_gb:.0f} = optimizer {host.optimizer:.0f} ({on_host}) + weights "
+        f"{host.weights:.0f} + a checkpoint being written {host.checkpoint:.0f} + processes {host.processes:.0f}",
+    )
+    if host.total > slots.host_gb:
+        remedy = "use more nodes or hosts with more memory"
+        if not settings.actor.optim.optimizer_cpu_offload and settings.actor.offload_optimizer:
+            remedy = (
+                "place actor and rollout on GPUs of their own with actor.offload_optimizer=False, or "
+                + remedy
+            )
+        plan.problems.append(
+            f"a node's host needs {host.total:.0f} GB ({host.optimizer:.0f} optimizer, {host.weights:.0f} weights, "
+            f"{host.checkpoint:.0f} while a checkpoint is written, {host.processes:.0f} processes), has "
+            f"{slots.host_gb:.0f}; {remedy}"
+        )
+
+
+def _remedy(settings: Settings, model: ModelConfig, world: int, gpu_gb: float) -> str:
+    """The smallest change that makes training fit."""
+
+    def fits(**changes: object) -> bool:
+        changed = settings.model_copy(deep=True)
+        for key, value in changes.items():
+            section: Any = changed.actor.model
+            if key == "max_tokens_per_mbs":
+                section = changed.runner
+            elif key == "optimizer_cpu_offload":
+                section = changed.actor.optim
+            setattr(section, key, value)
+        return training_memory(changed, model, world, cpu=False).total <= gpu_gb
+
+    parallel = settings.actor.model
+    if parallel.recompute_granularity != "full" and fits(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ):
+        return (
+            "set actor.model.recompute_granularity=full actor.model.recompute_method=uniform "
+            "actor.model.recompute_num_layers=1"
+        )
+    ep, pp = parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size
+    for larger in range(ep + 1, world // pp + 1) if model.is_moe else ():
+        divides = model.num_experts % larger == 0 and world % (larger * pp) == 0
+        if divides and fits(expert_model_parallel_size=larger):
+            return f"set actor.model.expert_model_parallel_size={larger}"
+    tp = parallel.tensor_model_parallel_size
+    others = pp * parallel.context_parallel_size
+    for larger in range(tp + 1, world // others + 1):
+        divides = model.num_kv_heads % larger == 0 and world % (larger * others) == 0
+        if divides and fits(tensor_model_parallel_size=larger, sequence_parallel=True):
+            return f"set actor.model.tensor_model_parallel_size={larger} actor.model.sequence_parallel=True"
+    tokens = settings.runner.max_tokens_per_mbs
+    while tokens // 2 >= settings.runner.seq_length:
+        tokens //= 2
+        if fits(max_tokens_per_mbs=tokens):
+            return f"set runner.max_tokens_per_mbs={tokens}"
+    if settings.actor.optim.use_distributed_optimizer and fits(optimizer_cpu_offload=True):
+        return "set actor.optim.optimizer_cpu_offload=True"
+    return "place the actor on more GPUs or use a smaller model"

@@ -1,0 +1,81 @@
+"""The policy under training: actor."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rstar2_megatron.settings.sections.base import Section
+
+
+class ActorModelSettings(Section):
+    precision: Literal["fp32", "bf16"] = "bf16"
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the experts of a layer (mixture-of-experts models); an expert is never cut."""
+    expert_tensor_parallel_size: Literal[1] = 1
+    sequence_parallel: bool = False
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+
+
+class OptimSettings(Section):
+    optimizer: Literal["adam"] = "adam"
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = Field(1.0, gt=0)
+    use_distributed_optimizer: bool = True
+    optimizer_cpu_offload: bool = False
+    """Keep fp32 master weights and moments in host memory and update them on the CPU: 12 bytes a parameter less on the
+    GPUs, some seconds more a step. Needs use_distributed_optimizer.
+    """
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+
+class LrSchedSettings(Section):
+    lr_warmup_iters: int = Field(20, ge=0)
+    lr_decay_style: Literal["constant", "cosine"] = "constant"
+    lr_decay_iters: int | None = None
+    """Steps of the cosine; null takes runner.max_steps."""
+
+
+class WeightSyncSettings(Section):
+    """How weights reach the engines after an update."""
+
+    route: Literal["auto", "cuda_ipc", "shared_memory", "broadcast", "disk"] = "auto"
+    """auto: CUDA IPC on shared GPUs, shared memory on one node, otherwise a broadcast (NCCL, gloo); disk when those
+    fail at the first sync.
+    """
+    bucket_mb: int = Field(512, ge=1)
+    """MiB of weights that travel at a time."""
+    directory: str | None = None
+    """For the disk route, on a file system of all nodes; null takes {output_dir}/{experiment_name}/weights."""
+
+
+class ActorSettings(Section):
+    group_name: str = "ActorGroup"
+    training_backend: Literal["megatron"] = "megatron"
+    seed: int = 1234
+    offload_optimizer: bool = False
+    offload_weight: bool = False
+    offload_grad: bool = False
+    model: ActorModelSettings = ActorModelSettings()
+    optim: OptimSettings = OptimSettings()
+    lr_sched: LrSchedSettings = LrSchedSettings()
+    weight_sync: WeightSyncSettings = WeightSyncSettings()
+    log_prob_chunk_tokens: int = Field(512, ge=1)
+    """Tokens of the vocabulary head computed at a time, so that no full fp32 logits exist."""
+    distributed_timeout_minutes: float = Field(30.0, gt=0)
+    cpu_threads: int = Field(1, ge=1)
+    """Threads of a rank that runs on CPU."""

@@ -1,0 +1,81 @@
+"""What is sampled, kept and optimised: algorithm."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rstar2_megatron.settings.sections.base import Section
+
+
+class DownSamplingConfig(Section):
+    reject_equal_reward: bool = True
+    roc_error_ratio: bool = True
+    roc_answer_format: bool = True
+    min_zero_reward_trace_num: int = Field(2, ge=0)
+    min_non_zero_reward_trace_num: int = Field(2, ge=0)
+    down_sample_to_n: int = Field(ge=1)
+    """G: trajectories kept of each group of `algorithm.group_size`."""
+    mode: Literal["paper", "released"] = "paper"
+    """paper: positives sampled with probability inverse to penalty; released: lowest penalty first."""
+    penalty_epsilon: float = Field(0.01, gt=0)
+    """Added to the penalty in `paper` mode, so that a clean trajectory has a finite weight."""
+
+
+class DownSamplingSettings(Section):
+    do_down_sampling: bool = True
+    down_sampling_config: DownSamplingConfig
+
+
+class SamplingParams(Section):
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    max_new_tokens: int = Field(ge=1)
+    """Response budget of a trajectory in tokens, tool responses included."""
+
+
+class RefillSettings(Section):
+    """More problems when rejected groups thin a step's batch. Off as released: the step then trains on what is left."""
+
+    enabled: bool = False
+    min_share: float = Field(0.5, gt=0, le=1)
+    """Groups that must survive rejection, as a share of data.rollout_batch_size."""
+    max_extra: float = Field(1.0, gt=0)
+    """Most problems added to a step, as a share of data.rollout_batch_size."""
+
+
+class AlgorithmSettings(Section):
+    group_size: int = Field(ge=1)
+    """Rollouts per problem before down-sampling (2G)."""
+    n_minibatches: int = Field(1, ge=1)
+    """Optimizer steps per training step."""
+    training_batch_size_per_gpu: int = Field(1, ge=1)
+    """Sequences per micro-batch when runner.enable_dynamic_batch_size is off."""
+    adv_type: Literal["grpo", "grpo-no-std", "leave-one-out"] = "grpo"
+    """grpo: (r - mean) / std over the kept group (the paper); the others leave out the std, or the own reward."""
+    loss_agg_func: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf"
+    ] = "token-mean"
+    """token-mean: over the whole step (the paper); the released ones as `algorithm.loss.aggregate` describes them."""
+    recompute_logprobs: bool = False
+    """Old log-probs from the actor instead of the engine; works with down-sampling on."""
+    clip_ratio_low: float = Field(0.2, gt=0, lt=1)
+    clip_ratio_high: float = Field(0.28, gt=0)
+    clip_ratio_c: float | None = Field(3.0, gt=1)
+    """Dual clip: the loss of a negative-advantage token is bounded by clip_ratio_c * |A|; null turns it
+    off.
+    """
+    kl_beta: float = Field(0.0, ge=0)
+    """Weight of the KL term to the policy that RL started from; GRPO-RoC trains without (0)."""
+    kl_penalty_type: Literal["low_var_kl", "k3", "mse", "k2", "kl", "k1", "abs"] = "low_var_kl"
+    """Estimator of that term by its name in RLinf: low_var_kl = k3, mse = k2; kl = k1 and abs are refused."""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Weight of the mean token entropy, subtracted from the loss."""
+    importance_sampling_fix: bool = False
+    """Truncated importance sampling between engine and actor; needs recompute_logprobs."""
+    importance_sampling_clip: float = Field(2.0, gt=0)
+    down_sampling: DownSamplingSettings
+    refill: RefillSettings = RefillSettings()
+    sampling_params: SamplingParams

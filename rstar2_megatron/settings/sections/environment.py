@@ -1,0 +1,90 @@
+"""Problems and what answers the model: data, agent loop, tools, reward, evaluation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rstar2_megatron.settings.sections.base import Section
+
+
+class DataSettings(Section):
+    type: Literal["math"] = "math"
+    train_data_paths: list[str]
+    val_data_paths: list[str] = []
+    prompt_key: str = "prompt"
+    answer_key: str = "solutions"
+    max_prompt_length: int = Field(ge=1)
+    filter_prompt_by_length: bool = True
+    rollout_batch_size: int = Field(ge=1)
+    """Problems per training step."""
+    shuffle: bool = True
+    seed: int = 1234
+
+
+class RewardSettings(Section):
+    group_name: str = "RewardGroup"
+    reward_type: Literal["rstar2"] = "rstar2"
+    mode: Literal["paper", "released"] = "paper"
+    """paper: the last box inside the model's last <answer>; released: either of two graders on the whole response."""
+    timeout_s: float = Field(2.0, gt=0)
+    """Time limit for grading one answer."""
+    num_workers: int = Field(1, ge=1)
+    """Grading processes of one reward worker."""
+
+
+class AgentLoopSettings(Section):
+    tools: list[str] = ["python_code_with_standard_io"]
+    """Tools offered to the model, of those in rollout/tools.py."""
+    use_data_system_prompt: bool = False
+    """A system message in the data replaces the system prompt (it must then describe the tools itself)."""
+    max_assistant_turns: int = Field(5, ge=1)
+    max_parallel_calls: int = Field(1, ge=1)
+    max_tool_response_length: int = Field(256, ge=16)
+    """Characters of a tool response shown to the model."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    max_identical_calls: int | None = Field(None, ge=2)
+    """End a trajectory that makes the same call, arguments included, so many times in a row; null never does."""
+    max_malformed_turns: int | None = Field(None, ge=1)
+    """End a trajectory after so many turns in a row without a call that can be run; null never does."""
+    system_prompt: str | None = None
+    """null takes rStar2's system prompt; {tools} is replaced by the JSON tool schema."""
+    user_prefix: str | None = None
+    """Put before the problem; null takes rStar2's."""
+    generation_prefix: str | None = None
+    """Opens every assistant turn; null takes rStar2's `<reason>` prefix."""
+
+
+class CodeJudgeSettings(Section):
+    host_addr: str | None = None
+    """null: start our own on loopback; otherwise the judge that is already running."""
+    host_port: int | None = None
+    """null: a free port."""
+    redis_uri: str | None = None
+    """null: start a Redis on loopback; otherwise the running one, e.g. redis://host:6379/0."""
+    num_workers: int = Field(2, ge=1)
+    """Execution slots of the judge that we start."""
+    time_limit_s: float = Field(4.0, gt=0)
+    memory_mb: int = Field(512, ge=64)
+    request_timeout_s: float = Field(60.0, gt=0)
+    max_outage_s: float = Field(120.0, ge=0)
+    """How long an unreachable judge is waited for before trajectories are given up."""
+    max_concurrency: int = Field(128, ge=1)
+
+
+class ToolsSettings(Section):
+    codejudge: CodeJudgeSettings = CodeJudgeSettings()
+
+
+class EvaluationSettings(Section):
+    before_and_after: bool = True
+    num_problems: int = Field(-1, ge=-1)
+    """Problems of data.val_data_paths used; -1 takes all."""
+    num_samples: int = Field(1, ge=1)
+    """k of avg@k."""
+    temperature: float = Field(0.6, ge=0)
+    max_assistant_turns: int | None = None
+    max_new_tokens: int | None = None
+    save_trajectories: bool = True
+    """Every trajectory of each evaluation of a run, in evaluation/{when}.jsonl."""

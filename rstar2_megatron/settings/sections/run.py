@@ -1,0 +1,91 @@
+"""Where a run happens and how long: cluster, runner."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rstar2_megatron.settings.sections.base import Section
+
+
+class ClusterSettings(Section):
+    """RLinf's cluster section, passed to `rlinf.scheduler.Cluster` as it stands."""
+
+    num_nodes: int = Field(1, ge=1)
+    component_placement: Any
+    """RLinf placement: {"actor,rollout,reward": "all"}, or per component with ranks or node groups."""
+    node_groups: list[dict[str, Any]] | None = None
+    """RLinf node groups; the CPU YAML registers its slots here (type CPUSlots)."""
+
+
+class LoggerSettings(Section):
+    log_path: str
+    project_name: str = "rstar2"
+    experiment_name: str
+    logger_backends: list[Literal["tensorboard", "wandb", "swanlab"]] = ["tensorboard"]
+    """metrics.jsonl is always written. wandb and swanlab need `requirements/loggers.txt`."""
+    wandb_entity: str | None = None
+    wandb_proxy: str | None = None
+    """wandb runs offline where WANDB_MODE=offline is in the environment."""
+    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] = "cloud"
+
+
+class StopCondition(Section):
+    """Ends a run, or a stage of a recipe, before its last step."""
+
+    metric: str
+    """A name of metrics.jsonl, e.g. rollout/clip_ratio, or eval/average for evaluations in training."""
+    at_least: float | None = None
+    at_most: float | None = None
+    times: int = Field(1, ge=1)
+    """So many values one after the other must satisfy it."""
+    average_over: int = Field(1, ge=1)
+    """Steps with the metric that are averaged to one value."""
+
+    @model_validator(mode="after")
+    def _has_a_bound(self) -> StopCondition:
+        if self.at_least is None and self.at_most is None:
+            raise ValueError("a condition needs at_least or at_most")
+        return self
+
+
+class RunnerSettings(Section):
+    task_type: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
+    """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: count how often each
+    problem is solved, and leave out those that teach nothing.
+    """
+    experiment_name: str
+    output_dir: str = "results"
+    """Everything a run writes lies under {output_dir}/{experiment_name}/."""
+    logger: LoggerSettings
+    max_epochs: int = Field(1000, ge=1)
+    max_steps: int = Field(ge=0)
+    """Training steps; 0 only evaluates."""
+    save_interval: int = -1
+    """Steps between checkpoints; -1 saves only after the last step."""
+    keep_checkpoints: int = Field(2, ge=1)
+    val_check_interval: int = -1
+    """Steps between evaluations in training; -1 evaluates only before and after."""
+    resume_dir: str | None = "auto"
+    """`auto` (newest complete checkpoint of this experiment), a global_step_N directory, or null."""
+    init_checkpoint: str | None = None
+    """A global_step_N directory of another run whose model and optimizer this run starts from, at step 0."""
+    stop_when: list[StopCondition] = []
+    """The run ends, with checkpoint and export, as soon as one of these holds."""
+    seq_length: int = Field(ge=8)
+    """Longest prompt + response in tokens."""
+    enable_dynamic_batch_size: bool = True
+    max_tokens_per_mbs: int = Field(ge=8)
+    """Token budget of one packed micro-batch."""
+    step_timeout_s: float = Field(3600.0, gt=0)
+    """A step that is not done by then is a failure, not a hang."""
+    save_trajectories_per_step: int = Field(8, ge=0)
+    """Trajectories of each step written to trajectories.jsonl, rounded up to whole groups; 0 writes none."""
+    save_rollouts: bool = False
+    """Lengths, turns and tool times of every trajectory to rollouts.jsonl, for `python -m benchmarks.scheduler`."""
+    save_rollout_tokens: bool = False
+    """Write every trajectory of each step, token for token, to rollouts/step_N.jsonl.gz of the run."""
+    replay_rollouts: str | None = None
+    """A directory written by save_rollout_tokens: train on its steps instead of rolling out. The same trajectories
+    under two layouts, losses or backends give losses that can be compared number by number."""
