@@ -121,3 +121,34 @@ def start_actor(
     )
     actor.initialize()
     return actor
+
+
+def transformers_step(
+    model: Any, adam: Any, sequences: list[TrainSequence], budget: int, device: str
+) -> None:
+    """What a trainer on transformers does: padded micro-batches, full logits, the same loss and optimizer."""
+    trained = sum(s.num_trained_tokens for s in sequences)
+    adam.zero_grad()
+    waiting = list(sequences)
+    while waiting:
+        batch: list[TrainSequence] = []
+        while waiting and (len(batch) + 1) * max(s.length for s in [*batch, waiting[0]]) <= budget:
+            batch.append(waiting.pop(0))
+        longest = max(s.length for s in batch)
+
+        def padded(name: str, longest: int = longest, batch: list[TrainSequence] = batch) -> torch.Tensor:
+            rows = [list(getattr(s, name)) + [0] * (longest - s.length) for s in batch]
+            return torch.tensor(rows, device=device)
+
+        ids, mask = padded("input_ids"), padded("loss_mask")[:, 1:]
+        keep = torch.tensor([[1] * s.length + [0] * (longest - s.length) for s in batch], device=device)
+        logits = model(input_ids=ids, attention_mask=keep, use_cache=False).logits[:, :-1].float()
+        chosen = -torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        ).view(mask.shape)
+        ratio = (chosen - padded("rollout_logprobs")[:, 1:]).clamp(-20, 20).exp()
+        advantage = torch.tensor([s.advantage for s in batch], device=device)[:, None]
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        (-(gain * mask).sum() / trained).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    adam.step()

@@ -5,8 +5,8 @@ N parameters, world = data x tensor x pipeline x context ranks, GB = 1e9 bytes:
   sharded by the distributed optimizer); fp32 training: 4N, 4N and 8N; experts are divided by EP instead of TP;
 - with optim.optimizer_cpu_offload the optimizer takes no GPU memory and 12N/world of the host for each rank;
 - activations with full recompute: one input per layer, plus one layer at work; without: every layer's;
-- vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP fp32 logits, three times (logits, softmax,
-  gradient), and the gradient of its weight, summed in fp32.
+- vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP, 12 bytes a logit (two in fp32, two in bf16), and the
+  placeholder for its weight's gradient, which itself goes to the buffer that counts as gradients.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     else:
         activations = in_flight * layers * layer
     head = 3 * 4 * settings.actor.log_prob_chunk_tokens * model.vocab_size / tp
-    head += (6 if bf16 else 4) * model.vocab_size * model.hidden_size / tp
+    head += width * model.vocab_size * model.hidden_size / tp
     return Memory(
         weights=width * per_rank / GB,
         gradients=4 * per_rank / GB,

@@ -30,8 +30,8 @@ def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConf
     )
     if slots.memory_gb is None:
         return
-    plan_host(plan, settings, slots, model, world)
     if memory.total <= slots.memory_gb:
+        plan_host(plan, settings, slots, model, world)
         return
     name = Path(settings.rollout.model.model_path).name
     tp = settings.actor.model.tensor_model_parallel_size
