@@ -116,6 +116,25 @@ class EngineModel:
         """Tokens of running requests now."""
         return {key: r.context + self._done(r) for key, r in self._running.items()}
 
+    def used_tokens(self) -> int:
+        """What running requests hold, shared prompts once: SGLang's own figure."""
+        prompts = {r.group: r.prompt_tokens for r in self._running.values()}
+        return self._running_tokens + sum(prompts.values())
+
+    def abort(self, key: int) -> int | None:
+        """Take a turn out of the engine; how many tokens it has generated, None when it is not here."""
+        if (request := self._running.pop(key, None)) is not None:
+            request.generated = self._done(request)
+            self._leave(request, cached=True)
+            self._order_ends()
+            self._full = False
+            return request.generated
+        for position, request in enumerate(self._waiting):
+            if request.key == key:
+                del self._waiting[position]
+                return request.generated
+        return None
+
     def advance(self, until: float) -> None:
         """One prefill, or decode steps until a request ends, the cache is full or `until` has passed."""
         batch = self._take_in()
@@ -271,6 +290,10 @@ class EngineModel:
         if not self._running:
             self._ratio, self._full = _RATIO_START, False
 
+    def _order_ends(self) -> None:
+        self._ends = [(r.started_at + r.generate - r.generated, r.key) for r in self._running.values()]
+        heapq.heapify(self._ends)
+
     def _leave(self, request: Request, *, cached: bool) -> None:
         """Free the request's room, or leave its tokens in the prefix cache."""
         own = request.context + request.generated - request.prompt_tokens
@@ -294,8 +317,7 @@ class EngineModel:
             self._waiting.append(request)
             if self._available >= len(self._running):
                 break
-        self._ends = [(r.started_at + r.generate - r.generated, r.key) for r in self._running.values()]
-        heapq.heapify(self._ends)
+        self._order_ends()
         decoded = sum(self._done(r) for r in self._running.values())
         allowed = sum(r.max_new for r in self._running.values())
         self._ratio = min(1.0, (decoded + _RETRACT_STEPS * len(self._running)) / (allowed + 1))

@@ -31,7 +31,9 @@ from rstar2_megatron.rollout.work_queue import Slice, WorkQueue
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import Problem, Trajectory
 
-_current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("trace")  # [trace, next turn]
+_current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar(
+    "trace"
+)  # [trace, next turn, its tokens so far]
 
 
 class TraceEngine:
@@ -45,12 +47,17 @@ class TraceEngine:
         self.no_calls = {str(opening[0]): -100.0}
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
+        self,
+        input_ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        timeout_s: float,
+        on_tokens: Any = None,
+        owner: object = None,
     ) -> GenerateResult:
         state = _current.get()
-        trace, number = state
+        trace, number, generated = state
         turn = trace.turns[number]
-        state[1] += 1
         last = number + 1 == len(trace.turns)
         program = (
             ""
@@ -59,14 +66,18 @@ class TraceEngine:
         )
         text = call_text(program) if program else ""
         ending = self.template.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
-        count = max(turn.generated_tokens, len(ending))
+        count = max(turn.generated_tokens - generated, len(ending))
         result = await self.engine.generate(
             input_ids,
             {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True, "logit_bias": self.no_calls},
             timeout_s=timeout_s,
             on_tokens=on_tokens,
+            owner=owner,
         )
-        if result.finish_reason != "abort":
+        if result.finish_reason == "abort":
+            state[2] += len(result.token_ids)
+        else:
+            state[1:] = [number + 1, 0]
             result.token_ids = result.token_ids[: len(result.token_ids) - len(ending)] + ending
             result.finish_reason = "stop"
         return result
@@ -76,6 +87,9 @@ class TraceEngine:
 
     async def recover(self) -> None:
         await self.engine.recover()
+
+    async def abort(self, owner: object) -> None:
+        await self.engine.abort(owner)
 
     async def abort_all(self) -> None:
         await self.engine.abort_all()
@@ -89,10 +103,10 @@ def call_text(program: str) -> str:
 class TracedLoop(AgentLoop):
     """The agent loop, told which trace each trajectory follows."""
 
-    traces: dict[tuple[str, int], Trace]
+    states: dict[tuple[str, int], list[Any]]  # kept while a trajectory is parked
 
     async def run(self, problem: Problem, rollout_index: int, **keywords: Any) -> Trajectory:
-        _current.set([self.traces[problem.query_id, rollout_index], 0])
+        _current.set(self.states[problem.query_id, rollout_index])
         return await super().run(problem, rollout_index, **keywords)
 
 
@@ -138,7 +152,7 @@ async def replay(
             max_context_tokens=engine.max_context_tokens,
             timeout_s=600,
         )
-        loop.traces = {(str(t.group), t.index): t for t in traces}
+        loop.states = {(str(t.group), t.index): [t, 0, 0] for t in traces}
 
         async def ended(work: Slice, trajectory: Trajectory, number: int = number) -> None:
             finished.append(trajectory)
@@ -160,6 +174,7 @@ async def replay(
     return {
         "makespan_s": round(makespan, 2),
         "idle_share": round(stats["idle_share"], 4),
+        "preemptions": int(stats["preemptions"]),
         "evictions": int(stats["retractions"]),
         "prefill_tokens": int(stats["prefill_tokens"]),
         "prefix_hit_rate": round(stats["prefix_hit_rate"], 4),

@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.engine_model import EngineModel, EngineSpeed, Request
 from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
 from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
-from rstar2_megatron.rollout.kv_budget import POLICIES, KVBudget, make_budget
+from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
+from rstar2_megatron.rollout.kv_reservation import KVBudget
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
 from rstar2_megatron.rollout.work_queue import WorkQueue
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
@@ -48,6 +49,7 @@ class Result:
     makespan_s: float
     idle_share: float
     recompute_share: float
+    preemptions: int
     evictions: int
     evicted_tokens: int
     recomputed_tokens: int
@@ -62,7 +64,9 @@ class _Life:
     trace: Trace
     turn: int = 0
     length: int = 0
-    admitted_at: float = 0.0
+    admitted_at: float | None = None
+    generated: int = 0  # of the turn that a preemption interrupted
+    preempted: bool = False
 
 
 class Simulator:
@@ -114,6 +118,7 @@ class Simulator:
             makespan_s=round(makespan, 2),
             idle_share=round(1 - sum(c.busy_s for c in counters) / total, 4),
             recompute_share=round(sum(c.recompute_s for c in counters) / total, 4),
+            preemptions=sum(engine.preemptions for engine in self.engines),
             evictions=sum(c.evictions for c in counters),
             evicted_tokens=sum(c.evicted_tokens for c in counters),
             recomputed_tokens=sum(c.recomputed_tokens for c in counters),
@@ -143,6 +148,7 @@ class _Engine:
         self.next_report = _REPORT_S
         self.answer_at: float | None = None  # when the driver answers our request for work
         self.evictions_seen = 0
+        self.preemptions = 0
         self.ended_at = 0.0
 
     def step(self, now: float) -> float | None:
@@ -150,7 +156,7 @@ class _Engine:
         self.model.now = max(self.model.now, now)
         now = self.model.now
         while self.tools and self.tools[0][0] <= now:
-            self._submit(heapq.heappop(self.tools)[1])
+            self._answered(heapq.heappop(self.tools)[1])
         if now >= self.next_report:
             self._report(now)
         self._pull(now)
@@ -179,7 +185,8 @@ class _Engine:
         for admission in self.scheduler.admit():
             key = admission.key
             assert isinstance(key, int)
-            self.lives[key].admitted_at = now
+            if self.lives[key].admitted_at is None:
+                self.lives[key].admitted_at = now
             self._submit(key)
         if self.answer_at is None and self.scheduler.wants_work() and self.simulator.phase.queue.left:
             self.answer_at = now + _ASK_S
@@ -188,21 +195,27 @@ class _Engine:
         trace = self.simulator.traces[group, index]
         key = group << 20 | index
         self.lives[key] = _Life(trace, 0, trace.prompt_tokens)
+        return self._request_for(key)
+
+    def _request_for(self, key: int) -> Admission:
+        life = self.lives[key]
+        trace = life.trace
         longest = trace.prompt_tokens + trace.max_response_tokens
-        return Admission(key, group, trace.prompt_tokens, longest, trace.prompt_tokens)
+        return Admission(key, trace.group, trace.prompt_tokens, longest, life.length)
 
     def _submit(self, key: int) -> None:
         life = self.lives[key]
         trace = life.trace
         left = trace.prompt_tokens + trace.max_response_tokens - life.length
-        generate = trace.turns[life.turn].generated_tokens
+        generate = trace.turns[life.turn].generated_tokens - life.generated
         self.model.submit(Request(key, trace.group, trace.prompt_tokens, life.length, generate, left))
 
     def _turn_ended(self, request: Request) -> None:
         key, now = request.key, self.model.now
         life = self.lives[key]
         turn = life.trace.turns[life.turn]
-        life.length += turn.generated_tokens
+        life.length += turn.generated_tokens - life.generated
+        life.generated = 0
         life.turn += 1
         if life.turn < len(life.trace.turns):
             life.length += turn.tool_tokens
@@ -213,15 +226,43 @@ class _Engine:
         self.scheduler.budget.release(key)
         self.simulator.phase.ended(self.number, life.trace.group, _ended(life.trace), now)
         self.model.forget(key)
+        assert life.admitted_at is not None
         self.simulator.seconds.append(now - life.admitted_at)
         self.ended_at = now
         del self.lives[key]
 
     def _report(self, now: float) -> None:
         evictions = self.model.counters.evictions
-        self.scheduler.budget.observe(evictions - self.evictions_seen, dict(self.model.lengths()))
+        self.scheduler.budget.observe(
+            evictions - self.evictions_seen, self.model.lengths(), self.model.used_tokens()
+        )
         self.evictions_seen = evictions
         self.next_report = now + _REPORT_S
+        for key in self.scheduler.preempt():
+            assert isinstance(key, int)
+            self._preempt(key)
+
+    def _preempt(self, key: int) -> None:
+        """Park a trajectory with its tokens; one that waits for its tool when the answer is there."""
+        life = self.lives[key]
+        life.preempted = True
+        self.preemptions += 1
+        generated = self.model.abort(key)
+        if generated is not None:
+            life.length += generated
+            life.generated += generated
+            self._requeue(key)
+
+    def _answered(self, key: int) -> None:
+        if self.lives[key].preempted:
+            self._requeue(key)
+        else:
+            self._submit(key)
+
+    def _requeue(self, key: int) -> None:
+        self.lives[key].preempted = False
+        self.scheduler.budget.settle(key, self.lives[key].length)
+        self.scheduler.requeue(self._request_for(key))
 
 
 def _ended(trace: Trace) -> Trajectory:

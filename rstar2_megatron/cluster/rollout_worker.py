@@ -18,7 +18,8 @@ from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_budget import KVBudget, make_budget
+from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.kv_reservation import KVBudget
 from rstar2_megatron.rollout.messages import Ended, WorkRequest
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.work_queue import Slice

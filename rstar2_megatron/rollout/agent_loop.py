@@ -7,9 +7,11 @@ is decoded only to find tool calls. A trajectory can be parked at any token and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rstar2_megatron.rollout.chat import ChatTemplate
@@ -35,11 +37,14 @@ class Engine(Protocol):
         *,
         timeout_s: float,
         on_tokens: LengthCallback | None = None,
+        owner: object = None,
     ) -> GenerateResult: ...
 
     async def settled(self) -> None: ...
 
     async def recover(self) -> None: ...
+
+    async def abort(self, owner: object) -> None: ...
 
     async def abort_all(self) -> None: ...
 
@@ -49,7 +54,14 @@ class Interrupted(Exception):
 
 
 class Parked(Exception):
-    """The phase ends before the trajectory."""
+    """The phase ends before the trajectory, or the scheduler wants its room."""
+
+
+@dataclass(slots=True, eq=False)
+class Preemption:
+    """The scheduler's word to one running trajectory (`AgentLoop.preempt`)."""
+
+    asked: bool = False
 
 
 class AgentLoop:
@@ -92,14 +104,17 @@ class AgentLoop:
         *,
         on_progress: LengthCallback | None = None,
         resume: Trajectory | None = None,
+        preemption: Preemption | None = None,
     ) -> Trajectory:
         """One attempt at `problem`, or the rest of `resume`. Never raises, except when it is cancelled.
 
         `on_progress` is told the trajectory's length in tokens after every turn, and about once a second inside
-        one. A trajectory that the engine or the judge spoilt ends as INFRASTRUCTURE with the reason in `error`; a
-        parked one comes back without a finish reason.
+        one. A trajectory that the engine or the judge spoilt ends as INFRASTRUCTURE with the reason in `error`; one
+        that was parked, by the end of the phase or by `preemption`, comes back without a finish reason.
         """
         started = time.monotonic()
+        preemption = preemption or Preemption()
+        parked = False
         trajectory = resume or Trajectory(
             query_id=problem.query_id, rollout_index=rollout_index, prompt_ids=[]
         )
@@ -108,10 +123,12 @@ class AgentLoop:
                 trajectory.prompt_ids = self.template.prompt_ids(problem)
             if trajectory.session:
                 self.tools.judge.expect_session(trajectory.session)
-            turns = _Turns(self, trajectory, started + self.timeout_s, on_progress)
+            deadline = started + self.timeout_s - trajectory.seconds
+            turns = _Turns(self, trajectory, deadline, on_progress, preemption)
             trajectory.finish_reason = await turns.until_end()
         except Parked:
-            trajectory.finish_reason = FinishReason.CUT if self.cutting else None
+            parked = not self.cutting
+            trajectory.finish_reason = None if parked else FinishReason.CUT
         except Interrupted as error:
             trajectory.finish_reason = FinishReason.INFRASTRUCTURE
             trajectory.error = str(error)
@@ -120,23 +137,38 @@ class AgentLoop:
             trajectory.finish_reason = FinishReason.INFRASTRUCTURE
             trajectory.error = f"{type(error).__name__}: {error}"
         finally:
-            if trajectory.finish_reason is not None or not self.parking:
+            if not parked:  # its interpreter goes on with it
                 await self.tools.close(trajectory)
         trajectory.seconds += time.monotonic() - started
-        self.stats.finish(trajectory)
+        if parked and not self.parking:
+            self.stats.preemptions += 1
+        else:
+            self.stats.finish(trajectory)
         return trajectory
+
+    async def preempt(self, preemption: Preemption) -> None:
+        """Park the trajectory that runs with `preemption`, keeping its tokens; a tool call under way is waited for."""
+        preemption.asked = True
+        with contextlib.suppress(EngineLost, EngineError):  # then its turn is over anyway
+            await self.engine.abort(preemption)
 
 
 class _Turns:
     """The state of one running trajectory."""
 
     def __init__(
-        self, loop: AgentLoop, trajectory: Trajectory, deadline: float, on_progress: LengthCallback | None
+        self,
+        loop: AgentLoop,
+        trajectory: Trajectory,
+        deadline: float,
+        on_progress: LengthCallback | None,
+        preemption: Preemption,
     ) -> None:
         self.loop = loop
         self.trajectory = trajectory
         self.deadline = deadline
         self.on_progress = on_progress
+        self.preemption = preemption
         self.budget = loop.response_budget(len(trajectory.prompt_ids))
         self.malformed_turns = 0
         self.identical_calls = 0
@@ -146,6 +178,12 @@ class _Turns:
                 f"the prompt of {trajectory.query_id} has {len(trajectory.prompt_ids)} tokens and leaves no room "
                 f"in runner.seq_length={loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
             )
+        for text in trajectory.assistant_texts:  # before it was parked
+            self._gone_astray(parse_tool_calls(text, loop.template.schemas))
+
+    @property
+    def parking(self) -> bool:
+        return self.loop.parking or self.preemption.asked
 
     async def until_end(self) -> FinishReason:
         trajectory, settings, template = self.trajectory, self.loop.settings, self.loop.template
@@ -200,7 +238,7 @@ class _Turns:
         result = await self._generate()
         self._append_generated(result)
         if result.finish_reason == "abort":
-            raise Parked if self.loop.parking else Interrupted("the engine aborted the request")
+            raise Parked if self.parking else Interrupted("the engine aborted the request")
         turn = trajectory.response_ids[trajectory.open_turn :]
         trajectory.assistant_texts.append(self.loop.template.decode(turn))
         trajectory.open_turn = None
@@ -220,13 +258,17 @@ class _Turns:
         stats = self.loop.stats
         while True:
             await self._settled()
-            if self.loop.parking:
+            if self.parking:
                 raise Parked
             begun = time.monotonic()
             stats.enter_engine()
             try:
                 result = await self.loop.engine.generate(
-                    input_ids, parameters, timeout_s=self._seconds_left(), on_tokens=self._report_progress
+                    input_ids,
+                    parameters,
+                    timeout_s=self._seconds_left(),
+                    on_tokens=self._report_progress,
+                    owner=self.preemption,
                 )
             except GenerationTimeout as error:
                 raise Interrupted(str(error)) from error

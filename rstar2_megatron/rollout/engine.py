@@ -67,6 +67,7 @@ class EngineClient:
         self._keep_weights_bytes = keep_weights_bytes
         self._request_ids = itertools.count(1)
         self._on_tokens: dict[str, TokensCallback] = {}  # of running requests
+        self._owned: dict[object, str] = {}  # request ids of running requests by owner
         self.on_report: Callable[[EngineReport], None] = lambda report: None
         """Called about once a second with the engine's load."""
         self._child: EngineChild | None = None
@@ -184,10 +185,11 @@ class EngineClient:
         *,
         timeout_s: float,
         on_tokens: TokensCallback | None = None,
+        owner: object = None,
     ) -> GenerateResult:
         """Continue `input_ids`. `sampling` holds SGLang's sampling parameters (stop_token_ids, max_new_tokens, ...).
 
-        `on_tokens` is told about once a second how many tokens there are.
+        `on_tokens` is told about once a second how many tokens there are; `abort(owner)` ends it early.
 
         Raises EngineLost, its subclass GenerationTimeout after `timeout_s` (the request is aborted in the engine),
         or EngineError when SGLang refuses the request, for example because it is too long, and when the engine is
@@ -206,6 +208,8 @@ class EngineClient:
         rid = f"{next(self._request_ids):016x}"
         if on_tokens is not None:
             self._on_tokens[rid] = on_tokens
+        if owner is not None:
+            self._owned[owner] = rid
         try:
             result = await child.call(
                 "generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s
@@ -215,6 +219,7 @@ class EngineClient:
             raise
         finally:
             self._on_tokens.pop(rid, None)
+            self._owned.pop(owner, None)
         return msgspec.convert(result, GenerateResult)
 
     def _take_report(self, report: EngineReport) -> None:
@@ -222,6 +227,11 @@ class EngineClient:
             if rid in self._on_tokens:
                 self._on_tokens[rid](tokens)
         self.on_report(report)
+
+    async def abort(self, owner: object) -> None:
+        """End the owner's request, if it has one; its caller gets finish_reason `abort` and the tokens so far."""
+        if (rid := self._owned.get(owner)) is not None:
+            await self._call("abort", {"rid": rid})
 
     async def abort_all(self) -> None:
         """End every running request; their callers get finish_reason `abort` and the tokens so far."""

@@ -11,11 +11,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, EngineReport
 from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
 from rstar2_megatron.rollout.work_queue import Slice
-from rstar2_megatron.trajectory import Trajectory
+from rstar2_megatron.trajectory import FinishReason, Trajectory
 
 NextWork = Callable[[int], Awaitable[list[Slice] | None]]
 OnTrajectory = Callable[[Slice, Trajectory], Awaitable[None]]
@@ -27,6 +27,7 @@ _Key = tuple[int, int]  # group, rollout index
 class _Waiting:
     work: Slice
     since: float
+    preempted: bool = False  # its tokens are in work.parked
 
 
 class EngineRunner:
@@ -50,6 +51,8 @@ class EngineRunner:
         self._on_trajectory = on_trajectory
         self._waiting: dict[_Key, _Waiting] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._preemptions: dict[_Key, Preemption] = {}  # of running trajectories
+        self._preempting: set[asyncio.Task[None]] = set()
         self._lengths: dict[_Key, int] = {}  # of running trajectories, as last heard
         self._pull: asyncio.Future[list[Slice] | None] | None = None
         self._no_more = False
@@ -75,12 +78,15 @@ class EngineRunner:
         """End the phase now: running trajectories come to `on_trajectory` as far as they are, within a tool call.
 
         With `cut` they are over (FinishReason.CUT); otherwise `run` of a later phase goes on with them. What had not
-        started is forgotten.
+        started is forgotten; what was preempted comes back as it is.
         """
         self._no_more = True
         self.loop.parking, self.loop.cutting = True, cut
         self.scheduler.withdraw()
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, {}
+        for (_, index), one in waiting.items():
+            if one.preempted:
+                await self._hand_back(one.work, one.work.parked[index])
         with contextlib.suppress(EngineLost, EngineError):  # then nothing runs there
             await self.loop.engine.abort_all()
 
@@ -88,8 +94,15 @@ class EngineRunner:
         """The engine's report: current lengths and evictions go to the scheduler, the load to the statistics."""
         stats = self.loop.stats
         stats.observe(report)
-        self.scheduler.budget.observe(stats.retractions - self._evictions_seen, self._lengths)
+        self.scheduler.budget.observe(
+            stats.retractions - self._evictions_seen, self._lengths, report.used_tokens
+        )
         self._evictions_seen = stats.retractions
+        for key in self.scheduler.preempt():
+            assert isinstance(key, tuple)
+            task = asyncio.create_task(self.loop.preempt(self._preemptions[key]))
+            self._preempting.add(task)
+            task.add_done_callback(self._preempting.discard)
         self._wake.set()  # there may be room now
 
     # ------------------------------------------------------------------------------------------- work
@@ -113,16 +126,16 @@ class EngineRunner:
                 self._enqueue(one)
 
     def _enqueue(self, work: Slice) -> None:
+        for index in work.indices:
+            self._waiting[work.group, index] = _Waiting(work, time.monotonic())
+        self.scheduler.add([self._admission(work, index) for index in work.indices])
+
+    def _admission(self, work: Slice, index: int) -> Admission:
         prompt_tokens = len(self.loop.template.prompt_ids(work.problem))
         max_tokens = prompt_tokens + max(1, self.loop.response_budget(prompt_tokens))
-        admissions = []
-        for index in work.indices:
-            parked = work.parked.get(index)
-            length = max(parked.length, prompt_tokens) if parked else prompt_tokens
-            key = (work.group, index)
-            self._waiting[key] = _Waiting(work, time.monotonic())
-            admissions.append(Admission(key, work.group, prompt_tokens, max_tokens, length))
-        self.scheduler.add(admissions)
+        parked = work.parked.get(index)
+        length = max(parked.length, prompt_tokens) if parked else prompt_tokens
+        return Admission((work.group, index), work.group, prompt_tokens, max_tokens, length)
 
     def _start_what_fits(self) -> None:
         for admission in self.scheduler.admit():
@@ -130,6 +143,7 @@ class EngineRunner:
             assert isinstance(key, tuple)
             waiting = self._waiting.pop(key)
             self.loop.stats.admission_seconds += time.monotonic() - waiting.since
+            self._preemptions[key] = Preemption()
             task = asyncio.create_task(self._run_one(key, waiting.work))
             self._running.add(task)
             task.add_done_callback(self._ended)
@@ -138,17 +152,37 @@ class EngineRunner:
         def progress(length: int) -> None:
             self._lengths[key] = length
 
-        finished = False
+        finished = preempted = False
         try:
             trajectory = await self.loop.run(
-                work.problem, key[1], on_progress=progress, resume=work.parked.get(key[1])
+                work.problem,
+                key[1],
+                on_progress=progress,
+                resume=work.parked.get(key[1]),
+                preemption=self._preemptions[key],
             )
             finished = trajectory.usable
             self.scheduler.budget.settle(key, trajectory.length)
+            preempted = trajectory.finish_reason is None and not self.loop.parking
         finally:
+            del self._preemptions[key]
             self._lengths.pop(key, None)
-            self.scheduler.budget.release(key, finished=finished)
+            if not preempted:
+                self.scheduler.budget.release(key, finished=finished)
             self._wake.set()
+        if preempted:
+            work.parked[key[1]] = trajectory
+            self._waiting[key] = _Waiting(work, time.monotonic(), preempted=True)
+            self.scheduler.requeue(self._admission(work, key[1]))
+        else:
+            await self._on_trajectory(work, trajectory)
+
+    async def _hand_back(self, work: Slice, trajectory: Trajectory) -> None:
+        """A preempted trajectory for which the phase ends before it runs again."""
+        if self.loop.cutting:
+            trajectory.finish_reason = FinishReason.CUT
+            await self.loop.tools.close(trajectory)
+        self.loop.stats.finish(trajectory)
         await self._on_trajectory(work, trajectory)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -158,7 +192,10 @@ class EngineRunner:
             self._failure = error
 
     async def _cancel(self) -> None:
-        futures: list[asyncio.Future[None] | asyncio.Future[list[Slice] | None]] = [*self._running]
+        futures: list[asyncio.Future[None] | asyncio.Future[list[Slice] | None]] = [
+            *self._running,
+            *self._preempting,
+        ]
         if self._pull is not None:
             futures.append(self._pull)
         for future in futures:

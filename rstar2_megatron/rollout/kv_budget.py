@@ -2,7 +2,8 @@
 
 An engine that admits more than fits evicts running requests and computes their tokens again; one that admits too
 few sits idle. The paper's scheduler (arXiv 2508.20722, section 3.2) admits what surely fits at maximum length; it
-was not released, public code has only its commented-out trace. `AdaptiveBudget` admits what will fit.
+was not released, public code has only its commented-out trace. `AdaptiveBudget` admits what will fit, and parks the
+youngest when it did not.
 
 Pure: tokens and keys come in as arguments, no clock, no engine. The same object runs in production and in the
 simulator (`benchmarks/scheduler.py`).
@@ -12,155 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rstar2_megatron.rollout.kv_reservation import CountBudget, KVBudget, Lease
 from rstar2_megatron.rollout.length_estimate import Array, LengthSurvival
-
-
-@dataclass(slots=True)
-class Lease:
-    """One admitted trajectory; lengths in tokens, prompt included."""
-
-    group: Hashable
-    prompt_tokens: int
-    max_tokens: int  # prompt and longest possible response
-    length: int  # now
-
-    @property
-    def response_tokens(self) -> int:
-        return self.length - self.prompt_tokens
-
-
-class KVBudget:
-    """Admission by reservation. Base class: the paper's rule (`kv_reserve`), the maximum of each trajectory.
-
-    A group's prompt is counted once, because its trajectories share it in the engine's prefix cache.
-    """
-
-    def __init__(self, capacity_tokens: int, max_requests: int) -> None:
-        if capacity_tokens < 1 or max_requests < 1:
-            raise ValueError(
-                f"a KV budget needs room: capacity_tokens={capacity_tokens}, max_requests={max_requests}"
-            )
-        self.capacity_tokens = capacity_tokens
-        self.max_requests = max_requests
-        self._leases: dict[Hashable, Lease] = {}
-        self._prompts: Counter[Hashable] = Counter()
-        self._prompt_tokens = 0  # of the groups that run
-        self._reserved = 0  # response tokens
-
-    @property
-    def running(self) -> int:
-        return len(self._leases)
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens spoken for: never more than the capacity, but for a lone trajectory."""
-        return self._prompt_tokens + self._reserved
-
-    @property
-    def used_tokens(self) -> int:
-        """Tokens that the admitted trajectories have now, shared prompts once."""
-        return self._prompt_tokens + sum(lease.response_tokens for lease in self._leases.values())
-
-    def has_room(self) -> bool:
-        """Whether asking for more work makes sense at all."""
-        return self.running < self.max_requests and self.reserved_tokens < self.capacity_tokens
-
-    def room(self) -> int:
-        """About how many more trajectories would fit, one at least: how much work to ask for."""
-        slots = self.max_requests - self.running
-        if self._leases:
-            each = max(1, self.reserved_tokens // self.running)
-            slots = min(slots, (self.capacity_tokens - self.reserved_tokens) // each)
-        return max(1, slots)
-
-    def try_admit(
-        self, key: Hashable, group: Hashable, prompt_tokens: int, max_tokens: int, length: int | None = None
-    ) -> bool:
-        """Reserve for one trajectory if it fits; `max_tokens` is prompt and longest response.
-
-        `length` is what a trajectory that goes on from an earlier step has already. An empty engine takes any
-        trajectory that fits it alone. Raises ValueError for one that never can, and for a key already admitted.
-        """
-        if key in self._leases:
-            raise ValueError(f"trajectory {key!r} is already admitted")
-        if max_tokens > self.capacity_tokens:
-            raise ValueError(
-                f"a trajectory of {max_tokens} tokens never fits a KV cache of {self.capacity_tokens}; raise "
-                f"rollout.max_total_tokens or rollout.gpu_memory_utilization, or lower runner.seq_length"
-            )
-        if self.running >= self.max_requests:
-            return False
-        lease = Lease(group, prompt_tokens, max_tokens, prompt_tokens if length is None else length)
-        shared = 0 if self._prompts[group] else prompt_tokens
-        if self._leases and not self._fits(lease, shared):
-            return False
-        self._leases[key] = lease
-        self._prompts[group] += 1
-        self._prompt_tokens += shared
-        self._take(key, lease)
-        return True
-
-    def settle(self, key: Hashable, length: int) -> None:
-        """The trajectory is `length` tokens long now; its reservation follows."""
-        self._leases[key].length = length
-        self._follow(key, self._leases[key])
-
-    def release(self, key: Hashable, *, finished: bool = True) -> None:
-        """The trajectory ended (`finished`) or was given up; its tokens are free."""
-        lease = self._leases.pop(key)
-        self._prompts[lease.group] -= 1
-        if not self._prompts[lease.group]:
-            del self._prompts[lease.group]
-            self._prompt_tokens -= lease.prompt_tokens
-        self._give_back(key, lease)
-        if finished:
-            self._learn(lease)
-
-    def observe(self, evictions: int, lengths: Mapping[Any, int]) -> None:
-        """The engine's report, about once a second.
-
-        `evictions`: running requests evicted since the last report (0 tells that all is well); `lengths`: tokens of
-        admitted trajectories now, which grow inside a turn too.
-        """
-        for key, length in lengths.items():
-            self._leases[key].length = length
-
-    # what a policy decides
-
-    def _fits(self, lease: Lease, shared: int) -> bool:
-        need = lease.max_tokens - lease.prompt_tokens + shared
-        return self.reserved_tokens + need <= self.capacity_tokens
-
-    def _take(self, key: Hashable, lease: Lease) -> None:
-        self._reserved += lease.max_tokens - lease.prompt_tokens
-
-    def _follow(self, key: Hashable, lease: Lease) -> None:
-        pass
-
-    def _give_back(self, key: Hashable, lease: Lease) -> None:
-        self._reserved -= lease.max_tokens - lease.prompt_tokens
-
-    def _learn(self, lease: Lease) -> None:
-        pass
-
-
-class CountBudget(KVBudget):
-    """A number of trajectories, whatever they need (`static`, `least_requests`): what public code does."""
-
-    def has_room(self) -> bool:
-        return self.running < self.max_requests
-
-    def room(self) -> int:
-        return max(1, self.max_requests - self.running)
-
-    def _fits(self, lease: Lease, shared: int) -> bool:
-        return True
-
 
 _FEW_LENGTHS = 512
 
@@ -199,6 +57,7 @@ class AdaptiveBudget(KVBudget):
             None  # made at the first admission, which knows the longest response
         )
         self._curves: dict[Hashable, tuple[Array, Array]] = {}
+        self._known: dict[tuple[int, int], tuple[Array, Array]] = {}  # curves by length and longest
         self._expected = self._variance = np.zeros(1)
 
     @property
@@ -206,14 +65,39 @@ class AdaptiveBudget(KVBudget):
         """The highest point of the projected use."""
         return self._prompt_tokens + int(self._peak(self._expected, self._variance))
 
-    def observe(self, evictions: int, lengths: Mapping[Any, int]) -> None:
-        super().observe(evictions, lengths)
+    def observe(self, evictions: int, lengths: Mapping[Any, int], engine_tokens: int = 0) -> None:
+        super().observe(evictions, lengths, engine_tokens)
         too_many = evictions or self.used_tokens > self.capacity_tokens
         step = self._raise_by if too_many else -self._lower_by
         young = 0 < self._learnt < _FEW_LENGTHS and self.running
         self._ceiling = self.running * 1.1 + 4 if young else float("inf")
         self.z = min(self._z_range[1], max(self._z_range[0], self.z + step))
         self._project()
+
+    def preempt(self) -> list[Hashable]:
+        """Those with the fewest tokens of their own, until the others fit with what they grow to the next report.
+
+        The engine would evict as many, but only when its cache is full, and it takes the prefixes of those that wait
+        for a tool first, long ones too. The one with the most tokens always stays: something ends, whatever happens.
+        """
+        staying = {key: lease for key, lease in self._leases.items() if key not in self._leaving}
+        users = Counter(lease.group for lease in staying.values())
+        growth = self._growth / max(1, self.running)  # of each one
+        prompts = {lease.group: lease.prompt_tokens for lease in staying.values()}
+        need = self._uncounted + sum(prompts.values())
+        need += sum(lease.response_tokens + growth for lease in staying.values())
+        chosen: list[Hashable] = []
+        for key in sorted(staying, key=lambda k: staying[k].response_tokens)[:-1]:
+            if need <= self.capacity_tokens:
+                break
+            lease = staying[key]
+            users[lease.group] -= 1
+            need -= lease.response_tokens + growth + (0 if users[lease.group] else lease.prompt_tokens)
+            chosen.append(key)
+        self._leaving.update(chosen)
+        if chosen:
+            self.z = min(self._z_range[1], self.z + self._raise_by)
+        return chosen
 
     def _fits(self, lease: Lease, shared: int) -> bool:
         if self.running >= self._ceiling:
@@ -258,6 +142,7 @@ class AdaptiveBudget(KVBudget):
         """Refresh what is known of lengths, and every running trajectory's curve with it."""
         if self.lengths is None:
             return
+        self._known.clear()
         leases = list(self._leases.values())
         self.lengths.refresh([lease.response_tokens for lease in leases])
         expected, variance = self._curves_of(leases)
@@ -269,8 +154,11 @@ class AdaptiveBudget(KVBudget):
         if self.lengths is None or self.lengths.num_bins * self.lengths.bin_tokens < longest:
             self.lengths = LengthSurvival(1 << (longest - 1).bit_length())
             self._project()
-        expected, variance = self._curves_of([lease])
-        return expected[0], variance[0]
+        like = lease.response_tokens, longest
+        if like not in self._known:
+            expected, variance = self._curves_of([lease])
+            self._known[like] = expected[0], variance[0]
+        return self._known[like]
 
     def _curves_of(self, leases: Sequence[Lease]) -> tuple[Array, Array]:
         """Expected response tokens and their variance [leases, bins + 1] after 0, 1, 2, ... bins of further steps."""

@@ -21,6 +21,7 @@ class RolloutStats:
     prefill_tokens: int = 0  # prompt tokens the engines had to compute
     cached_tokens: int = 0  # prompt tokens found in their KV caches
     retractions: int = 0  # evictions of a running request, each computed again
+    preemptions: int = 0  # trajectories that made room for others and went on later from the same tokens
     engine_retries: int = 0  # turns generated again after an engine was lost
     parked: int = 0  # trajectories that go on in the next step
     generate_seconds: float = 0.0  # sum over trajectories

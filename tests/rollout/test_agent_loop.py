@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,22 @@ from transformers import AutoTokenizer
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.result import JudgeResult
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.rollout.engine_protocol import (
+    EngineError,
+    EngineLost,
+    EngineReport,
+    GenerateResult,
+    GenerationTimeout,
+)
+from rstar2_megatron.rollout.engine_runner import EngineRunner
+from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
+from rstar2_megatron.rollout.kv_reservation import KVBudget, Lease
 from rstar2_megatron.rollout.tools import JUPYTER, STANDARD_IO
+from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 
@@ -48,13 +58,14 @@ class WrittenEngine:
     recover_error: Exception | None = None
     delay_s: float = 0.0
     aborting: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: list[object] = field(default_factory=list)  # owners of requests
     change_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.change_over.set()
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, **about: Any
     ) -> GenerateResult:
         self.seen.append(list(input_ids))
         await asyncio.sleep(self.delay_s)
@@ -66,6 +77,9 @@ class WrittenEngine:
         if len(ids) == sampling["max_new_tokens"]:
             reason = "length"
         return GenerateResult(ids, [-0.5] * len(ids), reason, [(0, len(ids), 3)], len(input_ids), 0)
+
+    async def abort(self, owner: object) -> None:
+        self.aborted.append(owner)
 
     async def abort_all(self) -> None:
         self.aborting.set()
@@ -382,10 +396,10 @@ class ParkableEngine(WrittenEngine):
     """Cuts the turn under way in half when it is aborted, as SGLang does."""
 
     async def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, **about: Any
     ) -> GenerateResult:
         whole = await super().generate(input_ids, sampling, timeout_s=timeout_s)
-        if self.aborting.is_set():
+        if self.aborting.is_set() or about["owner"] in self.aborted:
             half = whole.token_ids[: len(whole.token_ids) // 2]
             self.turns.insert(0, (self.tokenizer.decode(whole.token_ids[len(half) :]), "stop"))
             return GenerateResult(half, [-0.5] * len(half), "abort", [(0, len(half), 3)], len(input_ids), 0)
@@ -420,6 +434,102 @@ async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, park
     assert done.assistant_texts == expected.assistant_texts and len(done.tool_calls) == 1
     covered = [i for span in done.version_spans for i in range(span.start, span.end)]
     assert covered == [i for i, kept in enumerate(done.loss_mask) if kept]
+
+
+@pytest.mark.parametrize("preempted_in", ["first turn", "tool call", "second turn"])
+async def test_preempted_anywhere_and_resumed_gives_the_same_tokens(tokenizer, preempted_in: str) -> None:
+    cell = f'x</reason><tool_call>{{"name": "{JUPYTER}", "arguments": {{"code": "x"}}}}</tool_call>'
+    expected, _ = await run(tokenizer, [cell, ANSWER], tools=[JUPYTER])
+    loop = make_loop(tokenizer, [cell, ANSWER], tools=[JUPYTER])
+    engine = ParkableEngine(tokenizer, [cell, ANSWER], delay_s=0.1)
+    judge = WrittenJudge(delay_s=0.1)
+    loop.engine, loop.tools.judge = engine, judge
+    preemption = Preemption()
+    task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
+    await asyncio.sleep({"first turn": 0.05, "tool call": 0.15, "second turn": 0.25}[preempted_in])
+    await loop.preempt(preemption)
+    parked = await task
+    parked.check()
+    assert parked.finish_reason is None and loop.stats.preemptions == 1
+    assert loop.stats.parked == 0 and loop.stats.trajectories == 0 and not loop.stats.endings
+    assert not judge.closed and bool(parked.session) == (preempted_in != "first turn")
+
+    done = await loop.run(PROBLEM, 0, resume=parked)
+    done.check()
+    assert done.finish_reason is FinishReason.ANSWERED and done.open_turn is None
+    assert done.response_ids == expected.response_ids and done.loss_mask == expected.loss_mask
+    assert done.assistant_texts == expected.assistant_texts and len(judge.codes) == 1
+    assert len(judge.closed) == 1 and loop.stats.endings == {"answered": 1}
+
+
+async def test_what_went_astray_before_a_preemption_still_counts(tokenizer) -> None:
+    turns = [call("b"), call("b"), call("b"), ANSWER]
+    loop = make_loop(tokenizer, turns, max_assistant_turns=9, max_identical_calls=3)
+    loop.engine = ParkableEngine(tokenizer, turns, delay_s=0.05)
+    preemption = Preemption()
+    task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
+    while loop.stats.generate_seconds == 0:  # the first turn is over, the tool has not answered
+        await asyncio.sleep(0)
+    preemption.asked = True
+    parked = await task
+    assert parked.finish_reason is None and parked.num_turns == 1
+    done = await loop.run(PROBLEM, 0, resume=parked)
+    assert done.finish_reason is FinishReason.REPEATED_CALL and done.num_turns == 3
+
+
+class PreemptingBudget(KVBudget):
+    """Names every running trajectory but the first, once; with `full` there is no room for them afterwards."""
+
+    full = False
+    done = False
+
+    def preempt(self) -> list[Hashable]:
+        chosen = [] if self.done else list(self._leases)[1:]
+        self.done = True
+        return chosen
+
+    def _fits(self, lease: Lease, shared: int) -> bool:
+        return not (self.full and self.done)
+
+
+@pytest.mark.parametrize("ending", ["goes on", "parked", "cut"])
+async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> None:
+    """Preempted trajectories go on, or come back as they are when the phase ends before they run again."""
+    loop = make_loop(tokenizer, [call(), ANSWER])
+    engine = ParkableEngine(tokenizer, [ANSWER], delay_s=0.05)
+    loop.engine = engine
+    budget = PreemptingBudget(20_000, 4)
+    budget.full = ending != "goes on"
+    back: list[Trajectory] = []
+    given = iter([[Slice(0, PROBLEM, list(range(6)))], None])
+
+    async def next_work(room: int) -> list[Slice] | None:
+        return next(given)
+
+    async def ended(work: Slice, trajectory: Trajectory) -> None:
+        back.append(trajectory)
+
+    runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+    running = asyncio.create_task(runner.run())
+    while budget.running < 4:
+        await asyncio.sleep(0)
+    runner.observe(EngineReport(ready=True, progress=0.0))
+    while loop.stats.preemptions < 3:
+        await asyncio.sleep(0)
+    if ending != "goes on":
+        await runner.park(cut=ending == "cut")
+    await asyncio.wait_for(running, 20)
+    assert budget.running == 0 and budget.reserved_tokens == 0
+    assert len({t.rollout_index for t in back}) == len(back)
+    if ending == "goes on":
+        assert [t.finish_reason for t in back] == [FinishReason.ANSWERED] * 6
+        assert loop.stats.preemptions == 3 and loop.stats.parked == 0
+    else:  # the three that wait for room with what they have, and the one that ran; two never started
+        reason = FinishReason.CUT if ending == "cut" else None
+        assert {t.rollout_index for t in back if t.finish_reason is reason} >= {1, 2, 3} and len(back) == 4
+        assert all(t.response_ids for t in back)
+    for trajectory in back:
+        trajectory.check()
 
 
 async def test_a_cut_trajectory_is_counted_and_its_session_closed(tokenizer) -> None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.rollout.kv_budget import POLICIES, AdaptiveBudget, KVBudget, make_budget
+from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
+from rstar2_megatron.rollout.kv_budget import POLICIES, AdaptiveBudget, make_budget
+from rstar2_megatron.rollout.kv_reservation import KVBudget
 from rstar2_megatron.rollout.length_estimate import GroupLengths, LengthSurvival
 
 TRAJECTORIES = st.lists(
@@ -73,6 +75,109 @@ def test_admission_never_exceeds_the_capacity(
 ) -> None:
     budget = make_budget(policy, capacity_tokens=200, max_requests=100)
     assert max(run_all(budget, work, seed)) <= 200
+
+
+def grow_together(
+    budget: KVBudget, work: list[tuple[int, int, float]], steps: list[int]
+) -> tuple[EngineScheduler, dict[int, int]]:
+    """A toy engine that decodes: all that run grow by as much between two reports, the preempted wait and go on.
+
+    Asserts after every report that what stays fits, a lone one apart, and that the one with the most tokens stays.
+    Returns the scheduler and the final lengths, when all have ended.
+    """
+    scheduler = EngineScheduler(budget)
+    final = {i: max(1, round(response * share)) for i, (_, response, share) in enumerate(work)}
+    length = dict.fromkeys(final, 0)
+
+    def admission(i: int) -> Admission:
+        prompt, response, _ = work[i]
+        return Admission(i, i, prompt, prompt + response, prompt + length[i])
+
+    scheduler.add([admission(i) for i in final])
+    running: set[int] = set()
+    ended: dict[int, int] = {}
+    for round_ in range(20_000):
+        running |= {int(a.key) for a in scheduler.admit()}
+        if not running:
+            break
+        step = steps[round_ % len(steps)]
+        for i in sorted(running):
+            length[i] = min(final[i], length[i] + step)
+        budget.observe(0, {i: work[i][0] + length[i] for i in running})
+        for i in sorted(running):
+            if length[i] == final[i]:
+                running.remove(i)
+                ended[i] = length[i]
+                budget.release(i)
+        preempted = [int(key) for key in scheduler.preempt()]
+        assert set(preempted) <= running and (not running or len(preempted) < len(running))
+        assert all(length[i] <= length[j] for i in preempted for j in running - set(preempted))
+        for i in preempted:
+            running.remove(i)
+            scheduler.requeue(admission(i))
+        if isinstance(budget, AdaptiveBudget) and len(running) > 1:
+            assert budget.used_tokens <= budget.capacity_tokens
+    assert scheduler.num_waiting == 0 and ended == final
+    return scheduler, length
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    work=TRAJECTORIES,
+    steps=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    policy=st.sampled_from(sorted(POLICIES)),
+)
+def test_what_stays_fits_and_the_preempted_end_too(
+    work: list[tuple[int, int, float]], steps: list[int], policy: str
+) -> None:
+    budget = make_budget(policy, capacity_tokens=200, max_requests=100)
+    if isinstance(budget, AdaptiveBudget):  # it has learnt that all are short, which they are not
+        run_lengths(budget, [1] * 600, 140)
+        budget.observe(0, {})
+    grow_together(budget, work, steps)
+    assert budget.running == 0 and budget.reserved_tokens == budget.used_tokens == 0
+
+
+def test_the_youngest_make_room_once_and_are_the_first_to_go_on() -> None:
+    budget = AdaptiveBudget(1000, 100)
+    scheduler = EngineScheduler(budget)
+    run_lengths(budget, [10] * 600, 500)
+    budget.observe(0, {})
+    scheduler.add([Admission(i, i, 10, 510, 10) for i in range(40)])
+    count = len(scheduler.admit())
+    assert count > 10
+    budget.observe(0, {i: 10 + 10 * i for i in range(10)} | dict.fromkeys(range(10, count), 61))
+    preempted = scheduler.preempt()
+    assert preempted[:3] == [0, 1, 2] and budget.running == count
+    assert scheduler.preempt() == []  # those that leave are not asked twice
+    for i in preempted:
+        assert isinstance(i, int)
+        scheduler.requeue(Admission(i, i, 10, 510, 10 + 10 * i))
+    assert budget.used_tokens <= 1000 and not scheduler.admit()
+    left = [key for key in range(count) if key not in preempted]
+    for key in left[:-1]:
+        budget.release(key)
+    assert [a.key for a in scheduler.admit()][:2] == preempted[:2]  # before those that never ran
+
+
+def test_the_engine_s_own_figure_counts() -> None:
+    budget = AdaptiveBudget(1000, 100)
+    for key in range(2):
+        assert budget.try_admit(key, key, 10, 410)
+    lengths = {0: 310, 1: 410}
+    budget.observe(0, lengths, 720)
+    budget.observe(0, lengths, 720)
+    assert budget.preempt() == []
+    budget.observe(0, lengths, 1100)  # it holds 380 tokens that nobody here knows of
+    assert budget.preempt() == [0]
+
+
+def test_policies_that_reserve_or_count_never_preempt() -> None:
+    for policy in ("static", "least_requests", "kv_reserve"):
+        budget = make_budget(policy, 100, 10)
+        assert budget.try_admit("a", "g", 10, 60) and budget.try_admit("b", "g", 10, 50)
+        budget.observe(3, {"a": 60, "b": 60}, 200)
+        assert budget.preempt() == []
 
 
 def test_reserve_counts_a_group_prompt_once() -> None:
