@@ -76,10 +76,14 @@ class Counters:
 class EngineModel:
     """One engine. `submit` turns, `advance` to the next thing that happens, read `finished`."""
 
-    def __init__(self, speed: EngineSpeed, capacity_tokens: int, max_requests: int) -> None:
+    def __init__(
+        self, speed: EngineSpeed, capacity_tokens: int, max_requests: int, evict_share: float = 0.0
+    ) -> None:
+        """`evict_share`: of the running requests, at least so many go when the cache is full."""
         self.speed = speed
         self.capacity = capacity_tokens
         self.max_requests = max_requests
+        self.evict_share = evict_share
         self.counters = Counters()
         self.now = 0.0
         self.finished: list[Request] = []
@@ -308,14 +312,15 @@ class EngineModel:
     def _evict(self) -> None:
         """Those with the fewest generated tokens go until the others have room for some steps."""
         order = sorted(self._running.values(), key=lambda r: (self._done(r), -r.context))
-        for request in order[:-1]:
+        least = self.evict_share * len(order)
+        for number, request in enumerate(order[:-1], start=1):
             request.generated = self._done(request)
             del self._running[request.key]
             self._leave(request, cached=False)
             self.counters.evictions += 1
             self.counters.evicted_tokens += request.context + request.generated
             self._waiting.append(request)
-            if self._available >= len(self._running):
+            if number >= least and self._available >= len(self._running):
                 break
         self._order_ends()
         decoded = sum(self._done(r) for r in self._running.values())

@@ -2,8 +2,8 @@
 
 The simulator drives the very objects that run in production (`WorkQueue`, `EngineScheduler`, the KV budgets) against
 a model of SGLang (`engine_model`), one JSON line per scenario and policy. Columns: makespan of the phase, share of
-the engines' time without any request, evicted tokens, tokens computed again, prefix hit rate, p50 and p99 seconds of
-a trajectory from its admission to its end.
+the engines' time without any request, preemptions, evicted tokens, tokens computed again, prefix hit rate, p50 and
+p99 seconds of a trajectory from its admission to its end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.engine_model import EngineModel, EngineSpeed, Request
+from benchmarks.records import keep_rows
 from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
 from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
 from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
@@ -70,7 +72,12 @@ class _Life:
 
 
 class Simulator:
-    """One phase: every trace once, on `cluster` under `policy`."""
+    """One phase: every trace once, on `cluster` under `policy`.
+
+    `lockstep` is the paper's baseline (arXiv 2508.20722, section 3.2), for `static`: an engine gets its share at
+    once, its trajectories take their turns together, each round waits for the slowest turn and the slowest call, and
+    a full cache costs half of the running requests their tokens.
+    """
 
     def __init__(
         self,
@@ -79,8 +86,11 @@ class Simulator:
         policy: str,
         slice_size: int,
         budgets: Sequence[KVBudget] | None = None,
+        *,
+        lockstep: bool = False,
     ) -> None:
         self.cluster = cluster
+        self.lockstep = lockstep
         self.policy = policy
         self.traces = {(t.group, t.index): t for t in traces}
         sizes = Counter(t.group for t in traces)
@@ -140,11 +150,16 @@ class _Engine:
         self.simulator = simulator
         self.number = number
         self.scheduler = EngineScheduler(budget)
+        cluster = simulator.cluster
         self.model = EngineModel(
-            simulator.cluster.speed, simulator.cluster.kv_tokens, simulator.cluster.max_requests
+            cluster.speed,
+            cluster.kv_tokens,
+            cluster.max_requests,
+            evict_share=0.5 if simulator.lockstep else 0.0,
         )
         self.lives: dict[int, _Life] = {}
         self.tools: list[tuple[float, int]] = []  # when a tool's answer arrives
+        self.round: list[tuple[float, int]] = []  # in lockstep: tools of those that have ended their turn
         self.next_report = _REPORT_S
         self.answer_at: float | None = None  # when the driver answers our request for work
         self.evictions_seen = 0
@@ -155,6 +170,9 @@ class _Engine:
         """Do the next thing; returns when to be called again, None when there will be nothing."""
         self.model.now = max(self.model.now, now)
         now = self.model.now
+        if self.round and self.model.idle and not self.tools:
+            slowest = now + max(self.round)[0]  # the batch of calls, then the next turn of all
+            self.tools, self.round = [(slowest, key) for _, key in self.round], []
         while self.tools and self.tools[0][0] <= now:
             self._answered(heapq.heappop(self.tools)[1])
         if now >= self.next_report:
@@ -220,7 +238,10 @@ class _Engine:
         if life.turn < len(life.trace.turns):
             life.length += turn.tool_tokens
             self.scheduler.budget.settle(key, life.length)
-            heapq.heappush(self.tools, (now + turn.tool_seconds, key))
+            if self.simulator.lockstep:
+                self.round.append((turn.tool_seconds, key))
+            else:
+                heapq.heappush(self.tools, (now + turn.tool_seconds, key))
             return
         self.scheduler.budget.settle(key, life.length)
         self.scheduler.budget.release(key)
@@ -288,27 +309,42 @@ SCENARIOS = {
 }
 
 
+PAPER_BASELINE = "static_lockstep"
+ROWS = (PAPER_BASELINE, *POLICIES)
+
+
 def compare(
-    name: str, traces: Sequence[Trace], cluster: Cluster, slice_size: int, earlier: Sequence[Trace] = ()
-) -> None:
-    """Print every policy's figures, and each one's against `static`. `earlier` is the step before, for learning."""
-    static: Result | None = None
-    for policy in POLICIES:
-        budgets = make_budgets(cluster, policy)
-        if earlier:
+    name: str,
+    traces: Sequence[Trace],
+    cluster: Cluster,
+    slice_size: int,
+    earlier: Sequence[Trace] = (),
+    rows: Sequence[str] = ROWS,
+) -> list[dict[str, Any]]:
+    """Print and return every row's figures, and each one's against the two static ones.
+
+    `earlier` is the step before, for learning.
+    """
+    results: dict[str, Result] = {}
+    done = []
+    for row in rows:
+        lockstep = row == PAPER_BASELINE
+        policy = "static" if lockstep else row
+        limited = replace(cluster, max_requests=len(traces)) if lockstep else cluster
+        budgets = make_budgets(limited, policy)
+        if earlier and policy == "kv_adaptive":
             Simulator(earlier, cluster, policy, slice_size, budgets).run()
-        result = Simulator(traces, cluster, policy, slice_size, budgets).run()
-        static = static or result
-        row = {
-            "scenario": name,
-            "policy": policy,
-            **vars(result),
-            "efficiency_vs_static": round(static.makespan_s / result.makespan_s - 1, 3),
-            "idle_vs_static": round(result.idle_share / static.idle_share - 1, 3)
-            if static.idle_share
-            else None,
-        }
-        print(json.dumps(row), flush=True)
+        simulator = Simulator(traces, cluster, policy, slice_size, budgets, lockstep=lockstep)
+        result = results[row] = simulator.run()
+        values: dict[str, Any] = {"scenario": name, "policy": row, **vars(result)}
+        for other in (PAPER_BASELINE, "static"):
+            if (base := results.get(other)) is not None:
+                values[f"efficiency_vs_{other}"] = round(base.makespan_s / result.makespan_s - 1, 3)
+                if base.idle_share:
+                    values[f"idle_vs_{other}"] = round(result.idle_share / base.idle_share - 1, 3)
+        print(json.dumps(values), flush=True)
+        done.append(values)
+    return done
 
 
 def main() -> None:
@@ -325,11 +361,19 @@ def main() -> None:
     )
     parser.add_argument("--max-response-tokens", type=int, default=8192, help="of the recorded run")
     parser.add_argument("--kv-tokens", type=int, help="KV cache of an engine, instead of the scenario's")
+    parser.add_argument(
+        "--speed", type=json.loads, help="of an engine, instead of the scenario's: a `fit` line"
+    )
+    parser.add_argument("--policies", nargs="*", choices=ROWS, default=ROWS)
+    parser.add_argument("--out", type=Path, help="JSON file that the rows are added to")
     options = parser.parse_args()
     if options.trace:
         traces = recorded(options.trace, options.max_response_tokens)
-        cluster = Cluster(2, TINY_ON_CPU, options.kv_tokens or 65536, options.max_requests)
-        compare(options.trace.parent.name, traces, cluster, options.slice_size)
+        speed = EngineSpeed(**options.speed) if options.speed else TINY_ON_CPU
+        cluster = Cluster(2, speed, options.kv_tokens or 65536, options.max_requests)
+        name = f"recorded: {options.trace.name}"
+        rows = compare(name, traces, cluster, options.slice_size, rows=options.policies)
+        keep_rows(options.out, rows)
         return
     for name in options.scenarios or SCENARIOS:
         model, shape = SCENARIOS[name]
@@ -339,7 +383,8 @@ def main() -> None:
         # the step before teaches kv_adaptive how long trajectories are; only a run's first step knows nothing
         earlier = synthetic(replace(shape, problems=min(128, shape.problems)), options.seed + 1)
         traces = synthetic(shape, options.seed)
-        compare(name, traces, cluster, options.slice_size, () if options.first_step else earlier)
+        before = () if options.first_step else earlier
+        keep_rows(options.out, compare(name, traces, cluster, options.slice_size, before, options.policies))
 
 
 if __name__ == "__main__":

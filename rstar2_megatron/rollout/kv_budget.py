@@ -84,7 +84,7 @@ class AdaptiveBudget(KVBudget):
         users = Counter(lease.group for lease in staying.values())
         growth = self._growth / max(1, self.running)  # of each one
         prompts = {lease.group: lease.prompt_tokens for lease in staying.values()}
-        need = self._uncounted + sum(prompts.values())
+        need: float = self._uncounted + sum(prompts.values())
         need += sum(lease.response_tokens + growth for lease in staying.values())
         chosen: list[Hashable] = []
         for key in sorted(staying, key=lambda k: staying[k].response_tokens)[:-1]:
