@@ -21,6 +21,7 @@ from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpu
 from rstar2_megatron.settings.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training.base_run import BaseRun, Stopped, StopSignals, quietly
+from rstar2_megatron.training.close_deadline import close_deadline
 
 if TYPE_CHECKING:
     from rstar2_megatron.training.checkpoint import UnfinishedCheckpoint
@@ -47,22 +48,26 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
     signals = StopSignals()
     signals.install()
     run: BaseRun | None = None
+    code = 1
     try:
         run = make_run(settings, signals)
         run.train()
+        code = 0
     except Stopped as stopped:
-        return _stopped(stopped)
+        code = _stopped(stopped)
     except (ValueError, RuntimeError, OSError) as e:
         if signals.received is not None:  # a library turned the stop into an error of its own
-            return _stopped(Stopped(signals.received))
-        print(f"\nerror: {e}", file=sys.stderr, flush=True)
-        logger.debug("failed", exc_info=True)
-        return 1
+            code = _stopped(Stopped(signals.received))
+        else:
+            print(f"\nerror: {e}", file=sys.stderr, flush=True)
+            logger.debug("failed", exc_info=True)
     finally:
         if run is not None:
-            run.close()
+            log = run.directory / "logs" / "close.log"
+            with close_deadline(_CLOSE_LIMIT_S, code, run.temporary.remove, log):
+                run.close()
         signals.restore()
-    return 0
+    return code
 
 
 def _stopped(stopped: Stopped) -> int:
@@ -83,6 +88,7 @@ def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
     return Run(settings, signals)
 
 
+_CLOSE_LIMIT_S = 75.0  # workers, engines, judge and Ray; under a recipe's grace
 _LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
 
 
