@@ -26,29 +26,27 @@ _AFTER = ("is answer", "is the answer", "are answers", "are the answers")
 _CUES = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
 
 
-def released_answer(response: str) -> str | None:
-    """The piece of a response that the first grader takes for the answer; None when it has no digit or no cue led to it.
+def released_answer(response: str) -> str:
+    """The piece of a response that the first grader takes for the answer: what the cuts leave, the whole when none applies.
 
-    They compare what is left even then, and a text of many words equals no solution, so nothing is lost.
+    Theirs also notes whether a cue was found and a digit is left, but decides without it: a boxed word counts.
     """
-    text, found = response, False
+    text = response
     for cue in _BEFORE:
-        before, at, after = _split_last(text, cue)
+        _, at, after = _split_last(text, cue)
         if at:
-            text, found = after.strip(), True
+            text = after.strip()
     for cue in _AFTER:
-        before, at, after = _split_last(text, cue)
+        before, at, _ = _split_last(text, cue)
         if at:
-            text, found = before.strip(), True
-    box = last_boxed(text)
-    if box:
-        text, found = box, True
+            text = before.strip()
+    text = last_boxed(text) or text
     text = text.rpartition(". ")[0].strip() if ". " in text else text
     for cue in _CUES:
         _, at, after = _split_last(text, cue)
         if at:
-            text, found = after.strip(), True
-    return text if found and any(char.isdigit() for char in text) else None
+            text = after.strip()
+    return text
 
 
 def _split_last(text: str, cue: str) -> tuple[str, bool, str]:
@@ -71,7 +69,7 @@ def numbers_agree(answer: str, solution: str) -> bool:
 def quick_released(response: str, solutions: list[str]) -> str | None:
     """CORRECT where the first grader sees it at once; None where algebra or math-verify must look."""
     answer = released_answer(response)
-    if answer is not None and len(answer) <= MAX_ANSWER_CHARS:
+    if len(answer) <= MAX_ANSWER_CHARS:
         for solution in solutions:
             if normalise(answer).lower() == normalise(solution).lower() or numbers_agree(answer, solution):
                 return CORRECT
@@ -85,8 +83,8 @@ def grade_released(response: str, solutions: list[str]) -> str:
     if quick_released(response, solutions) == CORRECT:
         return CORRECT
     answer = released_answer(response)
-    short = answer is not None and len(answer) <= MAX_ANSWER_CHARS and is_balanced(answer)
-    if answer is not None and short and grade_answer(answer, solutions) == CORRECT:
+    short = len(answer) <= MAX_ANSWER_CHARS and is_balanced(answer)
+    if short and grade_answer(answer, solutions) == CORRECT:
         return CORRECT
     return CORRECT if any(_math_verify_finds(response, solution) for solution in solutions) else WRONG
 

@@ -31,12 +31,12 @@ def released() -> Iterator[GraderPool]:
         ("The answer is 3, hence \\boxed{4}", "4"),
         ("\\boxed{7} is the answer", "7"),
         ("\\boxed{x=9}", "9"),
-        ("no number here", None),
-        ("\\boxed{x}", None),  # they want a digit
-        ("12", None),  # no cue led to it
+        ("no number here", "no number here"),
+        ("\\boxed{\\text{East}}", "\\text{East}"),  # a word, without a digit
+        ("12", "12"),  # no cue led to it
     ],
 )
-def test_what_is_taken_for_the_answer(response: str, answer: str | None) -> None:
+def test_what_is_taken_for_the_answer(response: str, answer: str) -> None:
     assert released_answer(response) == answer
 
 
@@ -65,6 +65,8 @@ def test_numbers_agree_within_the_tolerance_and_as_percentages(
     [
         ("\\boxed{\\frac{2}{4}} without any answer tag", "\\frac12", True),
         ("it follows that $x = \\sqrt{8}$", "2\\sqrt{2}", True),  # math-verify's own search
+        ("\\boxed{\\text{East}}", "East", True),  # a word counts for the first grader
+        ("\\boxed{\\text{West}}", "East", False),
         ("maybe \\boxed{41}", "42", False),
         ("nothing to see", "42", False),
     ],
