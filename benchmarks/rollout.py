@@ -14,7 +14,9 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +24,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.engine_fit import fit_speed
 from benchmarks.live_replay import replay
+from benchmarks.records import keep_rows
 from benchmarks.scheduler import Cluster, Simulator
 from benchmarks.traces import Shape, synthetic
 from rstar2_megatron.judge.client import JudgeClient
@@ -55,8 +58,13 @@ _SHAPE = Shape(
 )
 
 
+_rows: list[dict[str, Any]] = []  # that were printed
+
+
 def line(case: str, **values: Any) -> None:
-    print(json.dumps({"case": case, **values, "load": round(os.getloadavg()[0], 1)}), flush=True)
+    row = {"case": case, **values, "load": round(os.getloadavg()[0], 1)}
+    _rows.append(row)
+    print(json.dumps(row), flush=True)
 
 
 async def overhead(engine: EngineClient, template: ChatTemplate, options: argparse.Namespace) -> None:
@@ -99,7 +107,7 @@ async def overhead(engine: EngineClient, template: ChatTemplate, options: argpar
 
     await bare()  # warm-up
     rates: dict[str, list[float]] = {"bare": [], "loop": []}
-    for _ in range(options.repeat):  # in turn, so that a change of load meets both
+    for repeat in range(options.repeat):  # in pairs, so that a change of load meets both
         for name, work in (("bare", bare), ("loop", looped)):
             await engine.flush_cache()
             cpu, start = sum(psutil.Process().cpu_times()[:2]), time.monotonic()
@@ -108,12 +116,17 @@ async def overhead(engine: EngineClient, template: ChatTemplate, options: argpar
             cpu = sum(psutil.Process().cpu_times()[:2]) - cpu
             rates[name].append(tokens / seconds)
             line(
-                f"overhead {name}",
+                f"overhead {name} {repeat}",
                 tokens=tokens,
                 tokens_per_second=round(tokens / seconds),
                 loop_cpu_us_per_token=round(cpu / tokens * 1e6, 1),
             )
-    line("overhead", loop_to_bare=round(max(rates["loop"]) / max(rates["bare"]), 3))
+    pairs = sorted(loop / bare for loop, bare in zip(rates["loop"], rates["bare"], strict=True))
+    line(
+        "overhead",
+        loop_to_bare=round(statistics.median(pairs), 3),
+        pairs=[round(ratio, 3) for ratio in pairs],
+    )
 
 
 class NoJudge:
@@ -193,7 +206,10 @@ def main() -> None:
     parser.add_argument("--judge-workers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    asyncio.run(run(parser.parse_args()))
+    parser.add_argument("--out", type=Path, help="JSON file that the lines are added to")
+    options = parser.parse_args()
+    asyncio.run(run(options))
+    keep_rows(options.out, _rows)
 
 
 if __name__ == "__main__":

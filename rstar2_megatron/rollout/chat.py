@@ -69,6 +69,8 @@ Problem:
 GENERATION_PREFIX = f"{TURN_START}assistant\n<reason>"
 
 
+_PROMPTS_KEPT = 256
+
 Tokenizer = Any  # a Hugging Face tokenizer: encode, decode
 
 
@@ -89,6 +91,7 @@ class ChatTemplate:
         self.generation_prefix = (
             GENERATION_PREFIX if settings.generation_prefix is None else settings.generation_prefix
         )
+        self._prompts: dict[str, list[int]] = {}
         self.start_id = self._single_token(TURN_START)
         self.end_id = self._single_token(TURN_END)
 
@@ -138,7 +141,13 @@ class ChatTemplate:
         return f"{TURN_START}{role}\n{content}{TURN_END}\n"
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        return self._encode(self.prompt_text(problem))
+        """Token ids of `prompt_text`: the same for all rollouts of a problem, so the last prompts are remembered."""
+        text = self.prompt_text(problem)
+        if text not in self._prompts:
+            if len(self._prompts) >= _PROMPTS_KEPT:
+                self._prompts.clear()
+            self._prompts[text] = self._encode(text)
+        return list(self._prompts[text])
 
     def tool_response_text(self, responses: Sequence[str]) -> str:
         """What follows a generated `<|im_end|>`: the tools' answers and the next turn's opening.
