@@ -311,3 +311,26 @@ async def test_engine_dies_with_its_parent(tiny_model: Path) -> None:
     parent.wait()
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+
+
+async def test_two_ranks_share_a_model(tiny_model: Path) -> None:
+    """Tensor parallel 2: numbers, checksums and an update of weights are those of the whole model."""
+    client = EngineClient(settings_for(tiny_model, tensor_parallel_size=2), name="two ranks")
+    try:
+        await client.start()
+        weights = load_file(tiny_model / "model.safetensors")
+        for version in (0, 1):
+            if version:
+                weights = {name: tensor * 1.1 for name, tensor in weights.items()}
+                await client.update_weights(weights.items(), version=version)
+            model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+            model.load_state_dict(weights, strict=False)
+            prompts = [[(11 * i + j) % 400 for j in range(10 + 9 * i)] for i in range(4)]
+            results = await asyncio.gather(*(client.generate(ids, STOP, timeout_s=120) for ids in prompts))
+            for ids, result in zip(prompts, results, strict=True):
+                expected = hf_logprobs(model, ids, result.token_ids)
+                assert torch.allclose(expected, torch.tensor(result.logprobs), atol=1e-3)
+                assert {span[2] for span in result.version_spans} == {version}
+            assert await client.weights_checksum() == weights_checksum(weights.items())
+    finally:
+        await client.close()

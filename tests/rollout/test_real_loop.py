@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import psutil
@@ -13,17 +14,19 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.service import JudgeService
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine import EngineClient
 from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.tools import JUPYTER
 from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
+from tests.rollout.test_agent_loop import ParkableEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -165,6 +168,45 @@ async def test_parked_in_mid_rollout_and_carried_over(loop: AgentLoop) -> None:
         segments = loop.template.conversation(problem(t.query_id), t.assistant_texts, responses)
         text = "".join(text for text, _ in segments)
         assert t.prompt_ids + t.response_ids == loop.template.tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_cells_share_a_live_interpreter_across_a_preemption(
+    loop: AgentLoop, judge_service: JudgeService
+) -> None:
+    """The judge's own session: what one cell defines the next one sees, also when the trajectory is parked between."""
+
+    def cell(code: str) -> str:
+        body = json.dumps({"name": JUPYTER, "arguments": {"code": code}})
+        return f"x</reason><tool_call>{body}</tool_call>"
+
+    turns = [cell("x = 41"), cell("print(x + 1)"), cell("x / 0"), cell("x"), ANSWER]
+    settings = SETTINGS.model_copy(update={"tools": [JUPYTER], "max_assistant_turns": 9})
+    template = ChatTemplate(loop.template.tokenizer, settings)
+    engine = ParkableEngine(template.tokenizer, list(turns), delay_s=0.05)
+    async with JudgeClient(judge_service.url, time_limit_s=1.0, request_timeout_s=60) as judge:
+        cells = AgentLoop(
+            engine,
+            judge,
+            template,
+            settings,
+            SamplingParams(max_new_tokens=900),
+            max_context_tokens=2000,
+            timeout_s=120,
+        )
+        preemption = Preemption()
+        task = asyncio.create_task(cells.run(problem("right"), 0, preemption=preemption))
+        while len(engine.seen) < 2:  # the first cell has run
+            await asyncio.sleep(0.01)
+        await cells.preempt(preemption)
+        parked = await asyncio.wait_for(task, 60)
+        assert parked.finish_reason is None and parked.session and len(parked.tool_calls) == 1
+        done = await asyncio.wait_for(cells.run(problem("right"), 0, resume=parked), 60)
+    done.check()
+    assert done.finish_reason is FinishReason.ANSWERED and done.session == ""
+    assert [str(call.outcome) for call in done.tool_calls] == ["ok", "ok", "error", "ok"]
+    texts = [call.response_text for call in done.tool_calls]
+    assert "42" in texts[1] and "ZeroDivisionError" in texts[2] and "41" in texts[3]
+    assert done.assistant_texts == turns
 
 
 async def test_engine_killed_in_mid_rollout_loses_nothing(loop: AgentLoop) -> None:
