@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 
 import orjson
 
@@ -26,7 +27,9 @@ class EchoSlot(Slot):
     def __init__(self, index: int) -> None:
         self.index = index
 
-    async def run(self, job: bytes, deadline_s: float) -> bytes:
+    async def run(
+        self, job: bytes, deadline_s: float, on_step_back: Callable[[], None] = lambda: None
+    ) -> bytes:
         sub_id = orjson.loads(job)["sub_id"]
         return orjson.dumps(make_result(sub_id, Outcome.OK, stdout="1\n", exit_code=0, worker="echo"))
 

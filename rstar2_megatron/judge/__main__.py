@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 
 from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.starts import default_starts
 
 log = logging.getLogger("judge")
 _SESSIONS_PER_CORE = 32
@@ -29,6 +30,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: 8 a core)"
     )
+    parser.add_argument(
+        "--max-running", type=int, default=default_starts(),
+        help="calls that compute at once; sleeping and long ones do not count (default: 1.5 a core)",
+    )  # fmt: skip
     parser.add_argument(
         "--sessions", type=int, default=_SESSIONS_PER_CORE * (os.cpu_count() or 1),
         help="live interpreters of this node, most at a time (default: 32 a core)",
@@ -73,7 +78,9 @@ def slots_of(arguments: argparse.Namespace) -> int:
     return slots
 
 
-def check_sessions(arguments: argparse.Namespace) -> None:
+def check_counts(arguments: argparse.Namespace) -> None:
+    if not arguments.max_running >= 1:
+        raise ValueError(f"--max-running {arguments.max_running}: at least 1 call")
     if not 0 <= arguments.sessions <= 4096:
         raise ValueError(f"--sessions {arguments.sessions}: between 0 and 4096 live interpreters")
     if not arguments.session_ttl_s > 0:
@@ -94,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command != "serve":
             arguments.workers = slots_of(arguments)
-            check_sessions(arguments)
+            check_counts(arguments)
         limits = limits_of(arguments)
         with contextlib.suppress(ImportError):
             import uvloop

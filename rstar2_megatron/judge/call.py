@@ -16,7 +16,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,10 +25,9 @@ from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.process_tree import Supervision, family, own_autogroup, resident_bytes
 
-_SLICE_S = 0.3  # a call that has used this much CPU is demoted, so that short calls pass it
-_DEMOTED_NICENESS = 10
-_WATCH_S = 0.1  # between two looks at a call that runs longer than a slice
+STEPPED_BACK = bytes(4)  # an empty message to the worker in mid-call: its answer comes later
 _CHANNEL = 3  # where a live interpreter finds the socket that its cells come through
 
 
@@ -47,20 +45,21 @@ class Sandbox:
         slot: int,
         group: SlotGroup | None,
         scratch: str,
-        cancellation: socket.socket | None = None,
+        worker: socket.socket | None = None,
     ) -> None:
-        """`scratch` holds working directories where there is no private tmpfs;
-        `cancellation` becomes readable when nobody wants the running call any more."""
+        """`scratch` holds working directories where there is no private tmpfs; `worker` becomes readable when
+        nobody wants the running call any more, and is told when the call steps back (see Supervision)."""
         self.walls = walls
         self.slot = slot
         self.group = group
         self.scratch = scratch
-        self.cancellation = -1 if cancellation is None else cancellation.fileno()
+        self.worker = worker
+        self.own_group = own_autogroup()
         self.own_pid_namespace = -1
         if "pid_namespace" in walls.active:
             self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.address_space = own_address_space()
-        self.resident_at_start = _resident_bytes(os.getpid())
+        self.resident_at_start = resident_bytes(os.getpid())
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         # A program may choose any exit code, so it takes this word too to say that the walls failed.
         self.failure_mark = os.urandom(8).hex()
@@ -129,7 +128,9 @@ class Sandbox:
         """The child: raise the walls and run the program. Ends this process."""
         try:
             linux.close_from(_CHANNEL + 1 if live else _CHANNEL)
-            os.setsid()
+            # A group of its own, not a session: the kernel may weigh sessions and not processes (autogroup), and
+            # then a call's niceness would count for nothing beside other calls.
+            os.setpgid(0, 0)
             address_space = self.address_space + limits.memory_mb * MEGABYTE
             isolation.confine_call(
                 self.walls, limits, self.slot, directory, address_space, cpu_limit=not live
@@ -158,40 +159,40 @@ class Sandbox:
             os._exit(code)
 
     def _watch(
-        self, pid: int, out: Output, err: Output, deadline: float, limits: CallLimits, done: int = -1
+        self,
+        pid: int,
+        out: Output,
+        err: Output,
+        deadline: float,
+        limits: CallLimits,
+        supervision: Supervision,
+        done: int = -1,
     ) -> Outcome | None:
         """Wait for the process's end, or for `done` to become readable.
 
         Returns why it has to be ended, or None when it came to its end by itself.
         """
         watched = os.pidfd_open(pid)
+        cancellation = -1 if self.worker is None else self.worker.fileno()
         poller = select.poll()
         streams = {out.fd: out, err.fd: err}
-        for fd in (watched, out.fd, err.fd, self.cancellation, done):
+        for fd in (watched, out.fd, err.fd, cancellation, done):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        next_look = time.monotonic() + _SLICE_S
-        demoted = False
         try:
             while True:
                 now = time.monotonic()
                 if now >= deadline:
                     return Outcome.TIMEOUT
-                if now >= next_look:
-                    next_look = now + _WATCH_S
-                    if not demoted and cpu_seconds(pid) > _SLICE_S:
-                        demoted = True
-                        with contextlib.suppress(OSError):
-                            os.setpriority(os.PRIO_PGRP, pid, _DEMOTED_NICENESS)
+                if now >= supervision.next_look:
+                    supervision.look(now)
                     if self.group is None and self._memory_used(pid) > limits.memory_mb * MEGABYTE * 1.5:
                         return Outcome.MEMORY
-                    if demoted and self.group is not None:
-                        next_look = deadline  # the control group watches memory: nothing left to look at
-                wait_s = min(deadline, next_look) - now
+                wait_s = max(0.0, min(deadline, supervision.next_look) - now)
                 for fd, _ in poller.poll(wait_s * 1000 + 1):
                     if fd in (watched, done):
                         return None
-                    if fd == self.cancellation:
+                    if fd == cancellation:
                         return Outcome.KILLED
                     if not streams[fd].read():
                         poller.unregister(fd)
@@ -200,22 +201,18 @@ class Sandbox:
         finally:
             os.close(watched)
 
-    def _family(self, pid: int) -> Iterator[int]:
-        """A process and its descendants, parents first."""
-        stack = [pid]
-        while stack:
-            current = stack.pop()
-            yield current
-            for task in Path(f"/proc/{current}/task").glob("*/children"):
-                with contextlib.suppress(OSError, ValueError):
-                    stack += map(int, task.read_text().split())
+    def _step_back(self) -> None:
+        """Tell the worker that this call sleeps, or is no short one: another may start beside it."""
+        if self.worker is not None:
+            with contextlib.suppress(OSError):
+                self.worker.sendall(STEPPED_BACK)
 
     def _memory_used(self, pid: int) -> int:
         """Resident bytes of the call's processes beyond what each inherited."""
         total = 0
-        for member in self._family(pid):
+        for member in family(pid):
             with contextlib.suppress(OSError, ValueError):
-                total += max(0, _resident_bytes(member) - self.resident_at_start)
+                total += max(0, resident_bytes(member) - self.resident_at_start)
         return total
 
     def _end(self, pid: int) -> None:
@@ -256,7 +253,8 @@ class CallRunner(Sandbox):
         started = time.monotonic()
         pid, out, err = self._fork(job, limits, directory)
         time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
-        verdict = self._watch(pid, out, err, started + time_limit_s, limits)
+        supervision = Supervision(pid, started, self.own_group, self._step_back)
+        verdict = self._watch(pid, out, err, started + time_limit_s, limits, supervision)
         self._end(pid)
         _, status, usage = os.wait4(pid, 0)
         if self.own_pid_namespace < 0:
@@ -288,14 +286,3 @@ def reseed() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU used by a process so far."""
-    with contextlib.suppress(OSError):
-        return time.clock_gettime(((~pid) << 3) | 2)
-    return 0.0
-
-
-def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -58,6 +58,10 @@ class SlotGroup:
             with contextlib.suppress(OSError):  # absent without swap
                 (directory / "memory.swap.max").write_text("0")
 
+    @property
+    def descriptors(self) -> set[int]:
+        return {self._limit, self._members, self._events}
+
     def join(self) -> None:
         """Move the calling process here; what it forks is born here."""
         os.write(self._members, b"0")

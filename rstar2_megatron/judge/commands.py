@@ -48,6 +48,7 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
         sessions=arguments.sessions,
         session_ttl_s=arguments.session_ttl_s,
         require_isolation=arguments.require_isolation,
+        starts=arguments.max_running,
         name=arguments.name,
     )
     await worker.start()
@@ -130,6 +131,7 @@ class _WorkerProcess:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         command = [sys.executable, "-m", "rstar2_megatron.judge", "worker", "--name", self.name]
         command += ["--workers", str(self.arguments.workers), "--drain-s", "0", "--exit-with-parent"]
+        command += ["--max-running", str(self.arguments.max_running)]
         command += ["--sessions", str(self.arguments.sessions)]
         command += ["--session-ttl-s", str(self.arguments.session_ttl_s)]
         command += ["--require-isolation", self.arguments.require_isolation]

@@ -21,6 +21,7 @@ from rstar2_megatron.judge.call import Sandbox
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.process_tree import Supervision, family, make_nice, usage_of
 from rstar2_megatron.judge.snippet import CELL_DONE, CELL_HEADER
 
 _INTERRUPT_S = 1.0  # how long an interrupted cell may take to come back
@@ -49,12 +50,19 @@ class SessionRunner(Sandbox):
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # what was left by the last cell belongs to nobody
+        supervision = Supervision(self.pid, started, self.own_group, self._step_back)
+        supervision.used_before_s = usage_of(self.pid).cpu_s
         self._signal_all(signal.SIGCONT)
         code = 0
         verdict = self._send(job)
         if verdict is None:
             deadline = started + limits.time_limit_s
-            verdict = self._watch(self.pid, self.out, self.err, deadline, limits, done=self.channel.fileno())
+            verdict = self._watch(
+                self.pid, self.out, self.err, deadline, limits, supervision, done=self.channel.fileno()
+            )
+            if supervision.niceness:  # the next call begins with its full share (an ordinary user cannot)
+                for member in family(self.pid):
+                    make_nice(member, 0, self.own_group)
         done = self._collect(0.0 if verdict is None else self._interrupt())
         self._signal_all(signal.SIGSTOP)
         cost = time.monotonic() - started
@@ -136,7 +144,7 @@ class SessionRunner(Sandbox):
     def _signal_all(self, number: int) -> None:
         """To every process of the session, parents first; twice, for what was forked meanwhile."""
         for _ in range(2 if number == signal.SIGSTOP else 1):
-            for pid in self._family(self.pid):
+            for pid in family(self.pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
 

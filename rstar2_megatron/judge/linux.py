@@ -144,6 +144,16 @@ def close_from(first: int) -> None:
                     continue
 
 
+def close_all_but(kept: set[int]) -> None:
+    """Close every descriptor above standard error that is not in `kept`."""
+    first = 3
+    for fd in sorted(fd for fd in kept if fd >= 3):
+        if fd > first and _libc.syscall(_SYS_CLOSE_RANGE, first, fd - 1, 0) < 0:  # kernels before 5.9
+            os.closerange(first, fd)
+        first = fd + 1
+    close_from(first)
+
+
 def collapse_heap() -> int:
     """Back this process's private memory by huge pages, where the kernel can (6.1 on). Returns bytes.
 

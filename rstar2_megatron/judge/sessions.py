@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from rstar2_megatron.judge.slots import Slot, SlotPool
@@ -66,7 +66,14 @@ class Sessions:
             if not turns.waiting:
                 self._turns.pop(name, None)
 
-    async def run(self, name: str, must_exist: bool, job: bytes, deadline_s: float) -> bytes:
+    async def run(
+        self,
+        name: str,
+        must_exist: bool,
+        job: bytes,
+        deadline_s: float,
+        on_step_back: Callable[[], None] = lambda: None,
+    ) -> bytes:
         """In its turn: run a cell (JSON), in a new interpreter unless the session `must_exist`.
 
         Returns the result (JSON). Raises SessionGone, SlotDied (the session has then ended), TimeoutError.
@@ -78,7 +85,7 @@ class Sessions:
             session = _Session(await self.pool.open_session_slot(), time.monotonic())
             self._open[name] = session
         try:
-            answer = await session.slot.run(job, deadline_s)
+            answer = await session.slot.run(job, deadline_s, on_step_back)
         except BaseException:
             self.end(name)
             raise

@@ -14,7 +14,7 @@ import socket
 import struct
 from typing import Any, NoReturn
 
-from rstar2_megatron.judge.call import Sandbox
+from rstar2_megatron.judge.call import STEPPED_BACK, Sandbox
 from rstar2_megatron.judge.outcome import Outcome, make_result
 
 LENGTH = struct.Struct("<I")
@@ -38,7 +38,7 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def receive_message(sock: socket.socket) -> bytes:
-    """The next message; an empty one is a cancellation."""
+    """The next message. An empty one is a cancellation, or from a call STEPPED_BACK."""
     (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
     return receive_exactly(sock, size)
 
@@ -79,7 +79,7 @@ def _run(runner: Sandbox, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ask_twin(sock: socket.socket, twin: socket.socket, body: bytes) -> bytes:
-    """The twin's answer. A cancellation that comes meanwhile is passed on."""
+    """The twin's answer. A cancellation, and the call's stepping back, are passed on meanwhile."""
     send_message(twin, body)
     poller = select.poll()
     for end in (sock, twin):
@@ -87,5 +87,9 @@ def _ask_twin(sock: socket.socket, twin: socket.socket, body: bytes) -> bytes:
     while True:
         ready = [fd for fd, _ in poller.poll()]
         if twin.fileno() in ready:
-            return receive_message(twin)
-        send_message(twin, receive_message(sock))
+            answer = receive_message(twin)
+            if answer:
+                return answer
+            sock.sendall(STEPPED_BACK)
+        else:
+            send_message(twin, receive_message(sock))

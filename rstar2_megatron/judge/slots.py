@@ -36,13 +36,21 @@ class Slot:
         self._reader = reader
         self._writer = writer
 
-    async def run(self, job: bytes, deadline_s: float) -> bytes:
-        """Run a job (JSON) and return its result (JSON). Raises SlotDied."""
+    async def run(
+        self, job: bytes, deadline_s: float, on_step_back: Callable[[], None] = lambda: None
+    ) -> bytes:
+        """Run a job (JSON) and return its result (JSON). Raises SlotDied.
+
+        `on_step_back` is called when the call sleeps or turns out to be a long one: another may start beside it.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 self._writer.write(_LENGTH.pack(len(job)) + job)
-                (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                return await self._reader.readexactly(size)
+                while True:
+                    (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                    if size:
+                        return await self._reader.readexactly(size)
+                    on_step_back()
         except (asyncio.IncompleteReadError, OSError) as error:
             self.close()
             raise SlotDied(f"slot {self.index} ended in mid-call ({type(error).__name__})") from None
@@ -64,7 +72,7 @@ class SlotPool:
     def __init__(self, count: int, sessions: int = 0) -> None:
         self.count = count
         self.sessions = sessions
-        self.free: asyncio.Queue[Slot] = asyncio.Queue()
+        self.free: asyncio.Queue[Slot] = asyncio.LifoQueue()  # the last one used is the one in the caches
         self._session_slots = list(range(count, count + sessions))  # numbers that no session uses
         self.on_free: Callable[[], None] = lambda: None  # a slot of a fresh process is free
         self._opening: dict[int, asyncio.Future[Slot]] = {}

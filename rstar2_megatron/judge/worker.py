@@ -23,6 +23,7 @@ from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, Job, JobQueue, until_redis_answers
 from rstar2_megatron.judge.sessions import SessionGone, Sessions
 from rstar2_megatron.judge.slots import Slot, SlotDied, SlotPool
+from rstar2_megatron.judge.starts import Start, Starts, default_starts
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that answers so much later than the call's limit is hung
@@ -43,11 +44,14 @@ class Worker:
         sessions: int = 0,
         session_ttl_s: float = 900.0,
         require_isolation: str = "any",
+        starts: int | None = None,
         name: str | None = None,
     ) -> None:
+        """`starts` bounds the calls that neither sleep nor have used their slice of CPU (default_starts)."""
         self.queue = queue
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
+        self.starts = Starts(default_starts() if starts is None else starts)
         self.sessions = Sessions(self.pool, session_ttl_s)
         self.require_isolation = require_isolation
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -84,6 +88,7 @@ class Worker:
         """What /status shows of this worker."""
         return {
             "slots": self.pool.count,
+            "starts": self.starts.count,
             "running": len(self.running),
             "sessions": len(self.sessions),
             "session_room": self.pool.session_room,
@@ -98,7 +103,7 @@ class Worker:
             asyncio.create_task(helper())
             for helper in (self._keep_alive, self._hear_cancellations, self._hear_bell)
         ]
-        self.pool.on_free = self._wake.set
+        self.pool.on_free = self.starts.on_free = self._wake.set
         self._wake.set()
         try:
             while True:
@@ -111,10 +116,12 @@ class Worker:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _exchange(self) -> None:
-        """One round trip: ack what is done, take as many jobs as there are free slots."""
+        """One round trip: ack what is done, take as many jobs as there are free slots and starts."""
         slots: list[Slot] = []
-        while not self.pool.free.empty() and not self.stopping.is_set():
+        starts: list[Start] = []
+        while not self.pool.free.empty() and self.starts.free and not self.stopping.is_set():
             slots.append(self.pool.free.get_nowait())
+            starts.append(self.starts.take())
         answers, self._done = self._done, []
         jobs: list[Job] = []
         try:
@@ -131,13 +138,19 @@ class Worker:
         for job in jobs:
             if job.key in self.running:  # Redis forgot that it runs here
                 continue
-            task = asyncio.create_task(self._execute(job, slots.pop()))
+            task = asyncio.create_task(self._execute(job, slots.pop(), starts.pop()))
             self.running[job.key] = task
             task.add_done_callback(lambda _, key=job.key: self.running.pop(key, None))  # type: ignore[misc]
         for slot in slots:
             self.pool.free.put_nowait(slot)
-        if not self._hungry and not self.pool.free.empty():
+        for start in starts:
+            start.give_back(tell=False)
+        if not self._hungry and self._has_room:
             self._idle.set()
+
+    @property
+    def _has_room(self) -> bool:
+        return not self.pool.free.empty() and self.starts.free > 0
 
     async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[Job]:
         """The exchange itself, repeated while Redis is away. What an answer that got lost held is put back."""
@@ -167,7 +180,7 @@ class Worker:
                 await until_redis_answers(
                     "bell", lambda: self.queue.wait_for_bell(self.name, self.pool.session_room > 0)
                 )
-                if self.pool.free.empty():  # all slots have work by now: another worker's turn
+                if not self._has_room:  # enough work by now: another worker's turn
                     await self.queue.ring()
             except (RedisError, OSError) as error:
                 log.warning("waiting for jobs failed: %s", error)
@@ -175,7 +188,7 @@ class Worker:
             self._hungry = True
             self._wake.set()
 
-    async def _execute(self, job: Job, slot: Slot) -> None:
+    async def _execute(self, job: Job, slot: Slot, start: Start) -> None:
         """Run one job, once more if its slot dies, and ack it."""
         request = orjson.loads(job.payload)
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
@@ -185,22 +198,25 @@ class Worker:
         deadline_s = limits.time_limit_s + compile_s + _GRACE_S
         body = orjson.dumps(request)
         if "session" in request:
-            answer = await self._run_in_session(job, request, body, slot, deadline_s)
+            answer = await self._run_in_session(job, request, body, slot, start, deadline_s)
         else:
-            answer = await self._run(job, request, body, slot, deadline_s)
+            try:
+                answer = await self._run(job, request, body, slot, start, deadline_s)
+            finally:
+                start.give_back()
         self.calls += 1
         self._done.append((job.key, answer))
         self._wake.set()
 
     async def _run(
-        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, deadline_s: float
+        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, start: Start, deadline_s: float
     ) -> bytes:
         for attempt in range(2):
             if attempt:
                 slot = await self.pool.free.get()
             self.in_slot[job.key] = slot
             try:
-                answer = await slot.run(body, deadline_s)
+                answer = await slot.run(body, deadline_s, start.give_back)
                 self.pool.free.put_nowait(slot)
                 return answer
             except SlotDied as error:
@@ -213,21 +229,23 @@ class Worker:
         return self._failed(request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
 
     async def _run_in_session(
-        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, deadline_s: float
+        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, start: Start, deadline_s: float
     ) -> bytes:
         """Run a cell. `slot` is its leave to use the machine: the session has a process of its own."""
         name, must_exist = request["session"], request["session_must_exist"]
         leave: Slot | None = slot
         if self.sessions.is_busy(name):  # waits without holding others up
             self.pool.free.put_nowait(slot)
+            start.give_back()
             leave = None
         async with self.sessions.turn(name):
-            leave = leave or await self.pool.free.get()
+            if leave is None:
+                leave, start = await self.pool.free.get(), await self.starts.acquire()
             try:
                 for attempt in range(2):
                     is_new = name not in self.sessions
                     try:
-                        return await self.sessions.run(name, must_exist, body, deadline_s)
+                        return await self.sessions.run(name, must_exist, body, deadline_s, start.give_back)
                     except SessionGone:
                         why = (
                             f"session {name} is not open here: its time to live is over, or its worker ended"
@@ -241,6 +259,7 @@ class Worker:
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
                 self.pool.free.put_nowait(leave)
+                start.give_back()
                 if name not in self.sessions:
                     await self._forget_sessions([name])
 

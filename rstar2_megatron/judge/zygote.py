@@ -33,7 +33,9 @@ from rstar2_megatron.judge.call import CallRunner, Sandbox
 from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.interpreter import SessionRunner
 from rstar2_megatron.judge.isolation import Walls
+from rstar2_megatron.judge.process_tree import weigh_as
 from rstar2_megatron.judge.slot_process import LENGTH, send_message, serve_slot
+from rstar2_megatron.judge.starts import default_starts
 from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
 
@@ -53,10 +55,8 @@ class Forker:
         self.slots: dict[int, int] = {}  # process id -> slot
         self.others: set[int] = set()  # further children
 
-    def fork_slot(
-        self, slot: int, sock: socket.socket, twin: socket.socket | None, foreign: list[int]
-    ) -> None:
-        """Start a process that serves `sock`. `foreign` descriptors are not for it."""
+    def fork_slot(self, slot: int, sock: socket.socket, twin: socket.socket | None = None) -> None:
+        """Start a process that serves `sock`."""
         pid = os.fork()
         if pid:
             self.slots[pid] = slot
@@ -65,9 +65,11 @@ class Forker:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(signal.SIGKILL)
         linux.adopt_orphans()
-        for fd in foreign:
-            os.close(fd)
         group = self.groups[slot]
+        # The other slots' control groups are no business of this one, and each call would copy and close
+        # their descriptors: three for each slot and session, with thousands of them most of a call's cost.
+        kept = {sock.fileno()} if twin is None else {sock.fileno(), twin.fileno()}
+        linux.close_all_but(kept if group is None else kept | group.descriptors)
         if group is not None:
             group.join()
         runner: type[Sandbox] = CallRunner if slot < self.num_slots else SessionRunner
@@ -134,9 +136,7 @@ class LibraryZygote(Forker):
     def on_end(self, slot: int) -> None:
         sock = self.waiting.pop(slot, None)
         if sock is not None:
-            self.fork_slot(
-                slot, sock, None, [self.control.fileno(), *(s.fileno() for s in self.waiting.values())]
-            )
+            self.fork_slot(slot, sock)
             sock.close()
 
 
@@ -178,9 +178,7 @@ class Zygote(Forker):
     def start_slot(self, slot: int) -> None:
         ours, theirs = socket.socketpair()
         twin, twins_end = socket.socketpair()
-        self.fork_slot(
-            slot, ours, twin, [s.fileno() for s in (theirs, twins_end, self.control, self.library)]
-        )
+        self.fork_slot(slot, ours, twin)
         self._to_library(slot, twins_end)
         self._to_worker(slot, theirs)
         ours.close()
@@ -255,6 +253,7 @@ def _run_zygote(
 def launch(control_fd: int, slots: int, sessions: int) -> int:
     """The launcher. Returns the zygote's exit code when it has ended and its control groups are removed."""
     die_with_parent(signal.SIGTERM)
+    weigh_as(default_starts())  # all calls are of this one session
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     kept = (sys.prefix, sys.base_prefix)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 
+import aiohttp
 import psutil
+import pytest
 
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.process_tree import DEMOTIONS
 from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.judge.starts import Starts
 
 
 async def test_a_client_with_one_call_does_not_wait_for_one_with_many(judge: JudgeService) -> None:
@@ -25,23 +31,124 @@ async def test_a_client_with_one_call_does_not_wait_for_one_with_many(judge: Jud
         assert all(result.ok for result in await asyncio.gather(*crowd))
 
 
-async def test_a_call_that_uses_much_cpu_is_demoted(judge: JudgeService) -> None:
+async def _niceness_of(judge: JudgeService, program: str, wanted: int) -> list[tuple[float, int, bytes]]:
+    """CPU seconds, niceness and scheduling group of each process of a call, as last seen; until one has `wanted`."""
     assert judge.process is not None
     service = psutil.Process(judge.process.pid)
-    seen: dict[int, tuple[float, int]] = {}  # process id -> its last CPU seconds and niceness
+    before = {process.pid for process in service.children(recursive=True)}
+    seen: dict[int, tuple[float, int, bytes]] = {}
     async with JudgeClient(judge.url) as client:
         for _ in range(6):  # a loaded machine may give it less than a slice before its time is over
-            busy = asyncio.create_task(client.run("while True: pass"))
+            busy = asyncio.create_task(client.run(program))
             while not busy.done():
                 for process in service.children(recursive=True):
-                    try:
-                        seen[process.pid] = (sum(process.cpu_times()[:2]), process.nice())
-                    except psutil.Error:
+                    if process.pid in before:
                         continue
-                await asyncio.sleep(0.1)
+                    try:
+                        group = autogroup_niceness(process.pid)
+                        seen[process.pid] = (sum(process.cpu_times()[:2]), process.nice(), group)
+                    except (psutil.Error, OSError):
+                        continue
+                await asyncio.sleep(0.05)
             assert (await busy).outcome is Outcome.TIMEOUT
-            demoted = [cpu for cpu, niceness in seen.values() if niceness == 10]
-            if demoted:
+            if any(niceness >= wanted for _, niceness, _ in seen.values()):
                 break
-    assert demoted and min(demoted) > 0.25
-    assert all(niceness in (0, 10) for _, niceness in seen.values())
+    return list(seen.values())
+
+
+def autogroup_niceness(pid: int) -> bytes:
+    """The words "/autogroup-N nice M", or nothing where the kernel has no such groups."""
+    path = Path(f"/proc/{pid}/autogroup")
+    return path.read_bytes() if path.exists() else b""
+
+
+async def test_a_call_that_uses_much_cpu_is_demoted_step_by_step(judge: JudgeService) -> None:
+    seen = await _niceness_of(judge, "while True: pass", DEMOTIONS[-1][1])
+    steps = [(0.0, 0), *DEMOTIONS]
+    assert {niceness for _, niceness, _ in seen} <= {niceness for _, niceness in steps}
+    assert max(niceness for _, niceness, _ in seen) >= DEMOTIONS[0][1]
+    for cpu_s, niceness, _ in seen:
+        assert cpu_s >= {n: c for c, n in steps}[niceness] - 0.02, "demoted before its time"
+
+
+async def test_a_call_cannot_leave_its_demotion_by_children_in_a_session_of_their_own(
+    judge: JudgeService,
+) -> None:
+    program = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    while True: pass
+time.sleep(60)
+"""
+    lowest = DEMOTIONS[0][1]
+    seen = await _niceness_of(judge, program, lowest)
+    demoted = [group for _, niceness, group in seen if niceness >= lowest]
+    assert demoted
+    assert all(int(group.split()[-1]) >= lowest for group in demoted if group)
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[JudgeService]:
+    """Eight slots, one of which may compute."""
+    with JudgeService(
+        workers=8, time_limit_s=20.0, extra_arguments=("--max-running", "1", "--sessions", "400")
+    ) as judge:
+        yield judge
+
+
+async def _until_running(client: aiohttp.ClientSession, judge: JudgeService, count: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            async with client.get(f"{judge.url}/status") as response:
+                workers = (await response.json())["workers"]
+            if sum(worker["running"] for worker in workers.values()) >= count:
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("program", ["import time; time.sleep(15)", "while True: pass"])
+async def test_sleepers_and_endless_loops_do_not_hold_up_others(narrow: JudgeService, program: str) -> None:
+    async with JudgeClient(narrow.url, time_limit_s=15.0) as client, aiohttp.ClientSession() as plain:
+        crowd = [asyncio.create_task(client.run(program)) for _ in range(6)]
+        await _until_running(plain, narrow, 6)  # although only one may compute
+        assert (await client.run("print('in between')")).stdout == "in between\n"
+        assert not any(call.done() for call in crowd)
+        for call in crowd:
+            call.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+
+
+async def test_what_may_compute_at_once_is_bounded_and_nothing_is_lost(narrow: JudgeService) -> None:
+    async with JudgeClient(narrow.url) as client:
+        results = await asyncio.gather(*(client.run(f"print({n})") for n in range(100)))
+        sessions = await asyncio.gather(*(client.run(f"n = {n}; n", session=f"s{n % 5}") for n in range(40)))
+        for n in range(5):
+            await client.close_session(f"s{n}")
+    assert [result.stdout for result in results] == [f"{n}\n" for n in range(100)]
+    assert [result.stdout for result in sessions] == [f"{n}\n" for n in range(40)]
+
+
+async def test_a_slot_holds_no_descriptor_of_other_slots(narrow: JudgeService) -> None:
+    assert narrow.process is not None
+    service = psutil.Process(narrow.process.pid)
+    depth = len(service.parents()) + 3  # service, worker, launcher, zygote, slots
+    slots = [p for p in service.children(recursive=True) if len(p.parents()) > depth]
+    assert len(slots) >= 16  # a slot and its twin for each
+    assert max(process.num_fds() for process in slots if process.children() == []) < 20
+
+
+async def test_leaves_go_first_to_those_who_wait() -> None:
+    starts = Starts(1)
+    first = starts.take()
+    waiting = [asyncio.create_task(starts.acquire()) for _ in range(2)]
+    await asyncio.sleep(0)
+    first.give_back()
+    first.give_back()  # counts once
+    await asyncio.sleep(0)
+    assert [task.done() for task in waiting] == [True, False]
+    assert starts.free == 0
+    waiting[1].cancel()
+    await asyncio.gather(waiting[1], return_exceptions=True)
+    (await waiting[0]).give_back()
+    assert starts.free == 1

@@ -1,0 +1,134 @@
+"""A call's processes as the kernel shows them, and how a call that uses much CPU is made to step back.
+
+A multilevel feedback queue on top of the kernel's scheduler: the more CPU time a call has used, the less of a busy
+machine it gets, so that endless loops take what short calls leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SLICE_S = 0.1  # CPU time after which a call no longer counts as a short one
+DEMOTIONS = ((SLICE_S, 10), (1.0, 19))  # CPU seconds used, niceness from there on
+_FIRST_LOOK_S = 0.01  # most calls have ended by then
+_NEXT_LOOK_S = 0.02  # while the call may hold others up
+_LATER_LOOK_S = 0.1
+_LAST_LOOK_S = 0.5  # nothing left to take from it, except for children that it starts
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def _read(path: str) -> bytes:
+    """A small file of /proc; a third of the cost of open()."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 16)
+    finally:
+        os.close(fd)
+
+
+def family(pid: int) -> Iterator[int]:
+    """A process and its descendants, parents first."""
+    stack = [pid]
+    while stack:
+        current = stack.pop()
+        yield current
+        with contextlib.suppress(OSError, ValueError):
+            for task in os.listdir(f"/proc/{current}/task"):
+                stack += map(int, _read(f"/proc/{current}/task/{task}/children").split())
+
+
+def resident_bytes(pid: int) -> int:
+    """Raises OSError when the process has ended."""
+    return int(_read(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a call's processes do and have used."""
+
+    members: list[int]
+    is_running: bool  # one of them is on a core or waits for one
+    cpu_s: float  # ended children that were waited for included
+
+
+def usage_of(pid: int) -> Usage:
+    members, is_running, ticks = [], False, 0
+    for member in family(pid):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = _read(f"/proc/{member}/stat").rpartition(b")")[2].split()
+            members.append(member)
+            is_running |= fields[0] == b"R"
+            ticks += sum(map(int, fields[11:15]))  # own and waited-for children's, user and system
+    return Usage(members, is_running, ticks / _TICKS_PER_S)
+
+
+def own_autogroup() -> bytes | None:
+    """Name of the scheduling group that this process's session has, where the kernel makes such groups."""
+    with contextlib.suppress(OSError, IndexError):
+        return _read("/proc/self/autogroup").split()[0]
+    return None
+
+
+def weigh_as(sessions: int) -> None:
+    """Let this process's session weigh as much as so many, beside others of this machine (root only).
+
+    One step of niceness is a factor of 1.25.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(max(-20, -round(math.log(sessions, 1.25)))))
+
+
+def make_nice(pid: int, niceness: int, own_group: bytes | None) -> None:
+    """Lower the share of a process; also of its session, if it made one to be weighed apart from the others."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, niceness)
+    if own_group is None:
+        return
+    with contextlib.suppress(OSError, IndexError):
+        # one descriptor for look and change: the number may be another process's in between
+        fd = os.open(f"/proc/{pid}/autogroup", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.read(fd, 256).split()[0] != own_group:
+                os.write(fd, str(niceness).encode())
+        finally:
+            os.close(fd)
+
+
+class Supervision:
+    """Looks at one running call now and then. Times are of the monotonic clock."""
+
+    def __init__(
+        self, pid: int, started: float, own_group: bytes | None, on_step_back: Callable[[], None]
+    ) -> None:
+        """`on_step_back` is called once, when the call sleeps or waits, or has used a slice: others may start."""
+        self.pid = pid
+        self.own_group = own_group
+        self.on_step_back = on_step_back
+        self.used_before_s = 0.0  # by a live interpreter in earlier calls
+        self.next_look = started + _FIRST_LOOK_S
+        self.niceness = 0
+        self._stepped_back = False
+
+    def look(self, now: float) -> None:
+        usage = usage_of(self.pid)
+        cpu_s = usage.cpu_s - self.used_before_s
+        if not self._stepped_back and (cpu_s >= SLICE_S or not usage.is_running):
+            self._stepped_back = True
+            self.on_step_back()
+        niceness = max((value for used_s, value in DEMOTIONS if cpu_s >= used_s), default=0)
+        if niceness:  # also those that were started since the last look
+            for member in usage.members:
+                make_nice(member, niceness, self.own_group)
+        self.niceness = niceness
+        if not self._stepped_back:
+            self.next_look = now + _NEXT_LOOK_S
+        elif niceness < DEMOTIONS[-1][1]:
+            self.next_look = now + _LATER_LOOK_S
+        else:
+            self.next_look = now + _LAST_LOOK_S
