@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 import psutil
 
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
+from rstar2_megatron.judge.processes import raise_open_files
 from rstar2_megatron.judge.result import JudgeResult
 from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.services.process import terminate_tree
@@ -40,6 +42,8 @@ LOOP = "while True: pass  # {i}"
 CASES = ("print", "numpy", "sympy", "mix", "batch", "session", "overhead")
 OURS_ONLY = ("session", "overhead")
 BATCH_SIZE = 64
+# 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly
+CLIENTS = {case: (1, 32) if case == "batch" else (1, 32, 256, 2000) for case in CASES}
 CALLS_A_SESSION = 8
 
 
@@ -100,6 +104,19 @@ def _part(process: psutil.Process) -> str:
     if "rstar2_megatron.judge" in words:
         return "worker" if "worker" in words else "server"
     return "worker" if "benchmarks.judge_echo_worker" in words else "sandbox"
+
+
+def save(path: str, lines: list[dict[str, Any]]) -> None:
+    """The lines with the command and the machine they come from."""
+    told = {
+        "command": ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]],
+        "cores": os.cpu_count(),
+        "machine": f"{platform.machine()} Linux {platform.release()}, Python {platform.python_version()}",
+        "lines": lines,
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def quantile(values: list[float], q: float) -> float | None:
@@ -200,7 +217,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge", description=__doc__)
     parser.add_argument("--against", metavar="URL", help="then drive this server, with the same cases")
     parser.add_argument("--only-against", action="store_true", help="start none of ours")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 256, 2000])
+    parser.add_argument("--clients", type=int, nargs="+", help="default: 1 32 256 2000; of 64-batches 1 32")
+    parser.add_argument("--out", metavar="FILE", help="JSON: command, machine, the lines so far")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
     parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
@@ -208,12 +226,17 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=2000, help="live interpreters, most at a time")
     arguments = parser.parse_args()
 
+    raise_open_files()
+    lines: list[dict[str, Any]] = []
+
     def drive(url: str, tree: Tree, cases: list[str], **more: str) -> None:
-        for case, clients in itertools.product(cases, arguments.clients):
-            if case == "batch" and clients > 32:
-                continue  # 64-batches: 32 clients have 2,048 calls in flight
-            line = asyncio.run(closed_loop(url, tree, case, clients, arguments.seconds))
-            print(json.dumps({**line, **more}), flush=True)
+        for case in cases:
+            for clients in arguments.clients or CLIENTS[case]:
+                line = asyncio.run(closed_loop(url, tree, case, clients, arguments.seconds)) | more
+                print(json.dumps(line), flush=True)
+                lines.append(line)
+                if arguments.out:
+                    save(arguments.out, lines)
 
     settings = ("--sessions", str(arguments.sessions))
     cases = [case for case in arguments.cases if case != "overhead"]

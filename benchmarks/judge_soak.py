@@ -1,7 +1,12 @@
 """Ten minutes of calls with a fault every 30 s: `python -m benchmarks.judge_soak`.
 
 Kills the worker, Redis and a process of the sandbox in turn while 32 clients send calls and 4 use sessions. One JSON
-line; exit code 1 when a call was lost or wrong, or a process, mount, directory or control group is left at the end.
+line; exit code 1 when a call was lost or wrong, when memory was not flat, or when a process, mount, directory or control
+group is left at the end.
+
+Memory is the service's without Redis, shared pages counted once, every few seconds: the median of the last quarter may
+be at most 10% and 10 MB above that of the second quarter (the first is for the start). Redis is told apart: it keeps
+every answer for 10 minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import time
 from collections import Counter
@@ -22,11 +28,24 @@ from typing import Any
 
 import psutil
 
-from benchmarks.judge import Tree
+from benchmarks.judge import Tree, save
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.services.owned_directory import sweep_stale_directories
+
+_SAMPLE_S = 5.0
+_GROWTH = 1.1
+_GROWTH_MB = 10.0
+
+
+def memory_is_flat(samples: list[float]) -> bool:
+    """Whether MB sampled at even distances did not grow. Too few samples tell nothing: False."""
+    quarter = len(samples) // 4
+    if quarter < 2:
+        return False
+    before = statistics.median(samples[quarter : 2 * quarter])
+    return statistics.median(samples[-quarter:]) <= _GROWTH * before + _GROWTH_MB
 
 
 class Soak:
@@ -41,8 +60,8 @@ class Soak:
         self.ends_at = time.monotonic() + seconds
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.memory_mb: list[int] = []
-        self.redis_mb: list[int] = []  # grows until answers are old enough to be forgotten (10 minutes)
+        self.memory_mb: list[float] = []
+        self.redis_mb: list[float] = []  # grows until answers are old enough to be forgotten (10 minutes)
         self.family: dict[int, float] = {self.root.pid: self.root.create_time()}
 
     def remember_family(self) -> None:
@@ -72,13 +91,20 @@ class Soak:
             await asyncio.sleep(self.fault_every_s)
             self.remember_family()
             try:
-                redis_mb = Tree(self._victim("redis").pid).memory_mb()
-                self.redis_mb.append(round(redis_mb))
-                self.memory_mb.append(round(Tree(self.root.pid).memory_mb() - redis_mb))
                 self._victim(kind).send_signal(signal.SIGKILL)
                 self.faults[kind] += 1
             except psutil.Error as error:
                 print(f"no {kind} to kill: {error}", file=sys.stderr)
+
+    async def _sample_memory(self) -> None:
+        while True:
+            await asyncio.sleep(_SAMPLE_S)
+            try:
+                redis_mb = Tree(self._victim("redis").pid).memory_mb()
+                self.memory_mb.append(round(Tree(self.root.pid).memory_mb() - redis_mb, 1))
+                self.redis_mb.append(round(redis_mb, 1))
+            except psutil.Error:  # Redis is being replaced
+                continue
 
     async def _call(self, client: JudgeClient, number: int) -> None:
         while time.monotonic() < self.ends_at:
@@ -112,11 +138,12 @@ class Soak:
 
     async def run(self) -> dict[str, Any]:
         async with JudgeClient(self.service.url, max_concurrency=64) as client:
-            faults = asyncio.create_task(self._make_faults())
+            others = [asyncio.create_task(task()) for task in (self._make_faults, self._sample_memory)]
             await asyncio.gather(
                 *(self._call(client, n) for n in range(32)), *(self._count_up(client, n) for n in range(4))
             )
-            faults.cancel()
+            for task in others:
+                task.cancel()
             counters = client.counters
         counts = {
             name: self.counts[name] for name in ("calls", "lost", "wrong", "session_calls", "sessions_lost")
@@ -127,6 +154,7 @@ class Soak:
             "faults": dict(self.faults),
             **counts,
             "retries": counters["retries"],
+            "memory_is_flat": memory_is_flat(self.memory_mb),
             "memory_mb": self.memory_mb,
             "redis_mb": self.redis_mb,
             "load_1min": round(os.getloadavg()[0], 1),
@@ -156,6 +184,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--fault-every-s", type=float, default=30.0)
     parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
+    parser.add_argument("--out", metavar="FILE", help="JSON: command, machine, the line")
     arguments = parser.parse_args()
     mounts = set(_mounts())
     with JudgeService(workers=arguments.workers) as service:
@@ -164,8 +193,11 @@ def main() -> int:
         soak.remember_family()
     time.sleep(1.0)  # for the kernel to reap what was ended
     left = left_behind(soak.family, mounts)
-    print(json.dumps({**result, "processes_seen": len(soak.family), "left": left}), flush=True)
-    return int(bool(result["lost"] or result["wrong"] or any(left.values())))
+    report = {**result, "processes_seen": len(soak.family), "left": left}
+    print(json.dumps(report), flush=True)
+    if arguments.out:
+        save(arguments.out, [report])
+    return int(bool(result["lost"] or result["wrong"] or any(left.values())) or not result["memory_is_flat"])
 
 
 if __name__ == "__main__":

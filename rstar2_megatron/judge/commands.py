@@ -191,6 +191,7 @@ class _WorkerProcess:
 
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:
+    processes.raise_open_files()
     if not processes.is_loopback(arguments.host) and not os.environ.get("JUDGE_TOKEN"):
         raise ValueError(
             f"--host {arguments.host} is beyond loopback and the service runs code for whoever asks: "

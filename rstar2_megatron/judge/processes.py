@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -12,6 +13,12 @@ from collections.abc import Callable
 
 class PortTaken(RuntimeError):
     """The address cannot be bound."""
+
+
+def raise_open_files() -> None:
+    """As many descriptors as the system lets this process have: each waiting client is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:
