@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.judge_bare import bare_fork_cpu_ms
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.processes import raise_open_files
 from rstar2_megatron.judge.result import JudgeResult
@@ -41,6 +42,7 @@ SYMPY = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i
 LOOP = "while True: pass  # {i}"
 CASES = ("print", "numpy", "sympy", "mix", "batch", "session", "overhead")
 OURS_ONLY = ("session", "overhead")
+BARE_CASES = ("print", "numpy", "sympy")  # told beside what the program costs in a bare fork
 BATCH_SIZE = 64
 # 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly
 CLIENTS = {case: (1, 32) if case == "batch" else (1, 32, 256, 2000) for case in CASES}
@@ -229,8 +231,12 @@ def main() -> int:
     raise_open_files()
     lines: list[dict[str, Any]] = []
 
-    def drive(url: str, tree: Tree, cases: list[str], **more: str) -> None:
+    def drive(url: str, tree: Tree, cases: list[str], **more: str | float) -> None:
         for case in cases:
+            if tree.roots and case in BARE_CASES:
+                more["bare_fork_cpu_ms"] = bare_fork_cpu_ms(case)
+            else:
+                more.pop("bare_fork_cpu_ms", None)
             for clients in arguments.clients or CLIENTS[case]:
                 line = asyncio.run(closed_loop(url, tree, case, clients, arguments.seconds)) | more
                 print(json.dumps(line), flush=True)
