@@ -1,0 +1,120 @@
+"""Images and compose file as far as they can be checked without a Docker daemon."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rstar2_megatron.judge.__main__ import _parser as judge_parser
+from tests.e2e.runs import ROOT
+
+DOCKER = ROOT / "docker"
+PACKAGE = ROOT / "rstar2_megatron"
+# name of the package on the index -> name that is imported, where they differ
+IMPORTED = {"math-verify": "math_verify", "prometheus-client": "prometheus_client"}
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """(instruction, arguments) of a Dockerfile, continued lines joined."""
+    lines = [line for line in (DOCKER / name).read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    return [(line.split()[0], line.split(None, 1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+
+
+@pytest.mark.parametrize("name", ["judge.Dockerfile", "train.Dockerfile"])
+def test_what_an_image_copies_and_starts_exists(name: str) -> None:
+    lines = instructions(name)
+    copied = [word for key, words in lines if key == "COPY" for word in words.split()[:-1]]
+    assert copied and [path for path in copied if not (ROOT / path).exists()] == []
+    ((_, entry),) = [line for line in lines if line[0] == "ENTRYPOINT"]
+    program = json.loads(entry)[-1]
+    assert (ROOT / program).exists() or (ROOT / program.replace(".", "/") / "__main__.py").exists()
+    (image,) = [words for key, words in lines if key == "FROM"]
+    assert ":" in image and not image.endswith(":latest")
+
+
+def test_the_checkouts_own_environment_stays_out_of_the_images() -> None:
+    """What git ignores (.venv, caches, results) is made by the machine it lies on."""
+
+    def patterns(name: str) -> set[str]:
+        lines = (ROOT / name).read_text().splitlines()
+        return {line.removeprefix("**/").strip("/") for line in lines if line and not line.startswith("#")}
+
+    assert patterns(".gitignore") - {"*.pyc"} <= patterns(".dockerignore")
+    # and nothing that an image copies by name
+    assert not {"rstar2_megatron", "requirements", "scripts", "docker", "config"} & patterns(".dockerignore")
+
+
+def test_services_build_and_reach_each_other(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        if "build" in service:
+            context = DOCKER / service["build"]["context"]
+            assert (context / service["build"]["dockerfile"]).is_file(), name
+        assert set(service.get("depends_on", {})) <= set(services)
+        for other, condition in service.get("depends_on", {}).items():
+            assert condition["condition"] != "service_healthy" or "healthcheck" in services[other]
+        # a service of another network mode does not know the names of this file
+        on_network = "network_mode" not in service
+        named = set(re.findall(r"@(\w+):6379", json.dumps(service.get("command", []))))
+        assert named <= set(services) and (on_network or not named), name
+    assert {name for name, service in services.items() if "network_mode" in service} == {"train-host"}
+    assert not any(services[name].get("profiles") for name in ("redis", "judge", "worker"))
+
+
+@pytest.mark.parametrize("name", ["judge", "worker"])
+def test_the_judge_understands_its_commands(services: dict[str, dict[str, Any]], name: str) -> None:
+    parsed = judge_parser().parse_args(services[name]["command"])
+    assert parsed.command == {"judge": "serve", "worker": "worker"}[name]
+    port = services["judge"]["ports"][0].rpartition(":")[2]
+    assert parsed.port == (int(port) if name == "judge" else 0)
+    assert f":{port}/ready" in services["judge"]["healthcheck"]["test"][-1]
+    ast.parse(services["judge"]["healthcheck"]["test"][-1])
+    (default,) = [words for key, words in instructions("judge.Dockerfile") if key == "CMD"]
+    assert judge_parser().parse_args(json.loads(default)).command == "all"
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Absolute names of the modules that a file imports anywhere, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_judges_image_holds_all_that_it_imports() -> None:
+    lines = (DOCKER / "judge-requirements.txt").read_text().splitlines()
+    names = [re.split(r"[\[=<>]", line)[0] for line in lines if line and not line.startswith("#")]
+    pins = (ROOT / "requirements" / "constraints.txt").read_text().lower().replace("_", "-")
+    assert [name for name in names if f"\n{name}==" not in pins] == []
+
+    waiting = [*sorted((PACKAGE / "judge").glob("*.py")), PACKAGE / "reward" / "worker.py"]
+    seen: set[Path] = set()
+    needed: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for module in imports(path):
+            place = ROOT.joinpath(*module.split("."))
+            if module.startswith("rstar2_megatron"):
+                waiting += [f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()]
+            elif module.partition(".")[0] not in sys.stdlib_module_names:
+                needed.add(module.partition(".")[0])
+    assert {"redis", "math_verify"} <= needed
+    assert needed <= {IMPORTED.get(name, name) for name in names}
