@@ -3,7 +3,7 @@
     python -m rstar2_megatron.report.curves RUN                      curves.png and the table of one run
     python -m rstar2_megatron.report.curves RUN [RUN ...] --verl PATH [...] --out DIR
 
-RUN and PATH are run directories or log files, or LABEL=PATH; logs of one label are seeds of one arm.
+RUN and PATH are run directories, directories of runs or log files, or LABEL=PATH; logs of one label are seeds of one arm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rstar2_megatron.report.compare import comparison_table, group_arms, render_text, write_comparison
 from rstar2_megatron.report.draw import draw_run
-from rstar2_megatron.report.read import Log, read_log
+from rstar2_megatron.report.read import Log, read_logs
 from rstar2_megatron.report.table import render_table
 
 __all__ = ["draw_run", "main"]
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for words, verl in ((arguments.runs, False), (arguments.verl, True)):
         for word in words:
             label, path = _labelled(word)
-            logs.append((label, read_log(path, verl=verl)))
+            logs += [(label, log) for log in read_logs(path, verl=verl)]
     messages = [message for _, log in logs for message in log.messages]
     for message in messages:
         print(f"warning: {message}", file=sys.stderr)

@@ -1,276 +1,183 @@
 """Reads training curves of any of the codes that people compare: ours, RLinf's, verl's, wandb's exports.
 
-A log is read as far as it can be: every file gives a `Log` with what was found and a message for what was
-not.
+A log is read as far as it can be: every run gives a `Log` with what was found and a message for what was not.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-import re
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rstar2_megatron.report.names import ours_from_verl
-from rstar2_megatron.report.wandb_file import BrokenFile, read_history
+from rstar2_megatron.report.log_formats import (
+    EVENT_FILE,
+    LOG_SUFFIXES,
+    Log,
+    Series,
+    csv_runs,
+    read_console,
+    read_csv,
+    read_jsonl,
+    read_tensorboard,
+    read_wandb,
+)
+from rstar2_megatron.report.names import PASS_RATE, REWARD, TO_VERL, ours_from_verl
 
-Series = dict[int, float]  # step -> value
+__all__ = ["Log", "Series", "read_log", "read_logs"]
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_CONSOLE = re.compile(r"step:\s*(\d+)\s+-\s+(.*)")
-_EVENT_FILE = "events.out.tfevents"
+Reader = Callable[[Log], None]
 
 
-@dataclass
-class Log:
-    """One run's curves under our names. `first_step` is the number of its first training step."""
+def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
+    """The runs of a run directory, of a directory of runs or of a log file; `verl` translates verl's names.
 
-    path: Path
-    kind: str
-    series: dict[str, Series] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
-    first_step: int = 1
-
-    @property
-    def label(self) -> str:
-        name = self.path.resolve().name
-        if name in ("metrics.jsonl", "tensorboard", "all") or name.startswith(_EVENT_FILE):
-            return self.path.resolve().parent.name
-        return name
-
-    def add(self, name: str, step: int, value: float) -> None:
-        if math.isfinite(value):
-            self.series.setdefault(name, {})[step] = value
-
-    def aligned(self, name: str) -> Series:
-        """A curve with steps counted from 1, whatever the code counts from."""
-        shift = 1 - self.first_step
-        return {step + shift: value for step, value in sorted(self.series.get(name, {}).items())}
+    Understands metrics.jsonl, TensorBoard event directories, verl's `file` jsonl, verl's console output, wandb's offline
+    runs (`.wandb`) and its exports as CSV or jsonl. Never raises for what is in the files; an unreadable log has no series
+    and says why.
+    """
+    path = Path(path)
+    if not path.exists():
+        return [Log(path, "verl" if verl else "ours", messages=[f"{path} does not exist"])]
+    try:
+        sources = list(_sources(path))
+    except (OSError, ValueError) as error:
+        return [Log(path, "verl" if verl else "ours", messages=[f"{path}: {error}"])]
+    logs = [
+        _finish(Log(place, "verl" if verl else "ours", run=run), reader, verl)
+        for place, run, reader in sources or [(path, "", lambda log: None)]
+    ]
+    if len(logs) > 1:
+        names = ", ".join(log.label for log in logs[:5]) + (", ..." if len(logs) > 5 else "")
+        logs[0].messages.append(f"{path}: holds {len(logs)} runs, each read by itself ({names})")
+    return logs
 
 
 def read_log(path: str | Path, *, verl: bool = False) -> Log:
-    """Curves of a run directory or a log file; `verl` translates verl's names.
+    """The run of a path that holds one. Raises ValueError when it holds several."""
+    logs = read_logs(path, verl=verl)
+    if len(logs) > 1:
+        raise ValueError(f"{path} holds {len(logs)} runs: {', '.join(log.label for log in logs)}")
+    return logs[0]
 
-    Understands metrics.jsonl, TensorBoard event directories, verl's `file` jsonl, verl's console output,
-    wandb's offline runs (`.wandb`) and its exports as CSV or jsonl. Never raises for what is in the files; an
-    unreadable log has no series and says why.
-    """
-    path = Path(path)
-    log = Log(path, "verl" if verl else "ours")
-    if not path.exists():
-        log.messages.append(f"{path} does not exist")
-        return log
+
+def _finish(log: Log, reader: Reader, verl: bool) -> Log:
     try:
-        _read_into(log, path)
-    except (OSError, ValueError, UnicodeDecodeError) as error:
-        log.messages.append(f"{path}: {error}")
+        reader(log)
+    except (OSError, ValueError) as error:
+        log.messages.append(f"{log.path}: {error}")
     if verl or any(name.startswith(("critic/", "timing_s/")) for name in log.series):
         log.kind = "verl"
         log.series = _renamed(log.series)
-    if not log.series:
-        log.messages.append(f"{path}: no training curves found")
-    else:
+    if log.series:
         _find_numbering(log)
+    else:
+        log.messages.append(f"{log.path}: no training curves found")
     return log
 
 
-def _find_numbering(log: Log) -> None:
-    """RLinf counts from 0 and, with several mini-batches a step, in optimizer steps: bring it to one a step."""
-    training = [series for name, series in log.series.items() if not name.startswith(("eval/", "val"))]
-    steps = {step for series in training for step in series}
-    log.first_step = 0 if 0 in steps else 1
-    stride = math.gcd(*steps) if log.first_step == 0 and len(steps) > 2 else 1
-    if stride > 1:
-        log.series = {
-            name: {step // stride: value for step, value in series.items()}
-            for name, series in log.series.items()
-        }
-        log.messages.append(f"{log.path}: steps are multiples of {stride}; read as one training step each")
+# ------------------------------------------------------------------------------------------- runs of a path
 
 
-def _read_into(log: Log, path: Path) -> None:
-    if path.is_dir():
-        metrics = path / "metrics.jsonl"
-        if metrics.is_file():
-            _read_jsonl(log, metrics)
-            return
-        events = sorted(path.rglob(f"{_EVENT_FILE}*"))
-        if events:
-            _read_tensorboard(log, events)
-            return
-        offline = sorted(path.rglob("*.wandb"))
-        if offline:
-            for file in offline:
-                _read_wandb(log, file)
-            return
-        for file in sorted(path.rglob("*")):
-            if file.suffix in (".jsonl", ".csv", ".log", ".txt") and file.is_file():
-                _read_into(log, file)
+def _sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
+    """(place, name inside it, reader) of each run. A directory of one run is that run's place."""
+    if not path.is_dir():
+        yield from _file_sources(path)
         return
-    if _EVENT_FILE in path.name:
-        _read_tensorboard(log, [path])
+    if (path / "metrics.jsonl").is_file():
+        yield path, "", partial(read_jsonl, path=path / "metrics.jsonl")
         return
-    readers: dict[str, Callable[[Log, Path], None]] = {
-        ".jsonl": _read_jsonl,
-        ".csv": _read_csv,
-        ".wandb": _read_wandb,
-    }
-    readers.get(path.suffix, _read_console)(log, path)
-
-
-def _read_jsonl(log: Log, path: Path) -> None:
-    """Ours `{"step": n, name: value}`, verl's `{"step": n, "data": {...}}`, wandb's `{"_step": n, ...}`."""
-    bad: list[int] = []
-    for number, row in _json_rows(path):
-        step = None if row is None else row.get("step", row.get("_step"))
-        if row is None or not isinstance(step, int | float):
-            bad.append(number)
-            continue
-        for name, value in (row["data"] if isinstance(row.get("data"), dict) else row).items():
-            if (
-                name not in ("step", "_step")
-                and isinstance(value, int | float)
-                and not isinstance(value, bool)
-            ):
-                log.add(name, int(step), float(value))
-    _report_bad(log, path, bad, "lines")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                row = None
-            yield number, row if isinstance(row, dict) else None
-
-
-def _read_csv(log: Log, path: Path) -> None:
-    """A wandb export: a step column and a column per metric, perhaps named `run - metric`."""
-    bad: list[int] = []
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        rows = csv.DictReader(file)
-        steps = [c for c in rows.fieldnames or [] if c.strip().lower() in ("step", "_step", "global_step")]
-        if not steps:
-            log.messages.append(f"{path}: no column Step, _step or global_step; columns {rows.fieldnames}")
-            return
-        for number, row in enumerate(rows, 2):
-            try:
-                step = int(float(row[steps[0]]))
-            except (TypeError, ValueError):
-                bad.append(number)
-                continue
-            for column, text in row.items():
-                if column is None or column in steps or not isinstance(text, str):
-                    continue
-                name = column.rsplit(" - ", 1)[-1]
-                if name.endswith(("__MIN", "__MAX")):
-                    continue
-                value = _number(text)
-                if value is not None:
-                    log.add(name, step, value)
-    _report_bad(log, path, bad, "rows")
-
-
-def _read_wandb(log: Log, path: Path) -> None:
-    rows = 0
-    try:
-        for step, values in read_history(path):
-            rows += 1
-            for name, value in values.items():
-                if (
-                    not name.startswith("_")
-                    and isinstance(value, int | float)
-                    and not isinstance(value, bool)
-                ):
-                    log.add(name, step, float(value))
-    except BrokenFile as error:
-        log.messages.append(f"{path}: read up to a break, {rows} rows ({error})")
-
-
-def _read_console(log: Log, path: Path) -> None:
-    """verl's console: `step:N - key:value - key:value`, with colour codes and a process prefix before it."""
-    found = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            match = _CONSOLE.search(_COLOUR.sub("", line))
-            if not match:
-                continue
-            found += 1
-            for pair in re.split(r"\s-\s(?=[\w@/.\-]+:)", match.group(2).strip()):
-                name, colon, text = pair.rpartition(":")
-                value = _number(text) if colon else None
-                if value is not None:
-                    log.add(name.strip(), int(match.group(1)), value)
+    found: list[tuple[Path, str, Reader]] = [
+        (place, "", partial(read_jsonl, path=place / "metrics.jsonl"))
+        for place in _topmost(path.rglob("metrics.jsonl"))
+    ]
     if not found:
-        log.messages.append(f"{path}: no lines of the form `step:N - key:value - ...`")
+        for place in _topmost(path.rglob(f"{EVENT_FILE}*")):
+            events = sorted(place.rglob(f"{EVENT_FILE}*"), key=lambda file: file.name)  # by their time
+            found.append((place, "", partial(read_tensorboard, files=events)))
+    if not found:
+        # run-ID.wandb; a run that was resumed has a file of the same name in another directory
+        offline: dict[str, list[Path]] = {}
+        for file in sorted(path.rglob("*.wandb")):
+            offline.setdefault(file.name, []).append(file)
+        found = [(files[0], "", partial(_all_wandb, files=files)) for files in offline.values()]
+    if not found:
+        files = [file for file in sorted(path.rglob("*")) if file.suffix in LOG_SUFFIXES and file.is_file()]
+        found = [source for file in files for source in _file_sources(file)]
+    for place, run, reader in found:
+        yield (path if len(found) == 1 else place), run, reader
 
 
-def _read_tensorboard(log: Log, files: list[Path]) -> None:
-    """Scalars of event files, oldest file first, so that a resumed run's steps replace the lost ones."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.util.tensor_util import make_ndarray
+def _topmost(files: Iterator[Path]) -> list[Path]:
+    """Directories of the files that lie below no other of them: a writer of sub-curves makes directories of its own.
 
-    for path in files:
-        if not path.stat().st_size:
-            log.messages.append(f"{path}: empty")
-            continue
-        events = 0
-        try:
-            for event in LegacyEventFileLoader(str(path)).Load():
-                events += 1
-                for value in event.summary.value:
-                    if value.HasField("simple_value"):
-                        log.add(value.tag, event.step, value.simple_value)
-                    elif value.HasField("tensor") and value.tensor.dtype in (1, 2):
-                        array = make_ndarray(value.tensor)
-                        if array.size == 1:
-                            log.add(value.tag, event.step, float(array.reshape(-1)[0]))
-        except (
-            Exception
-        ) as error:  # what a broken record throws is not foreseeable; what came before it counts
-            log.messages.append(f"{path}: {type(error).__name__} after {events} records")
-            continue
-        if not _holds_records(path, events):  # the loader ends silently at a bad checksum
-            log.messages.append(f"{path}: read up to a broken record, {events} records")
+    RLinf's logs of single workers are no runs.
+    """
+    places = sorted({file.parent for file in files if "worker_logs" not in file.parts})
+    return [place for place in places if not any(other in place.parents for other in places)]
 
 
-def _holds_records(path: Path, count: int) -> bool:
-    """True when the file is exactly `count` records: length u64, checksum, data, checksum, each."""
-    size, offset = path.stat().st_size, 0
-    with path.open("rb") as file:
-        for _ in range(count):
-            file.seek(offset)
-            offset += int.from_bytes(file.read(8), "little") + 16
-    return offset == size
+def _all_wandb(log: Log, files: Sequence[Path]) -> None:
+    for file in files:
+        read_wandb(log, file)
 
 
-def _number(text: str) -> float | None:
-    """0.41 of "0.41", "np.float64(0.41)", "tensor(0.41)"."""
-    match = re.fullmatch(
-        r"\s*(?:[\w.]+\(\s*)?([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:,.*)?\)?\s*", text
-    )
-    return float(match.group(1)) if match else None
+def _file_sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
+    if EVENT_FILE in path.name:
+        yield path, "", partial(read_tensorboard, files=[path])
+    elif path.suffix == ".csv":
+        runs = csv_runs(path)
+        for run in runs:
+            yield path, run, partial(read_csv, path=path, run=run)
+    else:
+        readers = {".jsonl": read_jsonl, ".wandb": read_wandb}
+        yield path, "", partial(readers.get(path.suffix, read_console), path=path)
+
+
+# ------------------------------------------------------------------------------------------ names and steps
+
+
+def _find_numbering(log: Log) -> None:
+    """Brings steps to one a training step.
+
+    RLinf counts from 0 and, with several mini-batches a step, in optimizer steps: rollouts and times stand at 0, n, 2n, ...,
+    the losses at every number. The losses of one step are averaged.
+    """
+    training = {name: series for name, series in log.series.items() if not name.startswith(("eval/", "val"))}
+    counted = {REWARD: training[REWARD]} if REWARD in training else training
+    steps = {step for series in counted.values() for step in series}
+    log.first_step = 0 if 0 in steps else 1
+    once = {n: s for n, s in training.items() if n.startswith(("rollout/", "time/"))} or training
+    starts = {step for series in once.values() for step in series}
+    stride = math.gcd(*starts) if log.first_step == 0 and len(starts) > 2 else 1
+    if stride > 1:
+        log.series = {name: _coarser(series, stride) for name, series in log.series.items()}
+        log.messages.append(f"{log.path}: steps are multiples of {stride}; read as one training step each")
+    if (
+        log.first_step == 1
+        and log.kind != "verl"
+        and PASS_RATE not in log.series
+        and min(steps, default=1) > 1
+    ):
+        log.messages.append(
+            f"{log.path}: begins at step {min(steps)}, so that it cannot be told whether it counts from 0; read as from 1"
+        )
+
+
+def _coarser(series: Series, stride: int) -> Series:
+    parts: dict[int, list[float]] = defaultdict(list)
+    for step, value in series.items():
+        parts[step // stride].append(value)
+    return {step: statistics.fmean(values) for step, values in parts.items()}
 
 
 def _renamed(series: dict[str, Series]) -> dict[str, Series]:
-    """verl's curves under our names; where two of its names mean one quantity the first found counts."""
+    """verl's curves under our names; where two of its names mean one quantity the better one counts (`TO_VERL`)."""
+    rank = {theirs: i for names in TO_VERL.values() for i, theirs in enumerate(names)}
     renamed: dict[str, Series] = defaultdict(dict)
-    for name, values in series.items():
+    for name in sorted(series, key=lambda name: rank.get(name, 0)):
         ours = ours_from_verl(name)
-        renamed[ours] = {**values, **renamed[ours]}
+        renamed[ours] = {**series[name], **renamed[ours]}
     return dict(renamed)
-
-
-def _report_bad(log: Log, path: Path, bad: list[int], what: str) -> None:
-    if bad:
-        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        log.messages.append(f"{path}: {len(bad)} {what} could not be read ({shown})")

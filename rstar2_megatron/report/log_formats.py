@@ -1,0 +1,218 @@
+"""What the codes that people compare write their curves into: jsonl, TensorBoard, wandb, verl's console.
+
+Each reader puts what it finds into a `Log` under the names of the file, and a message for what it could not read.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.report.wandb_file import BrokenFile, read_history
+
+Series = dict[int, float]  # step -> value
+
+EVENT_FILE = "events.out.tfevents"
+LOG_SUFFIXES = (".jsonl", ".csv", ".log", ".txt", ".wandb")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_CONSOLE = re.compile(r"\bstep:\s*(\d+)\s+-\s+(.*)")
+_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")  # Ray's, behind a line
+
+
+@dataclass
+class Log:
+    """One run's curves under our names. `first_step` is the number of its first training step."""
+
+    path: Path
+    kind: str
+    series: dict[str, Series] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    first_step: int = 1
+    run: str = ""
+    """Of a file that holds several runs, the one that this is."""
+
+    @property
+    def label(self) -> str:
+        if self.run:
+            return self.run
+        path = self.path.resolve()
+        while path.name in ("metrics.jsonl", "tensorboard", "all") or path.name.startswith(EVENT_FILE):
+            path = path.parent
+        return path.stem if path.suffix in LOG_SUFFIXES else path.name
+
+    def add(self, name: str, step: int, value: float) -> None:
+        if math.isfinite(value):
+            self.series.setdefault(name, {})[step] = value
+
+    def aligned(self, name: str) -> Series:
+        """A curve with steps counted from 1, whatever the code counts from."""
+        shift = 1 - self.first_step
+        return {step + shift: value for step, value in sorted(self.series.get(name, {}).items())}
+
+
+def read_jsonl(log: Log, path: Path) -> None:
+    """Ours `{"step": n, name: value}`, verl's `{"step": n, "data": {...}}`, wandb's `{"_step": n, ...}`."""
+    bad: list[int] = []
+    for number, row in _json_rows(path):
+        step = None if row is None else row.get("step", row.get("_step"))
+        if row is None or not isinstance(step, int | float) or not math.isfinite(step):
+            bad.append(number)
+            continue
+        _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
+    _report_bad(log, path, bad, "lines")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError):
+                row = None
+            yield number, row if isinstance(row, dict) else None
+
+
+def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
+    """The numbers among the values; `_step`, `_runtime` and their like are wandb's own."""
+    for name, value in values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and name != "step" and not name.startswith("_"):
+            log.add(name, step, float(value))
+
+
+def csv_runs(path: Path) -> list[str]:
+    """The runs of a wandb export, whose columns are named `RUN - metric`; "" where they are not."""
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        names = next(csv.reader(file), [])
+    runs = {run for name in names if name not in _step_columns(names) for run, _ in [_split_column(name)]}
+    return sorted(runs) or [""]
+
+
+def _step_columns(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.strip().lower() in ("step", "_step", "global_step")]
+
+
+def _split_column(name: str) -> tuple[str, str]:
+    run, _, metric = name.rpartition(" - ")
+    return run.removeprefix("Group: "), metric
+
+
+def read_csv(log: Log, path: Path, run: str = "") -> None:
+    """The columns of `run` in a wandb export."""
+    bad: list[int] = []
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        rows = csv.DictReader(file)
+        steps = _step_columns(rows.fieldnames or [])
+        if not steps:
+            log.messages.append(f"{path}: no column Step, _step or global_step; columns {rows.fieldnames}")
+            return
+        for number, row in enumerate(rows, 2):
+            try:
+                step = int(float(row[steps[0]]))
+            except (TypeError, ValueError, OverflowError):
+                bad.append(number)
+                continue
+            for column, text in row.items():
+                if column is None or column in steps or not isinstance(text, str):
+                    continue
+                owner, name = _split_column(column)
+                value = _number(text)
+                if owner != run or name.startswith("_") or name.endswith(("__MIN", "__MAX")):
+                    continue
+                if value is not None:
+                    log.add(name, step, value)
+    _report_bad(log, path, bad, "rows")
+
+
+def read_wandb(log: Log, path: Path) -> None:
+    """An offline run's history."""
+    rows = 0
+    try:
+        for step, values in read_history(path):
+            rows += 1
+            _add_all(log, step, values)
+    except BrokenFile as error:
+        log.messages.append(f"{path}: read up to a break, {rows} rows ({error})")
+
+
+def read_console(log: Log, path: Path) -> None:
+    """verl's console: `step:N - key:value - key:value`, with colour codes and a process prefix before it."""
+    found = 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            match = _CONSOLE.search(_COLOUR.sub("", line))
+            if not match:
+                continue
+            found += 1
+            pairs = re.split(r"\s-\s(?=[\w@/.\-]+:)", _REPEATED.sub("", match.group(2)).strip())
+            if not line.endswith("\n"):
+                pairs.pop()  # 5 of 512.5 would pass for a value
+                log.messages.append(f"{path}: line {number} has no end; its last value is left out")
+            for pair in pairs:
+                name, colon, text = pair.rpartition(":")
+                value = _number(text) if colon else None
+                if value is not None:
+                    log.add(name.strip(), int(match.group(1)), value)
+    if not found:
+        log.messages.append(f"{path}: no lines of the form `step:N - key:value - ...`")
+
+
+def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
+    """Scalars of event files, oldest file first, so that a resumed run's steps replace the lost ones."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    for path in files:
+        if not path.stat().st_size:
+            log.messages.append(f"{path}: empty")
+            continue
+        events = 0
+        try:
+            for event in LegacyEventFileLoader(str(path)).Load():
+                events += 1
+                for value in event.summary.value:
+                    if value.HasField("simple_value"):
+                        log.add(value.tag, event.step, value.simple_value)
+                    elif value.HasField("tensor") and value.tensor.dtype in (1, 2):
+                        array = make_ndarray(value.tensor)
+                        if array.size == 1:
+                            log.add(value.tag, event.step, float(array.reshape(-1)[0]))
+        except (
+            Exception
+        ) as error:  # what a broken record throws is not foreseeable; what came before it counts
+            log.messages.append(f"{path}: {type(error).__name__} after {events} records")
+            continue
+        if not _holds_records(path, events):  # the loader ends silently at a bad checksum
+            log.messages.append(f"{path}: read up to a broken record, {events} records")
+
+
+def _holds_records(path: Path, count: int) -> bool:
+    """True when the file is exactly `count` records: length u64, checksum, data, checksum, each."""
+    size, offset = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for _ in range(count):
+            file.seek(offset)
+            offset += int.from_bytes(file.read(8), "little") + 16
+    return offset == size
+
+
+def _number(text: str) -> float | None:
+    """0.41 of "0.41", "np.float64(0.41)", "tensor(0.41)"."""
+    match = re.fullmatch(
+        r"\s*(?:[\w.]+\(\s*)?([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:,.*)?\)?\s*", text
+    )
+    return float(match.group(1)) if match else None
+
+
+def _report_bad(log: Log, path: Path, bad: list[int], what: str) -> None:
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        log.messages.append(f"{path}: {len(bad)} {what} could not be read ({shown})")
