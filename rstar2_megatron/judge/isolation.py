@@ -22,6 +22,7 @@ from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.services.parent_death import die_with_parent
 
 CALL_DIRECTORY = "/tmp"
+_UNCOVERED = "/uncovered"  # second place of what lies under the first, where a call's own tmpfs hides it
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": CALL_DIRECTORY,
@@ -61,6 +62,7 @@ class Walls:
     uid_base: int | None = None  # slot i runs as uid_base + i
     in_user_namespace: bool = False
     landlock: int = 0
+    covered: dict[str, str] = field(default_factory=dict)  # interpreter's directory -> its second place
 
     def raised(self, layer: str) -> None:
         self.missing.pop(layer, None)
@@ -141,7 +143,7 @@ def build_private_root(walls: Walls) -> None:
     try:
         linux.unshare(linux.CLONE_NEWNS)
         linux.mount("none", "/", None, linux.MS_PRIVATE | linux.MS_REC)
-        _pivot_into_view()
+        walls.covered = _pivot_into_view()
         walls.raised("private_root")
     except OSError as error:
         walls.lacks("private_root", error)
@@ -160,7 +162,8 @@ def _interpreter_directories() -> list[Path]:
     return kept
 
 
-def _pivot_into_view() -> None:
+def _pivot_into_view() -> dict[str, str]:
+    """Returns the interpreter's directories that a call's own tmpfs will cover, with where else they are."""
     # A .venv may be a link to one elsewhere; resolved here, because the view has no links to follow.
     interpreter = {path: path.resolve() for path in _interpreter_directories()}
     base = CALL_DIRECTORY  # any directory will do: in this mount namespace only, a tmpfs covers it
@@ -178,10 +181,16 @@ def _pivot_into_view() -> None:
         elif source.is_dir():
             (new / name).mkdir()
             linux.bind_read_only(str(source), str(new / name))
+    covered: dict[str, str] = {}
     for path, source in interpreter.items():
-        target = new / path.relative_to("/")
-        target.mkdir(parents=True, exist_ok=True)
-        linux.bind_read_only(str(old / source.relative_to("/")), str(target))
+        places = [path]
+        if Path(CALL_DIRECTORY) in path.parents:
+            places.append(Path(_UNCOVERED) / str(len(covered)))
+            covered[str(path)] = str(places[-1])
+        for place in places:
+            target = new / place.relative_to("/")
+            target.mkdir(parents=True, exist_ok=True)
+            linux.bind_read_only(str(old / source.relative_to("/")), str(target))
     for name in ("etc", "dev", "proc", "tmp"):
         (new / name).mkdir(exist_ok=True)
     for name in _SYSTEM_FILES:
@@ -206,6 +215,7 @@ def _pivot_into_view() -> None:
     linux.unmount("/old")
     os.rmdir("/old")
     linux.mount("none", "/", None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
+    return covered
 
 
 def choose_remaining_layers(walls: Walls) -> None:
@@ -218,7 +228,7 @@ def choose_remaining_layers(walls: Walls) -> None:
     walls.raised("clean_environment")
     walls.raised("process_limit")
     if "private_root" in walls.active:
-        _try_in_child(walls, "private_tmpfs", lambda: _mount_call_directory(CallLimits(), None))
+        _try_in_child(walls, "private_tmpfs", lambda: _mount_call_directory(walls, CallLimits(), None))
     _try_in_child(walls, "seccomp", _filter_calls)
 
 
@@ -248,11 +258,14 @@ def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:
         walls.lacks(layer, why.decode(errors="replace") or "the trial process died")
 
 
-def _mount_call_directory(limits: CallLimits, uid: int | None) -> None:
+def _mount_call_directory(walls: Walls, limits: CallLimits, uid: int | None) -> None:
     linux.unshare(linux.CLONE_NEWNS)
     owner = f",uid={uid},gid={uid}" if uid is not None else ""
     options = f"size={limits.disk_mb}m,nr_inodes=10000,mode=700{owner}"
     linux.mount("tmpfs", CALL_DIRECTORY, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
+    for path, place in walls.covered.items():
+        os.makedirs(path)
+        linux.mount(place, path, None, linux.MS_BIND)  # read-only, as the place is
 
 
 def confine_call(
@@ -271,7 +284,7 @@ def confine_call(
     """
     uid = None if walls.uid_base is None else walls.uid_base + slot
     if "private_tmpfs" in walls.active:
-        _mount_call_directory(limits, uid)
+        _mount_call_directory(walls, limits, uid)
         if "pid_namespace" in walls.active:
             linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     os.chdir(directory)

@@ -1,0 +1,60 @@
+"""Wherever the environment lies, calls find the interpreter and its packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+import rstar2_megatron
+from rstar2_megatron.services.redis_server import find_redis_server
+
+
+def test_an_environment_behind_a_link_starts_the_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "venv").symlink_to(sys.prefix)
+    program = (
+        "import asyncio\n"
+        "from rstar2_megatron.judge.slots import SlotPool\n"
+        "async def main():\n"
+        "    pool = SlotPool(1)\n"
+        "    await pool.start(60)\n"
+        "    await pool.stop()\n"
+        "asyncio.run(main())\n"
+    )
+    python = tmp_path / "venv" / "bin" / "python"
+    ended = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_an_environment_under_tmp_is_seen_by_calls() -> None:
+    """Each call's own /tmp covers it: a clone of the project under /tmp would lose its packages there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        os.chmod(directory, 0o755)  # calls have a uid of their own
+        environment = Path(directory) / "venv"
+        venv.create(environment, symlinks=True)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        packages = environment / "lib" / version / "site-packages"
+        (packages / "only_here.py").write_text("WORD = 'seen'\n")
+        ours = [entry for entry in sys.path if entry.endswith("site-packages")]
+        ours.append(str(Path(rstar2_megatron.__file__).parents[1]))
+        (packages / "ours.pth").write_text("\n".join(ours))
+        program = (
+            "import asyncio, sys\n"
+            "from rstar2_megatron.judge.client import JudgeClient\n"
+            "from rstar2_megatron.judge.service import JudgeService\n"
+            "attempt = 'import only_here, os\\nprint(only_here.WORD)\\nopen(only_here.__file__, chr(97))'\n"
+            "async def main(url):\n"
+            "    async with JudgeClient(url) as client:\n"
+            "        result = await client.run(attempt)\n"
+            "    print(result.stdout, result.stderr)\n"
+            "with JudgeService(workers=1) as service:\n"
+            "    asyncio.run(main(service.url))\n"
+        )
+        python = environment / "bin" / "python"
+        (python.parent / "redis-server").symlink_to(find_redis_server())
+        ended = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.startswith("seen\n"), ended.stdout + ended.stderr
+    assert "Read-only file system" in ended.stdout or "Permission denied" in ended.stdout
