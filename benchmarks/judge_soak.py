@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ import psutil
 from benchmarks.judge import Tree, save
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.result import JudgeResult
 from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.services.owned_directory import sweep_stale_directories
 
 _SAMPLE_S = 5.0
+_MOST_EXAMPLES = 5
 _GROWTH = 1.1
 _GROWTH_MB = 10.0
 
@@ -62,6 +65,7 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.memory_mb: list[float] = []
         self.redis_mb: list[float] = []  # grows until answers are old enough to be forgotten (10 minutes)
+        self.wrong: list[dict[str, Any]] = []  # the first few
         self.family: dict[int, float] = {self.root.pid: self.root.create_time()}
 
     def remember_family(self) -> None:
@@ -70,19 +74,24 @@ class Soak:
             with contextlib.suppress(psutil.Error):
                 self.family[process.pid] = process.create_time()
 
+    def _is(self, process: psutil.Process, kind: str) -> bool:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            if kind == "redis":
+                return process.name() == "redis-server"
+            if kind == "worker":
+                return "worker" in process.cmdline()
+            # worker > launcher > zygote > slot, or library zygote > twin
+            return len(process.parents()) - len(self.root.parents()) in (4, 5)
+        except psutil.Error:  # calls end while they are looked at
+            return False
+
     def _victim(self, kind: str) -> psutil.Process:
         family = self.root.children(recursive=True)
         random.shuffle(family)
         for process in family:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            generation = len(process.parents()) - len(self.root.parents())
-            found = {
-                "redis": process.name() == "redis-server",
-                "worker": "worker" in process.cmdline(),
-                "slot": generation in (4, 5),  # worker > launcher > zygote > slot, or library zygote > twin
-            }
-            if found[kind]:
+            if self._is(process, kind):
                 return process
         raise psutil.NoSuchProcess(0, kind)
 
@@ -106,6 +115,12 @@ class Soak:
             except psutil.Error:  # Redis is being replaced
                 continue
 
+    def _check(self, result: JudgeResult, expected: int) -> None:
+        if result.stdout != f"{expected}\n":
+            self.counts["wrong"] += 1
+            if len(self.wrong) < _MOST_EXAMPLES:
+                self.wrong.append({"expected": expected, **asdict(result)})
+
     async def _call(self, client: JudgeClient, number: int) -> None:
         while time.monotonic() < self.ends_at:
             number += 32
@@ -115,7 +130,7 @@ class Soak:
                 self.counts["lost"] += 1
                 continue
             self.counts["calls"] += 1
-            self.counts["wrong"] += result.stdout != f"{number}\n"
+            self._check(result, number)
 
     async def _count_up(self, client: JudgeClient, number: int) -> None:
         """A session that counts its calls; when the judge says that it is lost, another begins."""
@@ -130,7 +145,7 @@ class Soak:
                 self.counts["sessions_lost"] += 1
                 count = 0
             else:
-                self.counts["wrong"] += result.stdout != f"{count}\n"
+                self._check(result, count)
             if count == 20:
                 await client.close_session(name)
                 count = 0
@@ -153,6 +168,7 @@ class Soak:
             "seconds": self.seconds,
             "faults": dict(self.faults),
             **counts,
+            "wrong_results": self.wrong,
             "retries": counters["retries"],
             "memory_is_flat": memory_is_flat(self.memory_mb),
             "memory_mb": self.memory_mb,
