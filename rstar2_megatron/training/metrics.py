@@ -90,6 +90,7 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
     metrics.update(_group_metrics(groups, resampled))
     metrics.update(_ending_metrics(every, usable))
     metrics.update(_tool_metrics(usable))
+    metrics.update(_time_metrics(usable))
     metrics.update(_format_metrics(resampled))
     for detail, count in sorted(Counter(_detail(t) for t in usable).items()):
         metrics[f"rollout/grade/{detail}"] = count
@@ -125,7 +126,20 @@ def _ending_metrics(every: Sequence[Trajectory], usable: Sequence[Trajectory]) -
     if turns:
         metrics["rollout/max_of_num_turns"] = max(turns)
         metrics["rollout/min_of_num_turns"] = min(turns)
+    return metrics
+
+
+def _time_metrics(usable: Sequence[Trajectory]) -> Metrics:
+    """Seconds of a trajectory, those in its tool calls, and the others: generation and waiting for it."""
+    tools = [sum(call.seconds for call in t.tool_calls) for t in usable]
+    others = [max(t.seconds - in_tools, 0.0) for t, in_tools in zip(usable, tools)]
+    metrics: Metrics = {}
     _put_mean(metrics, "rollout/trajectory_seconds", [t.seconds for t in usable])
+    for name, values in (("tool", tools), ("generate", others)):
+        _put_mean(metrics, f"rollout/{name}_seconds_per_trajectory", values)
+        if values:
+            metrics[f"rollout/max_of_{name}_seconds_per_trajectory"] = max(values)
+            metrics[f"rollout/min_of_{name}_seconds_per_trajectory"] = min(values)
     return metrics
 
 
@@ -152,9 +166,6 @@ def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
     _put_mean(metrics, "rollout/tool_seconds", [call.seconds for call in every])
     if every:
         metrics["rollout/max_of_tool_seconds"] = max(call.seconds for call in every)
-        per_trajectory = [sum(call.seconds for call in t.tool_calls) for t in usable]
-        _put_mean(metrics, "rollout/tool_seconds_per_trajectory", per_trajectory)
-        metrics["rollout/max_of_tool_seconds_per_trajectory"] = max(per_trajectory)
     return metrics
 
 

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.report.names import TO_VERL
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
@@ -37,6 +38,10 @@ PHASES = (
     "decay: constant},"
     "{name: conversations, data_path: 'tiny:conversations', steps: 60, batch_size: 32, lr: 1.5e-3, warmup_steps: 10}]"
 )
+# means over what resampling kept, which a step may not have
+RESAMPLED_ONLY = {"rollout/reward_scores", "rollout/prompt_length", "rollout/response_length"} | {
+    f"rollout/{which}_of_response_length" for which in ("max", "min")
+}
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +97,8 @@ def test_metrics_of_every_step(first_run: Path) -> None:
         assert row["rollout/groups_kept"] + row["rollout/groups_rejected"] == 4
         assert row["time/step"] >= row["time/rollout"] > 0
         assert "rollout/tool_error_ratio_positive" in row
+        missing = {name for name in TO_VERL if name.startswith(("rollout/", "time/"))} - set(row)
+        assert missing <= RESAMPLED_ONLY if not row["rollout/groups_kept"] else not missing
     trained = [row for row in rows if not row["train/actor/skipped_update"]]
     assert trained, "no step had a group to train on; the supervised start of this test is too short"
     for row in trained:

@@ -33,6 +33,8 @@ def groups() -> list[Group]:
     ]
     correct = [trajectory(1.0, [ERROR, OK], index=i, tokens=40) for i in range(2)]
     wrong = [trajectory(0.0, [OK], index=i, tokens=60, answers=2) for i in range(2)]
+    for one in (*mixed, *correct, *wrong):
+        one.seconds = 3.0
     return [Group(Problem(str(i), [], ["1"]), list(ts)) for i, ts in enumerate((mixed, correct, wrong))]
 
 
@@ -89,6 +91,10 @@ def test_groups_endings_tools_and_format_are_counted() -> None:
         "rollout/tool_seconds": 0.5,
         "rollout/tool_seconds_per_trajectory": 9 * 0.5 / 7,
         "rollout/max_of_tool_seconds_per_trajectory": 1.0,
+        "rollout/min_of_tool_seconds_per_trajectory": 0.0,
+        "rollout/generate_seconds_per_trajectory": 3.0 - 9 * 0.5 / 7,
+        "rollout/max_of_generate_seconds_per_trajectory": 3.0,
+        "rollout/min_of_generate_seconds_per_trajectory": 2.0,
         "rollout/answers_zero": 1,
         "rollout/answers_one": 4,
         "rollout/answers_many": 2,
