@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from rstar2_megatron.data.resumable import write_jsonl
 from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, load
+from rstar2_megatron.whole_file import write_jsonl
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.whole_file import write_json
 
 SAVE_ROWS = 5000
 
@@ -95,35 +95,3 @@ class ResumablePass:
         self.close()
         self._state_path.unlink(missing_ok=True)
         self.partial.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that `path` holds the old content or the new one, never a part."""
-    partial = path.with_name(path.name + ".unfinished")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def write_jsonl(path: Path, rows: Iterator[Mapping[str, Any]]) -> int:
-    """Write rows as `write_json` does; returns how many."""
-    partial = path.with_name(path.name + ".unfinished")
-    count = 0
-    with partial.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    return count
-
-
-def check_writable(out: Path, force: bool, names: tuple[str, ...]) -> None:
-    """Raises DataError when results lie there already and `force` is not given."""
-    present = [name for name in names if (out / name).exists()]
-    if present and not force:
-        raise DataError(f"{out} already holds {', '.join(present)}; choose another --out or give --force")

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import heapq
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,9 +22,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rstar2_megatron.data.resumable import ResumablePass, check_writable, write_json, write_jsonl
+from rstar2_megatron.data.command_line import data_parser, run_command
+from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, Row, count_rows, file_rows, find_files, hub_rows
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
+from rstar2_megatron.whole_file import write_json, write_jsonl
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def _write_results(state: ResumablePass, selection: Selection, options: Options)
     return report
 
 
-def render_report(report: dict[str, Any]) -> str:
+def render_report(report: Mapping[str, Any]) -> str:
     lines = [f"{'source':<12}{'rows in':>12}{'usable':>12}{'wanted':>12}{'taken':>12}  dropped"]
     for name, counts in report["sources"].items():
         dropped = ", ".join(f"{count:,} {why}" for why, count in sorted(counts["dropped"].items()))
@@ -209,10 +210,7 @@ def _parse_counts(words: Sequence[str], scale: float) -> dict[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser = data_parser(__doc__, held_out="conversations", seed_of="the choice and the order")
     parser.add_argument(
         "--source",
         action="append",
@@ -223,33 +221,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--count", nargs="+", default=[], metavar="NAME=N", help="another number for a source"
     )
-    parser.add_argument(
-        "--validation", type=int, default=0, help="conversations held out into validation.jsonl"
-    )
     parser.add_argument("--max-chars", type=int, default=32_000, help="longer conversations are left out")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice and the order")
-    parser.add_argument("--limit", type=int, help="rows read of each input, for a try")
-    parser.add_argument("--force", action="store_true", help="replace results that lie in --out")
-    arguments = parser.parse_args(argv)
-    try:
-        check_writable(arguments.out, arguments.force, ("train.jsonl", "report.json"))
-        inputs = [i for word in arguments.source or list(SFT_SOURCES) for i in parse_source(word)]
-        options = Options(
-            counts=_parse_counts(arguments.count, arguments.scale),
-            validation=arguments.validation,
-            max_chars=arguments.max_chars,
-            seed=arguments.seed,
-            limit=arguments.limit,
-        )
-        report = process(inputs, arguments.out, options)
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(render_report(report))
-    print(
-        f"wrote {', '.join(f'{n} rows to {arguments.out / name}' for name, n in report['written'].items())}"
+    return run_command(parser.parse_args(argv), _make, render_report)
+
+
+def _make(arguments: argparse.Namespace) -> dict[str, Any]:
+    inputs = [i for word in arguments.source or list(SFT_SOURCES) for i in parse_source(word)]
+    options = Options(
+        counts=_parse_counts(arguments.count, arguments.scale),
+        validation=arguments.validation,
+        max_chars=arguments.max_chars,
+        seed=arguments.seed,
+        limit=arguments.limit,
     )
-    return 0
+    return process(inputs, arguments.out, options)
 
 
 if __name__ == "__main__":

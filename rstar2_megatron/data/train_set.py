@@ -12,10 +12,9 @@ or parquet files (a file, a directory, a glob). A pass that was killed goes on w
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,12 @@ from rstar2_megatron.data.cleaning import (
     strip_wrappers,
     words,
 )
+from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.decontaminate import NGramIndex
 from rstar2_megatron.data.math_sources import SOURCES, MathSource, find_source, problem_text
-from rstar2_megatron.data.resumable import ResumablePass, check_writable, write_json, write_jsonl
+from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, HubName, Row, count_rows, file_rows, find_files, hub_rows
+from rstar2_megatron.whole_file import write_json, write_jsonl
 
 DEFAULT_MAX_DIGITS = 18
 _SHOWN_NGRAMS = 20
@@ -266,7 +267,7 @@ def _dropped(sources: dict[str, Any]) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def render_report(report: dict[str, Any]) -> str:
+def render_report(report: Mapping[str, Any]) -> str:
     """Rows in, rows out and why rows were dropped, as aligned text."""
     lines = [f"{report['rows_in']:>10,} rows in"]
     lines += [f"{count:>10,} dropped: {why}" for why, count in report["dropped"].items() if count]
@@ -276,10 +277,7 @@ def render_report(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser = data_parser(__doc__, held_out="problems", seed_of="the split")
     parser.add_argument(
         "--source", action="append", required=True, metavar="NAME[=PATH]", help=f"of {', '.join(SOURCES)}"
     )
@@ -306,31 +304,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-answer-digits", type=int, default=DEFAULT_MAX_DIGITS, help=f"default {DEFAULT_MAX_DIGITS}"
     )
-    parser.add_argument("--validation", type=int, default=0, help="problems held out into validation.jsonl")
-    parser.add_argument("--seed", type=int, default=0, help="of the split")
-    parser.add_argument("--limit", type=int, help="rows read of each input, for a try")
-    parser.add_argument("--force", action="store_true", help="replace results that lie in --out")
-    arguments = parser.parse_args(argv)
-    try:
-        check_writable(arguments.out, arguments.force, ("train.jsonl", "report.json"))
-        inputs = [
-            i for word in arguments.source for i in parse_source(word, arguments.config, arguments.split)
-        ]
-        options = Options(
-            ngram=arguments.ngram,
-            boilerplate=arguments.boilerplate,
-            max_answer_digits=arguments.max_answer_digits,
-            validation=arguments.validation,
-            seed=arguments.seed,
-            limit=arguments.limit,
-        )
-        report = process(inputs, arguments.out, options, decontaminate=arguments.decontaminate)
-    except (DataError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(render_report(report))
-    print(f"wrote {', '.join(str(arguments.out / name) for name in report['written'])} and report.json")
-    return 0
+    return run_command(parser.parse_args(argv), _make, render_report)
+
+
+def _make(arguments: argparse.Namespace) -> dict[str, Any]:
+    inputs = [i for word in arguments.source for i in parse_source(word, arguments.config, arguments.split)]
+    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
+    return process(inputs, arguments.out, options, decontaminate=arguments.decontaminate)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from rstar2_megatron.evaluation.jobs import Job, Jobs, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.reward.grade import grade_trajectories
@@ -50,7 +50,6 @@ from rstar2_megatron.trajectory import Problem, Trajectory
 from rstar2_megatron.trajectory_row import trajectory_row
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_turns")
-MAX_ATTEMPTS = 3  # of one sample that infrastructure spoils
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def sample(
     """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
 
     out: jsonl of trajectories (`trajectory_row`); what it already holds is not drawn again. An attempt that the
-        infrastructure spoilt is tried MAX_ATTEMPTS times, then left out of the result; a later call tries it again.
+        infrastructure spoilt is tried `jobs.MAX_ATTEMPTS` times, then left out of the result; a later call tries it again.
     Logs of engines and judge go to `logs/` beside `out`. Sampling is not reproducible token by token: an engine's batches
     depend on timing.
 
@@ -139,55 +138,6 @@ def sample(
         finally:
             temporary.remove()
     return [found[key] for key in keys if key in found]
-
-
-@dataclass(slots=True)
-class _Job:
-    """One attempt; `group` is the problem's place."""
-
-    group: int
-    problem: Problem
-    index: int
-    attempts: int = 0
-
-
-class _Jobs:
-    """The attempts that are left; engines pull them, so a quick engine does more."""
-
-    def __init__(self, jobs: Iterable[_Job], slice_size: int) -> None:
-        self._waiting = deque(jobs)
-        self._unfinished = len(self._waiting)
-        self._slice_size = slice_size
-        self._running: dict[tuple[int, int], _Job] = {}
-        self._changed = asyncio.Event()
-
-    async def next(self, room: int) -> list[Slice] | None:
-        """Some attempts at one problem, which share its prompt; None when all are finished.
-
-        Waits while a running attempt may still come back.
-        """
-        while not self._waiting:
-            if not self._unfinished:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        first = self._waiting[0]
-        taken: list[int] = []
-        while self._waiting and self._waiting[0].group == first.group and len(taken) < self._slice_size:
-            job = self._waiting.popleft()
-            self._running[job.group, job.index] = job
-            taken.append(job.index)
-        return [Slice(first.group, first.problem, taken)]
-
-    def ended(self, group: int, index: int, *, usable: bool) -> None:
-        """Take a job back from an engine; one that was spoilt is put at the end unless it was tried often enough."""
-        job = self._running.pop((group, index))
-        job.attempts += 1
-        if usable or job.attempts == MAX_ATTEMPTS:
-            self._unfinished -= 1
-        else:
-            self._waiting.append(job)
-        self._changed.set()
 
 
 class _Sampler:
@@ -222,7 +172,7 @@ class _Sampler:
         template = ChatTemplate(tokenizer, settings.agentloop)
         self._check_prompts(template)
         jobs = [
-            _Job(group, problem, index)
+            Job(group, problem, index)
             for group, problem in enumerate(self.problems)
             for index in range(settings.spec.samples)
             if (problem.query_id, index) not in self.found
@@ -241,9 +191,9 @@ class _Sampler:
             judge = await stack.enter_async_context(self._judge(url))
             reward = settings.reward
             pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
-            self.jobs = _Jobs(jobs, settings.rollout.slice_size)
+            self.jobs = Jobs(jobs, settings.rollout.slice_size)
             with tqdm(total=len(jobs), desc=self.label, disable=None if self.progress else True) as bar:
-                await _together(self._serve(engine, judge, template, pool, bar) for engine in engines)
+                await run_together(self._serve(engine, judge, template, pool, bar) for engine in engines)
 
     def _check_prompts(self, template: ChatTemplate) -> None:
         check_tools_in_prompt(template.prompt_text(self.problems[0]), template.schemas)
@@ -323,14 +273,3 @@ class _Sampler:
         runner = EngineRunner(loop, EngineScheduler(budget), self.jobs.next, finished)
         engine.on_report = runner.observe
         await runner.run()
-
-
-async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all; the first failure cancels the others and is raised as it is."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -27,6 +27,7 @@ from typing import Any
 
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult
 from rstar2_megatron.trajectory import FinishReason, Group, ToolOutcome, Trajectory
+from rstar2_megatron.whole_file import replacing
 
 Metrics = dict[str, float]
 
@@ -228,12 +229,8 @@ class MetricsFile:
             return 0
         lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()]
         kept = [line for line in lines if (row := _row(line)) is not None and row.get("step", 0) <= step]
-        partial = self.path.with_name(self.path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
+        with replacing(self.path) as file:
             file.writelines(line + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.path)
         return len(lines) - len(kept)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.data.resumable import write_json, write_jsonl
 from rstar2_megatron.recipe.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
 from rstar2_megatron.training.base_run import FINISHED
 from rstar2_megatron.training.metrics import MetricsFile
+from rstar2_megatron.whole_file import write_json, write_jsonl
 
 STATE = "recipe.json"
 _END_GRACE_S = 90.0  # a stage ends its workers, the engines, the judge and Ray
@@ -182,7 +182,7 @@ def write_curve(plan: StagePlan) -> Path | None:
         ]
     if not rows:
         return None
-    write_jsonl(plan.root / "metrics.jsonl", iter(rows))
+    write_jsonl(plan.root / "metrics.jsonl", rows)
     write_json(plan.root / "stages.json", borders)
     _write_held_out(plan)
     return draw_run(plan.root)

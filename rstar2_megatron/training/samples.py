@@ -11,6 +11,7 @@ from typing import Any
 from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.trajectory import Group, Trajectory
 from rstar2_megatron.trajectory_row import pack_floats, pack_ints, trajectory_row
+from rstar2_megatron.whole_file import replacing
 
 
 @dataclass
@@ -63,15 +64,13 @@ class TrajectorySamples:
         """Drop samples of steps after `step`, which a resumed run does again."""
         if not self.path.exists():
             return
-        partial = self.path.with_suffix(".unfinished")
-        with self.path.open(encoding="utf-8") as old, partial.open("w", encoding="utf-8") as new:
+        with self.path.open(encoding="utf-8") as old, replacing(self.path) as new:
             for line in old:
                 try:
                     if json.loads(line)["step"] <= step:
                         new.write(line)
                 except ValueError:
                     break  # a kill cut this line short
-        partial.replace(self.path)
 
 
 def group_rows(step: int, shown: ShownGroup) -> list[dict[str, Any]]:

@@ -272,3 +272,6 @@ def test_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     assert main([*command, "--force"]) == 0
     assert main(["--out", str(tmp_path / "x"), "--source", "dapo=/nowhere"]) == 2
     assert "/nowhere: no such file" in capsys.readouterr().err
+    for flag, value in (("--limit", "0"), ("--validation", "-1")):
+        assert main([*command, "--force", flag, value]) == 2
+        assert f"{flag} must be at least" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tests.rollout.memorised import ANSWER, SETTINGS
 LIMIT_S = 600
 # The filter's model has learnt to answer 42: one problem is always solved, one never.
 SOLUTIONS = {"right": "42", "broken": "41"}
+ATTEMPTS = 16  # at each problem, a few at a time, so that the filter can be stopped among them
 STEPS = 5  # the condition ends RL after so many of its nine steps; the kill comes after the first
 
 
@@ -67,7 +68,8 @@ def recipe(memorised_model: Path, tmp_path: Path) -> Path:
                         "name": "filter",
                         "task": "difficulty_filter",
                         "overrides": {
-                            "difficulty_filter.num_samples": 2,
+                            "difficulty_filter.num_samples": ATTEMPTS,
+                            "rollout.max_running_requests": 2,
                             "algorithm.sampling_params.temperature": 0.0,
                         },
                     },
@@ -110,6 +112,18 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
     interrupted.assert_nothing_left()
     assert status() == {"sft": "running"}
 
+    # SIGTERM among the attempts of the filter
+    attempts = root / "filter" / "trajectories.jsonl"
+    stopped = RunProcess(words, tmp_path / "stopped.log").start()
+    stopped.wait_for(lambda: len(read_jsonl(attempts)) > 2, LIMIT_S, "attempts of the filter")
+    stopped.send(signal.SIGTERM)
+    assert stopped.wait(LIMIT_S) == 143, stopped.text()[-4000:]
+    stopped.assert_nothing_left()
+    assert f"resuming from {root}/sft/checkpoints/global_step_" in stopped.text()
+    assert status() == {"sft": "done", "filter": "running"}
+    before = read_jsonl(attempts)
+    assert 2 < len(before) < 2 * ATTEMPTS
+
     # every process gone at once in the last stage, as when the machine fails
     killed = RunProcess(words, tmp_path / "killed.log").start()
     killed.wait_for(
@@ -117,17 +131,13 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
     )
     killed.kill_all()
     killed.assert_nothing_left(60, killed=True)
-    assert f"resuming from {root}/sft/checkpoints/global_step_" in killed.text()
+    assert killed.text().count("done before") == 1
     assert status() == {"sft": "done", "filter": "done", "rl": "running"}
     assert not (root / "rl" / "finished.json").exists()
-
-    # SIGTERM while that stage starts again
-    stopped = RunProcess(words, tmp_path / "stopped.log").start()
-    stopped.wait_for(lambda: "starting actor, engines" in stopped.text(), LIMIT_S, "the start of RL")
-    stopped.send(signal.SIGTERM)
-    assert stopped.wait(LIMIT_S) == 143, stopped.text()[-4000:]
-    stopped.assert_nothing_left()
-    assert stopped.text().count("done before") == 2
+    # what had been drawn was not drawn again
+    drawn = read_jsonl(attempts)
+    assert drawn[: len(before)] == before and len(drawn) == 2 * ATTEMPTS
+    assert len({(row["query_id"], row["rollout_index"]) for row in drawn}) == 2 * ATTEMPTS
 
     last = RunProcess(words, tmp_path / "last.log").start()
     assert last.wait(LIMIT_S) == 0, last.text()[-6000:]
@@ -145,7 +155,7 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
         row["query_id"]: (row["solved"], row["samples"])
         for row in read_jsonl(root / "filter" / "pass_counts.jsonl")
     }
-    assert counts == {"right": (2, 2), "broken": (0, 2)}
+    assert counts == {"right": (ATTEMPTS, ATTEMPTS), "broken": (0, ATTEMPTS)}
     assert [row["query_id"] for row in read_jsonl(root / "filter" / "train.jsonl")] == ["broken"]
 
     # the stage ended by its condition, whose count the kill did not reset, on the problem that the filter left

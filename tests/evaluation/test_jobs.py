@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from rstar2_megatron.evaluation.sampling import MAX_ATTEMPTS, _Job, _Jobs, _together
+from rstar2_megatron.evaluation.jobs import MAX_ATTEMPTS, Job, Jobs, run_together
 from tests.evaluation.rows import problem
 
 
-def jobs(per_problem: int, slice_size: int) -> _Jobs:
+def jobs(per_problem: int, slice_size: int) -> Jobs:
     problems = [problem("a"), problem("b")]
-    return _Jobs([_Job(g, p, i) for g, p in enumerate(problems) for i in range(per_problem)], slice_size)
+    return Jobs([Job(g, p, i) for g, p in enumerate(problems) for i in range(per_problem)], slice_size)
 
 
 async def test_a_slice_holds_attempts_at_one_problem() -> None:
@@ -68,5 +68,5 @@ async def test_the_first_failure_ends_all_engines_and_is_raised_as_it_is() -> No
             ended.append(True)
 
     with pytest.raises(RuntimeError, match=r"^lost$"):
-        await asyncio.wait_for(_together([serves(), fails(), serves()]), 10)
+        await asyncio.wait_for(run_together([serves(), fails(), serves()]), 10)
     assert len(ended) == 2
