@@ -1,6 +1,6 @@
 """Grading throughput: the pool against one process per response.
 
-    python -m benchmarks.grading [--responses N] [--workers N] [--json FILE]
+    python -m benchmarks.grading [--responses N] [--workers N] [--out FILE]
 
 The mix is drawn from the grading table and from plain integers in the share that DAPO-like data has, with the repeats
 that 32 rollouts of a problem bring.
@@ -12,7 +12,10 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
+import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -71,22 +74,26 @@ def main() -> None:
     )
     parser.add_argument("--responses", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     pairs = responses(arguments.responses)
     sample = pairs[: max(arguments.responses // 16, 1)]
     forked = process_per_response(sample) / len(sample)
     pooled = asyncio.run(with_pool(pairs, arguments.workers)) / len(pairs)
     result = {
+        "command": shlex.join(["python", "-m", "benchmarks.grading", *sys.argv[1:]]),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "responses": len(pairs),
         "workers": arguments.workers,
-        "pool_responses_per_s": 1 / pooled,
-        "process_per_response_per_s": 1 / forked,
-        "ratio": forked / pooled,
+        "pool_responses_per_s": round(1 / pooled, 1),
+        "process_per_response_per_s": round(1 / forked, 1),
+        "ratio": round(forked / pooled, 1),
     }
     print(json.dumps(result))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

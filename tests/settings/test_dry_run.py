@@ -18,13 +18,13 @@ from tests.settings.loaded import loaded
 from tests.settings.rlinf_yaml import RLINF_7B
 
 SIZES = [name for name in config_names() if name != "rstar2-tiny-cpu"]
+FAMILIES = {"qwen2.5": ("1.5b", "7b", "14b", "32b"), "qwen3": ("4b", "8b", "14b", "30b-a3b")}
 WANTED = {
-    *(f"rstar2-qwen2.5-{size}-megatron" for size in ("1.5b", "7b", "14b", "32b")),
-    *(f"rstar2-qwen3-{size}-megatron" for size in ("4b", "8b", "14b", "30b-a3b")),
-    "rstar2-qwen2.5-14b-megatron-2nodes",
-    "rstar2-qwen2.5-32b-megatron-2nodes",
-    "rstar2-qwen2.5-14b-megatron-paper",
-}
+    f"rstar2-{family}-{size}-megatron{variant}"
+    for family, sizes in FAMILIES.items()
+    for size in sizes
+    for variant in ("", "-paper")
+} | {f"rstar2-{model}-megatron-2nodes" for model in ("qwen2.5-14b", "qwen3-14b", "qwen2.5-32b")}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_size_is_there() -> None:
-    assert set(SIZES) >= WANTED
+    assert set(SIZES) == WANTED
 
 
 @pytest.mark.parametrize("name", SIZES)
