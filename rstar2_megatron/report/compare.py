@@ -138,7 +138,7 @@ HEADS = (
     "steps",
     "final",
     "best (step)",
-    "mean height",
+    "area under curve, per step",
     "largest gap (step)",
     "bands apart",
 )
