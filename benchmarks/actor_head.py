@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.memory import start_peak, status_bytes
 from rstar2_megatron.actor.logprob import log_prob_entropy
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import ActorSettings
@@ -39,18 +41,13 @@ class _Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = float(torch.cuda.memory_allocated())
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins at what is held now
-            self._before = _status("VmRSS")
+            self._before = start_peak()
 
     def gb(self) -> float:
         if self._cuda:
             torch.cuda.synchronize()
             return (torch.cuda.max_memory_allocated() - self._before) / 1e9
-        return (_status("VmHWM") - self._before) / 1e9
-
-
-def _status(name: str) -> float:
-    return float(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
+        return (status_bytes("VmHWM") - self._before) / 1e9
 
 
 def measure(
@@ -101,6 +98,7 @@ def main() -> None:
     parser.add_argument("--entropy", action="store_true", help="with a gradient through the entropy too")
     parser.add_argument("--no-buffer", action="store_true", help="without a gradient buffer like DDP's")
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
+    parser.add_argument("--out", type=Path, help="a file that the JSON is written to as well")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
@@ -110,6 +108,9 @@ def main() -> None:
     )
     dist.destroy_process_group()
     print(json.dumps(result))
+    if args.out:
+        result = {"command": "python -m benchmarks.actor_head " + " ".join(sys.argv[1:]), **result}
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

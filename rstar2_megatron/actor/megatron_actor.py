@@ -69,8 +69,11 @@ class MegatronActor:
         self.init_method, self.device = init_method, device
         self.model_config = ModelConfig.from_directory(model_path)
         self.layout: Layout = check_layout(actor, self.model_config, world_size, runner)
-        self.optim, self.lr_sched, self.max_steps = actor.optim, actor.lr_sched, runner.max_steps
+        self.optim, self.lr_sched = actor.optim, actor.lr_sched
+        self.max_optimizer_steps = runner.max_steps * algorithm.n_minibatches
         self.optimizer_steps = 0
+        self.schedule_start = 0
+        """Optimizer step at which this run's cosine begins; 0 unless it goes on with another run's optimizer."""
         self.skipped_steps = 0
         self._pending: PendingSave | None = None
         self._reference: FrozenReference | None = None
@@ -98,7 +101,9 @@ class MegatronActor:
             "actor/initialize_seconds": time.monotonic() - started,
         }
 
-    def reset_optimizer(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_steps: int) -> None:
+    def reset_optimizer(
+        self, optim: OptimSettings, lr_sched: LrSchedSettings, max_optimizer_steps: int
+    ) -> None:
         """Forget moments and step count and go on with new settings (between SFT phases and RL); collective.
 
         The overlap flags, `use_distributed_optimizer` and `optimizer_cpu_offload` stay as they were at `initialize`.
@@ -113,9 +118,17 @@ class MegatronActor:
             )
         }
         self.policy.finish_gather()
-        self.optim, self.lr_sched, self.max_steps = optim.model_copy(update=fixed), lr_sched, max_steps
-        self.optimizer_steps = 0
+        self.optim, self.lr_sched = optim.model_copy(update=fixed), lr_sched
+        self.max_optimizer_steps = max_optimizer_steps
+        self.optimizer_steps = self.schedule_start = 0
         self.policy.reset_optimizer(self.optim)
+
+    def keep_optimizer(self) -> None:
+        """Moments and step count of a loaded checkpoint go on in a run of its own, whose cosine begins here.
+
+        The warm-up is not repeated.
+        """
+        self.schedule_start = self.optimizer_steps
 
     def freeze_reference(self) -> None:
         """Keep the present weights as the reference of the KL term (`algorithm.kl_beta`), if there is one.
@@ -252,7 +265,9 @@ class MegatronActor:
         from rstar2_megatron.actor.optimizer import learning_rate
 
         if lr is None:
-            lr = learning_rate(self.optimizer_steps, self.optim, self.lr_sched, self.max_steps)
+            lr = learning_rate(
+                self.optimizer_steps, self.optim, self.lr_sched, self.max_optimizer_steps, self.schedule_start
+            )
         stepped, result = self.policy.update(sequences, plan, loss, temperature=temperature, lr=lr)
         self.optimizer_steps += 1
         self.skipped_steps += not stepped
@@ -343,7 +358,11 @@ class MegatronActor:
 
         self.finish_checkpoint()
         self.policy.finish_gather()
-        counters = {"optimizer_steps": self.optimizer_steps, "skipped_steps": self.skipped_steps}
+        counters = {
+            "optimizer_steps": self.optimizer_steps,
+            "skipped_steps": self.skipped_steps,
+            "schedule_start": self.schedule_start,
+        }
         self._pending = checkpoint.start_save(directory, self.policy.chunks, self.policy.optimizer, counters)
         if wait:
             self.finish_checkpoint()
@@ -369,3 +388,4 @@ class MegatronActor:
         counters = checkpoint.load(directory, self.policy.chunks, self.policy.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]
+        self.schedule_start = counters.get("schedule_start", 0)

@@ -18,18 +18,21 @@ from rstar2_megatron.actor.host_optimizer import move_to_host, threads_of_this_r
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
 
 
-def learning_rate(step: int, optim: OptimSettings, schedule: LrSchedSettings, max_steps: int) -> float:
-    """Rate of optimizer step `step`, counted from 0.
+def learning_rate(
+    step: int, optim: OptimSettings, schedule: LrSchedSettings, max_steps: int, start: int = 0
+) -> float:
+    """Rate of optimizer step `step`, counted from 0 over the optimizer's life.
 
     Warm-up is linear and ends at the full rate on step `lr_warmup_iters - 1`; no step is spent at rate 0 (in
-    Megatron-LM and verl the first is). Then constant, or a cosine that reaches min_lr at `lr_decay_iters`.
+    Megatron-LM and verl the first is). Then constant, or a cosine that reaches min_lr `lr_decay_iters` steps (null:
+    max_steps) after `start`, the step at which this run took over the optimizer of another: its cosine begins anew.
     """
     if step < schedule.lr_warmup_iters:
         return optim.lr * (step + 1) / schedule.lr_warmup_iters
     if schedule.lr_decay_style == "constant":
         return optim.lr
-    decay_steps = max(1, (schedule.lr_decay_iters or max_steps) - schedule.lr_warmup_iters)
-    progress = min(1.0, (step - schedule.lr_warmup_iters) / decay_steps)
+    first, last = max(start, schedule.lr_warmup_iters), start + (schedule.lr_decay_iters or max_steps)
+    progress = min(1.0, (step - first) / max(1, last - first))
     return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

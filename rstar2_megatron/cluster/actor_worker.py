@@ -85,8 +85,9 @@ class ActorWorker(Worker):
         self.actor.reset_optimizer(optim, sched, phase.steps)
 
     def start_rl(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_steps: int) -> None:
-        """A fresh optimizer for reinforcement learning, after supervised fine-tuning."""
-        self.actor.reset_optimizer(optim, lr_sched, max_steps)
+        """A fresh optimizer for `max_steps` steps of reinforcement learning, after supervised fine-tuning."""
+        minibatches = self._settings.algorithm.n_minibatches
+        self.actor.reset_optimizer(optim, lr_sched, max_steps * minibatches)
         self.actor.freeze_reference()
 
     def send_weights(self, route: WeightRoute) -> dict[str, float]:
@@ -124,8 +125,9 @@ class ActorWorker(Worker):
         self.actor.freeze_reference()
         self.actor.load_checkpoint(directory)
 
-    def freeze_reference(self) -> None:
-        """The weights of this moment are the reference of the KL term, if there is one."""
+    def continue_rl(self) -> None:
+        """Reinforcement learning goes on with the optimizer that was loaded; these weights are its reference."""
+        self.actor.keep_optimizer()
         self.actor.freeze_reference()
 
     def export_hf(self, directory: str) -> None:

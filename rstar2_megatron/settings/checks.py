@@ -59,6 +59,7 @@ def check_before_start(
         raise ConfigError(str(error)) from None
     _raise(layout_problems(settings, model, slots, places))
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(data_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
     if model is not None:
@@ -129,6 +130,11 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
         yield (
             f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is no KL "
             f"loss (its expected gradient is not the KL's); choose one of {', '.join(KL_ESTIMATORS)}"
+        )
+    if runner.init_checkpoint and settings.cold_start.enabled:
+        yield (
+            f"runner.init_checkpoint={runner.init_checkpoint} goes on with a trained model, but cold_start.enabled=True "
+            "fine-tunes one first; set cold_start.enabled=False or runner.init_checkpoint=null"
         )
     if rollout.max_total_tokens is not None and rollout.max_total_tokens < runner.seq_length:
         yield (
@@ -203,6 +209,16 @@ def engine_problems(settings: Settings) -> Iterator[str]:
         yield (
             "actor.model.transformer_impl=transformer_engine, but TransformerEngine is not installed; set it to auto "
             "or local, or install transformer-engine[pytorch]"
+        )
+
+
+def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
+    """A checkpoint of another run that is to be gone on with, and is none."""
+    path = settings.runner.init_checkpoint
+    if path and not (Path(path) / "actor" / "metadata.json").is_file():
+        yield (
+            f"runner.init_checkpoint={path} holds no actor/metadata.json: give a directory checkpoints/global_step_N of "
+            "another run, or null to start with a fresh optimizer"
         )
 
 

@@ -218,7 +218,7 @@ class Run(BaseRun):
             self.table["before_rl"] = self._evaluate("held-out before RL").average
         self._write_table()
         if settings.runner.init_checkpoint:  # model and optimizer go on as they are
-            self.actor.call("freeze_reference", timeout_s=settings.runner.step_timeout_s)
+            self.actor.call("continue_rl", timeout_s=settings.runner.step_timeout_s)
             return
         self.actor.call(
             "start_rl",

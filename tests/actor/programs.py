@@ -114,6 +114,19 @@ def round_trip(
         actor.close()
 
 
+def weights_after(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch]
+) -> dict[str, int]:
+    """Checksums of what an engine would be sent right after the last of some steps."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        for batch in batches:
+            actor.train_step(batch)
+        return actor.weights_checksum()
+    finally:
+        actor.close()
+
+
 def score(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
 ) -> list[list[float]]:

@@ -71,12 +71,29 @@ def test_next_three_steps_are_bit_equal(
     assert not directory.with_name("actor.tmp").exists()
 
 
-def test_loads_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+PP2_INTERLEAVED = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+PRODUCT = {**TP2, "sequence_parallel": True, **PP2}
+
+
+@pytest.mark.parametrize(
+    "saver, loaders",
+    [
+        ((2, TP2, {}), [(1, {}, {}), (2, PP2, {}), (2, {"context_parallel_size": 2}, {}), (2, {}, {})]),
+        ((4, PP2_INTERLEAVED, OVERLAP), [(1, {}, {}), (4, PRODUCT, {}), (2, {}, OVERLAP)]),
+    ],
+    ids=["TP2", "PP2 interleaved DP2 overlap"],
+)
+def test_loads_at_another_layout(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path, saver: Any, loaders: list[Any]
+) -> None:
     directory = tmp_path / "actor"
-    which = models["qwen2"]
-    saved = pool.run(programs.save_then_train, 2, settings(model=TP2), which, directory, BATCHES, False)[0][0]
-    for ranks, model in ((1, {}), (2, PP2), (2, {"context_parallel_size": 2}), (2, {})):
-        resumed = pool.run(programs.resume, ranks, settings(model=model), which, directory, BATCHES)[0]
+    which = models["qwen2-tied"]
+    ranks, model, optim = saver
+    config = settings(model=model, optim=optim)
+    saved = pool.run(programs.save_then_train, ranks, config, which, directory, BATCHES, False)[0][0]
+    for ranks, model, optim in loaders:
+        config = settings(model=model, optim=optim)
+        resumed = pool.run(programs.resume, ranks, config, which, directory, BATCHES)[0]
         for mine, right in zip(resumed, saved):
             assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=1e-5)
             assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)

@@ -50,6 +50,11 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("PP2, interleaved, DP2, overlap", 4, {**PP2, **VP2}, OVERLAP, "qwen2"),
     ("PP2, CP2", 4, {**PP2, **CP2}, {}, "qwen2-tied"),
     ("CP2, DP2", 4, CP2, {}, "qwen2"),
+    ("PP4, tied", 4, {"pipeline_model_parallel_size": 4}, {}, "qwen2-tied"),
+    ("CP4", 4, {"context_parallel_size": 4}, {}, "qwen2"),
+    ("TP2, SP, PP2, interleaved, Qwen3", 4, {**TP2, **SP, **PP2, **VP2}, {}, "qwen3"),
+    ("PP2, interleaved, CP2, tied", 4, {**PP2, **VP2, **CP2}, {}, "qwen2-tied"),
+    ("TP2, DP2, selective recompute, tied", 4, {**TP2, **SELECTIVE_RECOMPUTE}, {}, "qwen2-tied"),
     ("host optimizer, tied", 1, {}, HOST, "qwen2-tied"),
     ("host optimizer: TP2, SP", 2, {**TP2, **SP}, HOST, "qwen2"),
     ("host optimizer: PP2, interleaved, DP2, overlap", 4, {**PP2, **VP2}, {**OVERLAP, **HOST}, "qwen2"),
@@ -93,15 +98,36 @@ def test_layout_matches_transformers(
 
 
 @pytest.mark.parametrize(
-    "ranks, model, where",
-    [(1, {}, {}), (2, TP2, {}), (2, {}, {**OVERLAP, **HOST})],
-    ids=["single", "TP2", "host optimizer, DP2, overlap"],
+    "ranks, model, where, which",
+    [
+        (1, {}, {}, "qwen2"),
+        (2, TP2, {}, "qwen2"),
+        (2, {}, {**OVERLAP, **HOST}, "qwen2"),
+        (2, {**PP2, **VP2}, {}, "qwen2-tied"),
+        (2, CP2, {}, "qwen3"),
+        (4, {**TP2, **SP, **PP2}, {}, "qwen2-tied"),
+        (4, {**CP2, **FULL_RECOMPUTE}, OVERLAP, "qwen2"),
+    ],
+    ids=[
+        "single",
+        "TP2",
+        "host optimizer, DP2, overlap",
+        "PP2, interleaved, tied",
+        "CP2, Qwen3",
+        "TP2, SP, PP2, tied",
+        "CP2, DP2, overlap, full recompute",
+    ],
 )
 def test_bf16_stays_near_fp32(
-    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any], where: dict[str, Any]
+    pool: RankPool,
+    models: dict[str, Path],
+    ranks: int,
+    model: dict[str, Any],
+    where: dict[str, Any],
+    which: str,
 ) -> None:
     """On trajectories of the policy itself: far from it, rounding moves whole tokens across the clip."""
-    hf = reference.load(models["qwen2"])
+    hf = reference.load(models[which])
     batches = [sequences(9, seed=i) for i in range(5)]
     with torch.no_grad():
         for sequence in (s for batch in batches for s in batch):
@@ -111,7 +137,7 @@ def test_bf16_stays_near_fp32(
     actor, _, algorithm = settings(optim=optim)
     expected = reference.train(hf, batches, actor, algorithm)
     config = settings(model={**model, "precision": "bf16"}, optim={**optim, **where})
-    results = pool.run(programs.train, ranks, config, models["qwen2"], batches)
+    results = pool.run(programs.train, ranks, config, models[which], batches)
     for step, (loss, norm) in enumerate(expected):
         assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=2e-2)
         assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=2e-2)

@@ -78,15 +78,27 @@ def test_gradient_does_not_depend_on_packing_or_order(
     count=st.integers(1, 6),
     budget=st.integers(64, 300),
     seed=st.integers(0, 10_000),
-    ranks=st.sampled_from([1, 2]),
+    ranks=st.sampled_from([1, 2, 4]),
+    packed=st.booleans(),
+    rng=st.randoms(use_true_random=False),
 )
-def test_any_batch_on_any_number_of_ranks(
-    pool: RankPool, models: dict[str, Path], count: int, budget: int, seed: int, ranks: int
+def test_any_batch_in_any_order_on_any_number_of_ranks(
+    pool: RankPool,
+    models: dict[str, Path],
+    count: int,
+    budget: int,
+    seed: int,
+    ranks: int,
+    packed: bool,
+    rng: random.Random,
 ) -> None:
+    """Micro-batches by tokens or by count; the reference takes all sequences at once, in their first order."""
     batch = sequences(count, seed=seed)
-    actor, runner, algorithm = settings()
-    config = (actor, runner.model_copy(update={"max_tokens_per_mbs": budget}), algorithm)
-    step = pool.run(programs.first_step, ranks, config, models["qwen2-tied"], batch)[0]
+    shuffled = rng.sample(batch, len(batch))
+    actor, runner, algorithm = settings(training_batch_size_per_gpu=1 + seed % 3)
+    update = {"max_tokens_per_mbs": budget, "enable_dynamic_batch_size": packed}
+    config = (actor, runner.model_copy(update=update), algorithm)
+    step = pool.run(programs.first_step, ranks, config, models["qwen2-tied"], shuffled)[0]
     (right,) = reference.train(reference.load(models["qwen2-tied"]), [batch], actor, algorithm)
     assert step[0] == pytest.approx(right[0], abs=1e-5)
     assert step[1] == pytest.approx(right[1], rel=1e-4)

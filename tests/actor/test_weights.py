@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rstar2_megatron.actor import hf_weights
-from rstar2_megatron.weights_checksum import tensor_checksum
+from rstar2_megatron.weights_checksum import tensor_checksum, weights_checksum
 from tests.actor import programs, reference
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
@@ -56,6 +56,25 @@ def test_round_trip_is_bit_exact(
         mine, right = (reference.log_probs(m, sequence, 1.0) for m in (loaded, reference.load(models[which])))
     assert torch.equal(mine, right)
     assert not target.with_name("export.tmp").exists()
+
+
+@pytest.mark.parametrize("ranks, model", [(2, {}), (4, {**PP2, **VP2})], ids=["DP2", "PP2 interleaved DP2"])
+def test_an_overlapped_gather_is_over_before_weights_leave(
+    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
+) -> None:
+    """Every rank streams the weights of after the update, with `overlap_param_gather` as without."""
+    batches = [sequences(6, seed=50 + i) for i in range(2)]
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    plain, overlapped = (
+        pool.run(programs.weights_after, ranks, settings(model=model, optim=o), models["qwen2-tied"], batches)
+        for o in ({}, overlap)
+    )
+    assert all(sums == plain[0] for sums in [*plain, *overlapped])
+    assert plain[0] != hf_checksums(models["qwen2-tied"])
+
+
+def hf_checksums(directory: Path) -> dict[str, int]:
+    return weights_checksum(load_file(directory / "model.safetensors").items())
 
 
 def test_sharded_checkpoint_is_read_and_written(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +15,8 @@ from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 from rstar2_megatron.settings.schema import Settings, WeightSyncSettings
 from rstar2_megatron.settings.weight_route import Place, RouteKind, make_route
+from rstar2_megatron.training.gates import GateError
+from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.training.weight_sync import WeightSync
 from tests.cluster.workers import Receiver, Sender
 
@@ -103,15 +106,19 @@ def test_a_receiver_that_cannot_open_fails_and_nobody_hangs(
     assert senders.call("rank", timeout_s=60) == [0, 1]
 
 
-def sync_of(
-    settings: Settings, senders: Group, receivers: Group, directory: Path, route: str = "auto"
-) -> WeightSync:
+def with_route(settings: Settings, directory: Path, route: str = "auto") -> Settings:
     settings.runner.step_timeout_s = 60.0
     settings.actor.weight_sync = WeightSyncSettings.model_validate(
         {"route": route, "bucket_mb": 1, "directory": str(directory)}
     )
     settings.actor.group_name, settings.rollout.group_name = "Senders", "Receivers"
-    return WeightSync(settings, senders, receivers, "cpu")
+    return settings
+
+
+def sync_of(
+    settings: Settings, senders: Group, receivers: Group, directory: Path, route: str = "auto"
+) -> WeightSync:
+    return WeightSync(with_route(settings, directory, route), senders, receivers, "cpu")
 
 
 def assert_synced(senders: Group, receivers: Group, version: int) -> None:
@@ -138,6 +145,29 @@ def test_routes_that_fail_give_way_down_to_the_disk(
     assert not list(tmp_path.glob("weights/*"))
     assert sync.run(3)["actor/sync_fallbacks"] == 2.0
     assert_synced(senders, receivers, 3)
+
+
+def test_a_trainer_compares_checksums_when_the_route_has_changed(
+    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+) -> None:
+    """A route that fails and a second one that brings all: training goes on. One that loses a tensor: it ends."""
+
+    def trainer() -> Trainer:
+        there = with_route(settings, tmp_path / "weights")
+        coordinator: Any = None  # asked for nothing by a sync
+        return Trainer(there, senders, receivers, coordinator, device="cpu", takes_turns=False)
+
+    receivers.call("hide", "/proc/", timeout_s=60)
+    receivers.call("lose", None, timeout_s=60)
+    assert trainer().sync_weights(1)["actor/sync_fallbacks"] == 2.0
+    assert_synced(senders, receivers, 1)
+    receivers.call("lose", "layer.3.weight", timeout_s=60)
+    try:
+        with pytest.raises(GateError, match=r"1 of 10 tensors of engine 0 differ .*layer\.3\.weight"):
+            trainer().sync_weights(2)
+    finally:
+        receivers.call("lose", None, timeout_s=60)
+        receivers.call("hide", None, timeout_s=60)
 
 
 def test_the_last_routes_failure_is_raised_and_the_workers_go_on(

@@ -74,6 +74,8 @@ class Sender(Worker):
 class Receiver(Worker):
     def __init__(self) -> None:
         super().__init__()
+        self._hidden: str | None = None
+        self._lost: str | None = None
 
     async def receive(self, route: WeightRoute) -> tuple[dict[str, int], int]:
         """Checksums of what arrived, and in how many buckets."""
@@ -110,10 +112,19 @@ class Receiver(Worker):
             sums, _ = await self.receive(route)
         finally:
             weights.OpenedBucket = original  # type: ignore[misc]
+        if self._lost is not None:
+            sums[self._lost] = 0
         self._held = (version, sums)
+
+    def lose(self, name: str | None) -> None:
+        """From now on this tensor never reaches the model."""
+        self._lost = name
 
     async def held(self) -> tuple[int, dict[str, int]]:
         return self._held
+
+    async def weights_checksum(self) -> dict[str, int]:
+        return self._held[1]
 
     async def receive_elsewhere(self, route: WeightRoute) -> None:
         """Like a worker whose file system is another one."""

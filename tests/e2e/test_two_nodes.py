@@ -115,6 +115,8 @@ def test_actor_and_engine_on_different_nodes(ray_address: str, memorised_model: 
             "agentloop.max_assistant_turns=2",
             "algorithm.group_size=4",
             "algorithm.down_sampling.do_down_sampling=False",
+            "algorithm.recompute_logprobs=True",
+            "algorithm.importance_sampling_fix=True",
             "tools.codejudge.host_addr=127.0.0.1",
             f"tools.codejudge.host_port={json.loads(port_file.read_text())['url'].rpartition(':')[2]}",
             "runner.max_steps=2",
@@ -140,5 +142,8 @@ def test_actor_and_engine_on_different_nodes(ray_address: str, memorised_model: 
         # sampled at temperature 1: one of the four may write something else than what was learnt
         assert row["rollout/tool_outcome/ok"] >= 2 and row["rollout/dropped_infrastructure"] == 0
         assert row["rollout/logprob_diff_max"] < 1e-3
+        assert row["train/actor/ratio"] == pytest.approx(1.0, abs=1e-6)  # to the actor's own log-probs
+        assert row["train/actor/tis_ratio"] == pytest.approx(1.0, abs=1e-3)
+        assert row["train/actor/tis_clip_fraction"] == 0
     versions = {v for row in read_jsonl(tmp_path / "two" / "trajectories.jsonl") for *_, v in row["versions"]}
     assert versions == {0, 1}

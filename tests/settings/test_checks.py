@@ -123,6 +123,11 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             r"/nowhere has no step_000001.jsonl.gz; .* or set runner.max_steps=0",
         ),
         (["runner.val_check_interval=5"], r"val_check_interval=5 needs data.val_data_paths"),
+        (["runner.init_checkpoint=/nowhere"], r"init_checkpoint=/nowhere holds no actor/metadata.json: give"),
+        (
+            ["runner.init_checkpoint=/nowhere", "cold_start.enabled=True"],
+            r"cold_start.enabled=True fine-tunes one first; set cold_start.enabled=False",
+        ),
     ],
 )
 def test_mistakes_name_value_and_remedy(model: Path, data: Path, overrides: list[str], message: str) -> None:

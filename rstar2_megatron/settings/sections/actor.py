@@ -44,10 +44,12 @@ class OptimSettings(Section):
 
 
 class LrSchedSettings(Section):
+    """In optimizer steps: a training step takes `algorithm.n_minibatches` of them."""
+
     lr_warmup_iters: int = Field(20, ge=0)
     lr_decay_style: Literal["constant", "cosine"] = "constant"
     lr_decay_iters: int | None = None
-    """Steps of the cosine; null takes runner.max_steps."""
+    """Optimizer steps until the cosine is at min_lr; null takes all of runner.max_steps."""
 
 
 class WeightSyncSettings(Section):
