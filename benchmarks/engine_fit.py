@@ -1,14 +1,15 @@
-"""The engine model's speeds, measured on a real engine through its own interface."""
+"""The engine model's speeds, measured on real engines through their own interface."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.engine_model import EngineSpeed
+from benchmarks.engine_speed import EngineSpeed
 from rstar2_megatron.rollout.engine import EngineClient
 
 _PREFILL = ((1, 64), (1, 512), (8, 64), (8, 256))  # requests, tokens of each
@@ -16,11 +17,18 @@ _DECODE = ((1, 64), (1, 512), (8, 64), (8, 384), (24, 64), (24, 192))
 _STEPS = 96
 
 
-async def fit_speed(engine: EngineClient) -> EngineSpeed:
-    """Least squares of measured times on what `EngineSpeed` is made of; nothing below zero. Takes seconds on a CPU."""
+async def fit_speed(engines: Sequence[EngineClient]) -> EngineSpeed:
+    """Least squares of measured times on what `EngineSpeed` is made of; nothing below zero. Takes seconds on a CPU.
+
+    All engines do the same work together, because engines of one machine slow each other down; times are their mean.
+    """
     fresh = itertools.count()
 
     async def timed(requests: int, prompt: int, steps: int) -> float:
+        seconds = await asyncio.gather(*(timed_on(engine, requests, prompt, steps) for engine in engines))
+        return sum(seconds) / len(seconds)
+
+    async def timed_on(engine: EngineClient, requests: int, prompt: int, steps: int) -> float:
         await engine.flush_cache()
         sampling = {"temperature": 1.0, "max_new_tokens": steps, "ignore_eos": True}
         first = next(fresh)

@@ -10,12 +10,13 @@ import asyncio
 import contextvars
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.traces import Trace
+from benchmarks.traces import Trace, Turn
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
@@ -29,6 +30,7 @@ from rstar2_megatron.rollout.stats import combine
 from rstar2_megatron.rollout.tools import STANDARD_IO
 from rstar2_megatron.rollout.work_queue import Slice, WorkQueue
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
+from rstar2_megatron.training.rollout_log import trace as turns_of
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 _current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar(
@@ -120,10 +122,18 @@ async def replay(
     policy: str,
     max_requests: int,
     slice_size: int,
-) -> dict[str, Any]:
-    """One phase on all engines under `policy`; the simulator's columns, measured."""
+) -> tuple[dict[str, Any], list[Trace]]:
+    """One phase on all engines under `policy`: the simulator's columns, measured, and what the trajectories did.
+
+    The latter differ a little from `traces`: a call takes some tokens at least, the sandbox has its own time. Raises
+    ValueError unless all groups are of one size.
+    """
     groups = sorted({trace.group for trace in traces})
     size = len(traces) // len(groups)
+    if {(t.group, t.index) for t in traces} != {(g, i) for g in groups for i in range(size)}:
+        raise ValueError(
+            f"{len(traces)} trajectories in {len(groups)} groups: a replay needs groups of one size, without gaps"
+        )
     problems = [
         Problem(str(group), [{"role": "user", "content": words(group, traces)}], ["0"]) for group in groups
     ]
@@ -171,7 +181,7 @@ async def replay(
     makespan = time.monotonic() - start
     stats = combine([runner.loop.stats.sums() for runner in runners], makespan)
     seconds = np.array([trajectory.seconds for trajectory in finished])
-    return {
+    figures = {
         "makespan_s": round(makespan, 2),
         "idle_share": round(stats["idle_share"], 4),
         "preemptions": int(stats["preemptions"]),
@@ -185,6 +195,19 @@ async def replay(
         "tool_calls": int(sum(value for name, value in stats.items() if name.startswith("tool_calls/"))),
         "spoilt": sum(not trajectory.usable for trajectory in finished),
     }
+    return figures, _what_they_did(finished, traces[0].max_response_tokens)
+
+
+def _what_they_did(finished: Sequence[Trajectory], max_response_tokens: int) -> list[Trace]:
+    """As traces, with the tokens and the tools' seconds that were seen."""
+    sizes: Counter[int] = Counter()
+    done = []
+    for trajectory in sorted((t for t in finished if t.usable), key=lambda t: t.rollout_index):
+        group = int(trajectory.query_id)
+        turns = tuple(Turn(*turn) for turn in turns_of(trajectory))
+        done.append(Trace(group, sizes[group], len(trajectory.prompt_ids), max_response_tokens, turns))
+        sizes[group] += 1
+    return done
 
 
 def words(group: int, traces: Sequence[Trace]) -> str:

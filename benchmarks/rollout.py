@@ -2,8 +2,10 @@
 
 1. `overhead`: generated tokens/s of the bare engine and of the agent loop over it, same requests, no tools. CPU
    microseconds per token of this process are the loop's cost where a machine is shared.
-2. `live` and `simulated`, one line per policy: synthetic traces replayed on two real engines with real tool calls
-   (`live_replay`), and the same traces in the simulator with an engine model fitted to one of these engines.
+2. `live`, `simulated` and `prediction`, one line of each per policy: traces, synthetic or of a recorded step (`--trace`),
+   replayed on two real engines with real tool calls (`live_replay`); what the trajectories did there, in the simulator
+   with an engine model fitted to these engines; makespan predicted against seen. `prediction all` says how far they
+   are apart, and whether the simulator puts the policies in the order that was seen.
 
 Each line is a JSON object; `load` is the machine's load average.
 """
@@ -25,8 +27,8 @@ from transformers import AutoTokenizer
 from benchmarks.engine_fit import fit_speed
 from benchmarks.live_replay import replay
 from benchmarks.records import keep_rows
-from benchmarks.scheduler import Cluster, Simulator
-from benchmarks.traces import Shape, synthetic
+from benchmarks.simulator import Cluster, Simulator
+from benchmarks.traces import Shape, Trace, recorded, synthetic
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
@@ -140,6 +142,54 @@ class NoJudge:
     async def close_session(self, session: str) -> None: ...
 
 
+async def policies(
+    engines: list[EngineClient],
+    judge: JudgeClient,
+    template: ChatTemplate,
+    traces: list[Trace],
+    options: argparse.Namespace,
+) -> None:
+    """Every policy live, and what the simulator makes of the same trajectories."""
+    speed = await fit_speed(engines)
+    line("fit", **{name: float(f"{value:.3g}") for name, value in vars(speed).items()})
+    cluster = Cluster(len(engines), speed, options.kv_tokens, options.max_running)
+    seen: dict[str, float] = {}
+    predicted: dict[str, float] = {}
+    for policy in POLICIES:
+        for engine in engines:
+            await engine.flush_cache()
+        live, done = await replay(
+            traces,
+            engines,
+            judge,
+            template,
+            template.settings,
+            policy=policy,
+            max_requests=options.max_running,
+            slice_size=options.slice_size,
+        )
+        line("live", policy=policy, **live)
+        simulated = Simulator(done, cluster, policy, options.slice_size).run()
+        line("simulated", policy=policy, **vars(simulated))
+        seen[policy], predicted[policy] = live["makespan_s"], simulated.makespan_s
+        line("prediction", policy=policy, **_compared(seen[policy], predicted[policy]))
+    ratios = [predicted[policy] / seen[policy] for policy in POLICIES]
+    line(
+        "prediction all",
+        predicted_to_seen=[round(min(ratios), 3), round(statistics.median(ratios), 3), round(max(ratios), 3)],
+        fastest_first_seen=sorted(POLICIES, key=lambda policy: seen[policy]),
+        fastest_first_predicted=sorted(POLICIES, key=lambda policy: predicted[policy]),
+    )
+
+
+def _compared(seen_s: float, predicted_s: float) -> dict[str, float]:
+    return {
+        "seen_makespan_s": seen_s,
+        "predicted_makespan_s": predicted_s,
+        "predicted_to_seen": round(predicted_s / seen_s, 3),
+    }
+
+
 async def run(options: argparse.Namespace) -> None:
     settings = RolloutSettings(
         model=RolloutModelSettings(model_path=options.model, precision="fp32"),
@@ -147,13 +197,18 @@ async def run(options: argparse.Namespace) -> None:
         max_running_requests=options.max_running,
         cpu_threads=options.threads,
     )
+    if options.trace:
+        traces = recorded(options.trace, options.max_response_tokens)
+    else:
+        traces = synthetic(_SHAPE, options.seed)
     engines = [EngineClient(settings, seed=i, name=f"engine {i}", context_length=2048) for i in range(2)]
     wording = AgentLoopSettings(
-        system_prompt=STANDARD_IO, user_prefix="", max_assistant_turns=_SHAPE.max_turns + 1
+        system_prompt=STANDARD_IO,
+        user_prefix="",
+        max_assistant_turns=1 + max(len(trace.turns) for trace in traces),
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     template = ChatTemplate(tokenizer, wording)
-    traces = synthetic(_SHAPE, options.seed)
     service = JudgeService(workers=options.judge_workers, time_limit_s=4.0)
     await asyncio.to_thread(service.start)
     judge = JudgeClient(service.url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
@@ -162,25 +217,7 @@ async def run(options: argparse.Namespace) -> None:
         if "overhead" in options.cases:
             await overhead(engines[0], template, options)
         if "policies" in options.cases:
-            speed = await fit_speed(engines[0])
-            line("fit", **{name: float(f"{value:.3g}") for name, value in vars(speed).items()})
-            cluster = Cluster(len(engines), speed, options.kv_tokens, options.max_running)
-            for policy in POLICIES:
-                for engine in engines:
-                    await engine.flush_cache()
-                live = await replay(
-                    traces,
-                    engines,
-                    judge,
-                    template,
-                    wording,
-                    policy=policy,
-                    max_requests=options.max_running,
-                    slice_size=options.slice_size,
-                )
-                line("live", policy=policy, **live)
-                simulated = Simulator(traces, cluster, policy, options.slice_size).run()
-                line("simulated", policy=policy, **vars(simulated))
+            await policies(engines, judge, template, traces, options)
     finally:
         for engine in engines:
             await engine.close()
@@ -205,7 +242,11 @@ def main() -> None:
     parser.add_argument("--slice-size", type=int, default=4)
     parser.add_argument("--judge-workers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
+    parser.add_argument(
+        "--trace", type=Path, help="rollouts.jsonl of a real run, instead of synthetic traces"
+    )
+    parser.add_argument("--max-response-tokens", type=int, default=256, help="of the recorded run")
     parser.add_argument("--out", type=Path, help="JSON file that the lines are added to")
     options = parser.parse_args()
     asyncio.run(run(options))

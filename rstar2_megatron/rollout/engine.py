@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import msgspec
 from torch import Tensor
 
 from rstar2_megatron.rollout.engine_arguments import engine_arguments
-from rstar2_megatron.rollout.engine_child import CONTROL_TIMEOUT_S, EngineChild
+from rstar2_megatron.rollout.engine_child import CONTROL_TIMEOUT_S
 from rstar2_megatron.rollout.engine_protocol import (
     EngineError,
     EngineInfo,
@@ -27,6 +27,7 @@ from rstar2_megatron.rollout.engine_protocol import (
     GenerateResult,
     GenerationTimeout,
 )
+from rstar2_megatron.rollout.engine_supervisor import SupervisedEngine
 from rstar2_megatron.rollout.shared_weights import WeightBucket, into_buckets
 from rstar2_megatron.settings.schema import RolloutSettings
 
@@ -37,8 +38,8 @@ MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
-class EngineClient:
-    """Starts, serves and supervises one engine. All methods belong to one event loop.
+class EngineClient(SupervisedEngine):
+    """Generation, weights and memory of one engine. All methods belong to one event loop.
 
     `name` shows in messages; `log_path` takes the engine's own output (a temporary file otherwise);
     `keep_weights_bytes` bounds the copy of the last weights kept for a restart; `memory_saver` lets a GPU engine
@@ -57,81 +58,29 @@ class EngineClient:
         bucket_bytes: int = 512 << 20,
         keep_weights_bytes: int = 4 << 30,
     ) -> None:
-        self.settings = settings
-        self.name = name
-        self._arguments = engine_arguments(
+        arguments = engine_arguments(
             settings, seed=seed, context_length=context_length, memory_saver=memory_saver
         )
-        self._log_path = log_path
+        super().__init__(settings, arguments, name=name, log_path=log_path)
+        self.weight_version = 0
         self._bucket_bytes = bucket_bytes
         self._keep_weights_bytes = keep_weights_bytes
         self._request_ids = itertools.count(1)
         self._on_tokens: dict[str, TokensCallback] = {}  # of running requests
         self._owned: dict[object, str] = {}  # request ids of running requests by owner
-        self.on_report: Callable[[EngineReport], None] = lambda report: None
-        """Called about once a second with the engine's load."""
-        self._child: EngineChild | None = None
-        self._closed = False
-        self._recovering = asyncio.Lock()
-        self._changes = 0  # starts and updates under way
-        self._settled = asyncio.Event()
-        self._settled.set()
         self._kept: list[WeightBucket] = []  # the current weights, for a restart
         self._missing_weights = False  # restarted without them, or their memory was released
         self._released: set[MemoryTag] = set()
-        self.weight_version = 0
-        self.restarts = 0  # in all
-        self._restarts_in_a_row = 0  # since the last update of weights
-
-    # ------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Start the process and wait until it serves. Raises EngineLost with the end of its log."""
         self._released.clear()  # a fresh engine has all its memory
-        with self._changing():
-            self._child = EngineChild(self.settings, self._arguments, name=self.name, log_path=self._log_path)
-            self._child.on_report = self._take_report
-            await self._child.start()
+        await super().start()
 
     async def close(self) -> None:
         """End the engine and everything it started. Safe to call twice."""
-        self._closed = True
-        if self._child is not None:
-            await self._child.end()
+        await super().close()
         self._forget_kept()
-
-    @property
-    def pid(self) -> int:
-        """The engine process. Raises EngineLost when there is none."""
-        return self._alive_child().pid
-
-    @property
-    def lost(self) -> bool:
-        return self._child is None or bool(self._child.lost_reason)
-
-    async def settled(self) -> None:
-        """Wait while the engine starts or its weights change: a request sent then would run on the old weights.
-
-        As long as a restart or an update takes; wait with a deadline. An engine may be settled and lost.
-        """
-        while self._changes:  # another change may have begun before this task runs again
-            await self._settled.wait()
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        self._changes += 1
-        self._settled.clear()
-        try:
-            yield
-        finally:
-            self._changes -= 1
-            if not self._changes:
-                self._settled.set()
-
-    @property
-    def num_waiting_calls(self) -> int:
-        """Calls that the engine has not answered yet."""
-        return 0 if self._child is None else self._child.num_waiting
 
     async def recover(self, *, with_weights: bool = True) -> None:
         """Make a lost engine serve again with the current weights; returns at once when it is well.
@@ -141,35 +90,13 @@ class EngineClient:
         update were too large to keep: then `update_weights` must be called before anything is generated
         (`with_weights=False` is for it).
         """
-        async with self._recovering:
-            while self.lost:
-                child = self._child
-                message = f"{self.name} was never started." if child is None else child.lost_message()
-                if self._closed or child is None:
-                    raise EngineLost(message)
-                if self._restarts_in_a_row >= self.settings.max_engine_restarts:
-                    raise EngineLost(
-                        f"{message} It was restarted {self._restarts_in_a_row} times since its last weights "
-                        f"(rollout.max_engine_restarts={self.settings.max_engine_restarts})."
-                    )
-                self.restarts += 1
-                self._restarts_in_a_row += 1
-                with self._changing(), contextlib.suppress(EngineLost):  # then `lost` is still true
-                    await child.end()
-                    await self.start()
-                    await self._restore_weights()
-            if self._missing_weights and with_weights:
-                raise EngineLost(
-                    f"{self.name} was restarted without weight version {self.weight_version}; call update_weights"
-                )
+        await super().recover()
+        if self._missing_weights and with_weights:
+            raise EngineLost(
+                f"{self.name} was restarted without weight version {self.weight_version}; call update_weights"
+            )
 
-    async def restart(self) -> None:
-        """End the engine if it still runs, and start it again with the current weights."""
-        if self._child is not None:
-            self._child.lose("restart asked for")
-        await self.recover()
-
-    async def _restore_weights(self) -> None:
+    async def _restarted(self) -> None:
         if self._kept:
             again = [(bucket, bucket is self._kept[-1]) for bucket in self._kept]
             await self._send_weights(_stream(again), again=True)
@@ -392,14 +319,6 @@ class EngineClient:
     def max_context_tokens(self) -> int:
         """Longest prompt the engine takes."""
         return 0 if self._child is None else self._child.report.max_context_tokens
-
-    def _alive_child(self) -> EngineChild:
-        if self._child is None:
-            raise EngineLost(f"{self.name} was never started.")
-        return self._child
-
-    async def _call(self, method: str, params: Any) -> Any:
-        return await self._alive_child().call(method, params)
 
 
 async def _stream(

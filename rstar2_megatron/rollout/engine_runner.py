@@ -11,9 +11,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
+from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, EngineReport
 from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
+from rstar2_megatron.rollout.turns import Preemption
 from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
@@ -78,14 +79,14 @@ class EngineRunner:
         """End the phase now: running trajectories come to `on_trajectory` as far as they are, within a tool call.
 
         With `cut` they are over (FinishReason.CUT); otherwise `run` of a later phase goes on with them. What had not
-        started is forgotten; what was preempted comes back as it is.
+        started is forgotten; what was preempted, or has waited since an earlier phase, comes back as it is.
         """
         self._no_more = True
         self.loop.parking, self.loop.cutting = True, cut
         self.scheduler.withdraw()
         waiting, self._waiting = self._waiting, {}
         for (_, index), one in waiting.items():
-            if one.preempted:
+            if index in one.work.parked:  # preempted, or carried here and not started again
                 await self._hand_back(one.work, one.work.parked[index])
         with contextlib.suppress(EngineLost, EngineError):  # then nothing runs there
             await self.loop.engine.abort_all()
@@ -95,7 +96,10 @@ class EngineRunner:
         stats = self.loop.stats
         stats.observe(report)
         self.scheduler.budget.observe(
-            stats.retractions - self._evictions_seen, self._lengths, report.used_tokens
+            stats.retractions - self._evictions_seen,
+            self._lengths,
+            report.used_tokens,
+            [key for key, preemption in self._preemptions.items() if preemption.at_tool],
         )
         self._evictions_seen = stats.retractions
         for key in self.scheduler.preempt():
@@ -178,7 +182,7 @@ class EngineRunner:
             await self._on_trajectory(work, trajectory)
 
     async def _hand_back(self, work: Slice, trajectory: Trajectory) -> None:
-        """A preempted trajectory for which the phase ends before it runs again."""
+        """A parked trajectory for which the phase ends before it runs again."""
         if self.loop.cutting:
             trajectory.finish_reason = FinishReason.CUT
             await self.loop.tools.close(trajectory)

@@ -12,7 +12,7 @@ simulator (`benchmarks/scheduler.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from rstar2_megatron.rollout.kv_reservation import CountBudget, KVBudget, Lease
 from rstar2_megatron.rollout.length_estimate import Array, LengthSurvival
 
 _FEW_LENGTHS = 512
+_LONG_WAIT = 3  # reports that a tool may take
+_CROWDED = 0.8  # of the capacity: from here on the room of those that wait is wanted
 
 
 class AdaptiveBudget(KVBudget):
@@ -53,6 +55,7 @@ class AdaptiveBudget(KVBudget):
         self._learn_every = learn_every
         self._learnt = 0
         self._ceiling = float("inf")  # most that may run until the next report
+        self._waits: Counter[Hashable] = Counter()  # reports in a row that found it waiting for its tool
         self.lengths: LengthSurvival | None = (
             None  # made at the first admission, which knows the longest response
         )
@@ -65,8 +68,15 @@ class AdaptiveBudget(KVBudget):
         """The highest point of the projected use."""
         return self._prompt_tokens + int(self._peak(self._expected, self._variance))
 
-    def observe(self, evictions: int, lengths: Mapping[Any, int], engine_tokens: int = 0) -> None:
+    def observe(
+        self,
+        evictions: int,
+        lengths: Mapping[Any, int],
+        engine_tokens: int = 0,
+        at_tools: Collection[Hashable] = (),
+    ) -> None:
         super().observe(evictions, lengths, engine_tokens)
+        self._waits = Counter({key: self._waits[key] + 1 for key in at_tools if key in self._leases})
         too_many = evictions or self.used_tokens > self.capacity_tokens
         step = self._raise_by if too_many else -self._lower_by
         young = 0 < self._learnt < _FEW_LENGTHS and self.running
@@ -75,11 +85,16 @@ class AdaptiveBudget(KVBudget):
         self._project()
 
     def preempt(self) -> list[Hashable]:
-        """Those with the fewest tokens of their own, until the others fit with what they grow to the next report.
+        """Those that wait long for a tool while others want their room, then those with the fewest tokens.
+
+        A waiting one does not decode, and the engine drops its tokens when it needs the space: its room is free at
+        once. The ones with the fewest tokens of their own go until the others fit with what they grow to the next
+        report.
 
         The engine would evict as many, but only when its cache is full, and it takes the prefixes of those that wait
         for a tool first, long ones too. The one with the most tokens always stays: something ends, whatever happens.
         """
+        away = self._set_aside()
         staying = {key: lease for key, lease in self._leases.items() if key not in self._leaving}
         users = Counter(lease.group for lease in staying.values())
         growth = self._growth / max(1, self.running)  # of each one
@@ -97,7 +112,17 @@ class AdaptiveBudget(KVBudget):
         self._leaving.update(chosen)
         if chosen:
             self.z = min(self._z_range[1], self.z + self._raise_by)
-        return chosen
+        return away + chosen
+
+    def _set_aside(self) -> list[Hashable]:
+        if self.reserved_tokens <= _CROWDED * self.capacity_tokens:
+            return []
+        away = [key for key, n in self._waits.items() if n >= _LONG_WAIT and key not in self._leaving]
+        for key in away:
+            self._remove(key)
+        self._leaving.update(away)
+        self._away.update(away)
+        return away
 
     def _fits(self, lease: Lease, shared: int) -> bool:
         if self.running >= self._ceiling:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class KVBudget:
         self._growth = 0  # and between the two before
         self._uncounted = 0  # what the engine holds beyond `used_tokens`
         self._leaving: set[Hashable] = set()  # preempted, not released yet
+        self._away: set[Hashable] = set()  # of those, they have no room any more
 
     @property
     def running(self) -> int:
@@ -102,38 +103,54 @@ class KVBudget:
 
     def settle(self, key: Hashable, length: int) -> None:
         """The trajectory is `length` tokens long now; its reservation follows."""
+        if key in self._away:
+            return
         lease = self._leases[key]
         self._grow(lease, length)
         self._follow(key, lease)
 
     def release(self, key: Hashable, *, finished: bool = True) -> None:
         """The trajectory ended (`finished`) or was given up; its tokens are free."""
-        lease = self._leases.pop(key)
         self._leaving.discard(key)
+        if key in self._away:
+            self._away.remove(key)
+            return
+        lease = self._remove(key)
+        if finished:
+            self._learn(lease)
+
+    def _remove(self, key: Hashable) -> Lease:
+        lease = self._leases.pop(key)
         self._prompts[lease.group] -= 1
         if not self._prompts[lease.group]:
             del self._prompts[lease.group]
             self._prompt_tokens -= lease.prompt_tokens
         self._give_back(key, lease)
-        if finished:
-            self._learn(lease)
+        return lease
 
-    def observe(self, evictions: int, lengths: Mapping[Any, int], engine_tokens: int = 0) -> None:
+    def observe(
+        self,
+        evictions: int,
+        lengths: Mapping[Any, int],
+        engine_tokens: int = 0,
+        at_tools: Collection[Hashable] = (),
+    ) -> None:
         """The engine's report, about once a second.
 
         `evictions`: running requests evicted since the last report (0 tells that all is well); `lengths`: tokens of
         admitted trajectories now, which grow inside a turn too; `engine_tokens`: what the engine itself says that
-        its running requests hold.
+        its running requests hold; `at_tools`: those that wait for a tool's answer.
         """
         for key, length in lengths.items():
-            self._grow(self._leases[key], length)
+            if key not in self._away:
+                self._grow(self._leases[key], length)
         self._growth, self._grown = self._grown, 0
         self._uncounted = max(0, engine_tokens - self.used_tokens)
 
     def preempt(self) -> list[Hashable]:
         """After a report: trajectories that have to make room now; each one is named once.
 
-        They go on using their room until `release`, and ask for it again with the tokens that they have. What a
+        They ask for room again, with the tokens that they have, after `release`. What a
         policy has reserved surely fits, or is none of its business: nobody here.
         """
         return []

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from rstar2_megatron.rollout.length_estimate import GroupLengths
 from rstar2_megatron.trajectory import Problem, Trajectory
 
+_LOADS_S = 0.5  # after which the engines' loads are weighed anew
+
 
 @dataclass(slots=True)
 class Slice:
@@ -51,6 +53,8 @@ class WorkQueue:
         self._left = 0
         self._lengths = GroupLengths()
         self._held = [0] * num_engines  # rollouts that each engine has
+        self._loads = [0.0] * num_engines  # expected seconds of those, all in all
+        self._loads_at = float("-inf")
 
     @property
     def left(self) -> int:
@@ -87,6 +91,7 @@ class WorkQueue:
         chosen.running |= dict.fromkeys(taken, (engine, now))
         self._left -= len(taken)
         self._held[engine] += len(taken)
+        self._loads[engine] += len(taken) * self._lengths.expected(chosen.group)
         if not chosen.indices:
             self._pending.remove(chosen.group)
         return chosen.group, taken
@@ -127,13 +132,18 @@ class WorkQueue:
             return self._held[engine] > sum(self._held) / self.num_engines + self.slice_size
         if self._left >= sum(self._held):
             return False
-        loads = [0.0] * self.num_engines
+        if now - self._loads_at >= _LOADS_S:
+            self._weigh(now)
+        return self._loads[engine] > sum(self._loads) / self.num_engines
+
+    def _weigh(self, now: float) -> None:
+        self._loads = [0.0] * self.num_engines
+        self._loads_at = now
         for pending in self._groups.values():
             if pending.running:
                 expected = self._expected(pending, now)
                 for owner, since in pending.running.values():
-                    loads[owner] += max(0.1 * expected, expected - (now - since))
-        return loads[engine] > sum(loads) / self.num_engines
+                    self._loads[owner] += max(0.1 * expected, expected - (now - since))
 
     def _slice(self) -> int:
         """Smaller towards the end, so that the last slices even out the engines."""

@@ -86,7 +86,9 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
 
     metrics["rollout/num_trajectories"] = len(every)
     metrics["rollout/total_num_sequence"] = len(kept)
-    metrics["rollout/dropped_infrastructure"] = len(every) - len(usable)
+    reasons = Counter(t.finish_reason for t in every if not t.usable)
+    metrics["rollout/dropped_cut"] = reasons.pop(FinishReason.CUT, 0)
+    metrics["rollout/dropped_infrastructure"] = reasons.total()
     metrics["rollout/generated_tokens"] = sum(t.num_trained_tokens for t in every)
     metrics.update(_group_metrics(groups, resampled))
     metrics.update(_ending_metrics(every, usable))

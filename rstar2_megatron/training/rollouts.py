@@ -88,7 +88,7 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
-        if spec.tail == "carry":
+        if spec.goes_on:
             self.carried = carried
         seconds = time.monotonic() - start
         stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
@@ -104,7 +104,7 @@ class RolloutCoordinator:
             carry_share=rollout.carry_share,
             max_carry_age=rollout.max_carry_age,
         )
-        carried = self.carried if spec.tail == "carry" else []
+        carried = self.carried if spec.goes_on else []
         phase.add([*carried, *(OpenGroup(problem, spec.samples) for problem in problems)])
         return phase
 

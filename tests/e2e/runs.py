@@ -21,6 +21,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "run_rstar2.sh"
 _MARK = "RSTAR2_TEST_RUN"
+_PHASES = (
+    "cold_start.phases=["
+    "{name: copy, data_path: 'tiny:copy', steps: 120, batch_size: 64, lr: 3.0e-3, shuffle: False, warmup_steps: 30, "
+    "decay: constant},"
+    "{name: conversations, data_path: 'tiny:conversations', steps: 60, batch_size: 32, lr: 1.5e-3, warmup_steps: 10}]"
+)
 
 
 @dataclass
@@ -132,3 +138,20 @@ def read_jsonl(path: Path) -> list[dict]:
         except ValueError:
             break
     return rows
+
+
+def arguments(cache: Path, results: Path, name: str, *extra: str) -> list[str]:
+    """Of a run of two small steps, with all that the tests look at; its supervised start is kept in `cache`."""
+    return [
+        "rstar2-tiny-cpu",
+        _PHASES,
+        f"cold_start.cache_dir={cache}",
+        f"runner.output_dir={results}",
+        f"runner.experiment_name={name}",
+        "runner.max_steps=2",
+        "runner.save_interval=1",
+        "data.rollout_batch_size=4",
+        "evaluation.num_problems=16",
+        "runner.save_trajectories_per_step=64",  # all of a step
+        *extra,
+    ]

@@ -28,41 +28,14 @@ from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.trajectory_row import unpack_floats
-from tests.e2e.runs import ROOT, RunProcess, read_jsonl
+from tests.e2e.runs import ROOT, RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
-PHASES = (
-    "cold_start.phases=["
-    "{name: copy, data_path: 'tiny:copy', steps: 120, batch_size: 64, lr: 3.0e-3, shuffle: False, warmup_steps: 30, "
-    "decay: constant},"
-    "{name: conversations, data_path: 'tiny:conversations', steps: 60, batch_size: 32, lr: 1.5e-3, warmup_steps: 10}]"
-)
 # means over what resampling kept, which a step may not have
 RESAMPLED_ONLY = {"rollout/reward_scores", "rollout/prompt_length", "rollout/response_length"} | {
     f"rollout/{which}_of_response_length" for which in ("max", "min")
 }
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-def arguments(cache: Path, results: Path, name: str, *extra: str) -> list[str]:
-    return [
-        "rstar2-tiny-cpu",
-        PHASES,
-        f"cold_start.cache_dir={cache}",
-        f"runner.output_dir={results}",
-        f"runner.experiment_name={name}",
-        "runner.max_steps=2",
-        "runner.save_interval=1",
-        "data.rollout_batch_size=4",
-        "evaluation.num_problems=16",
-        "runner.save_trajectories_per_step=64",  # all of a step
-        *extra,
-    ]
 
 
 @pytest.fixture(scope="session")

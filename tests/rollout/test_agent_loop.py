@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.result import JudgeResult
-from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
+from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine_protocol import (
     EngineError,
@@ -35,9 +35,10 @@ from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.kv_reservation import KVBudget, Lease
 from rstar2_megatron.rollout.tools import JUPYTER, STANDARD_IO
+from rstar2_megatron.rollout.turns import Preemption
 from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
-from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
 
 ANSWER = "so</reason><answer>\\boxed{4}</answer>"
 
@@ -494,14 +495,16 @@ class PreemptingBudget(KVBudget):
 
 @pytest.mark.parametrize("ending", ["goes on", "parked", "cut"])
 async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> None:
-    """Preempted trajectories go on, or come back as they are when the phase ends before they run again."""
+    """Preempted and carried trajectories go on, or come back as they are when the phase ends before they run."""
     loop = make_loop(tokenizer, [call(), ANSWER])
     engine = ParkableEngine(tokenizer, [ANSWER], delay_s=0.05)
     loop.engine = engine
     budget = PreemptingBudget(20_000, 4)
     budget.full = ending != "goes on"
     back: list[Trajectory] = []
-    given = iter([[Slice(0, PROBLEM, list(range(6)))], None])
+    carried = Trajectory(PROBLEM.query_id, 5, loop.template.prompt_ids(PROBLEM), [8, 9], [1, 1], [-0.1, -0.2])
+    carried.version_spans, carried.open_turn = [VersionSpan(0, 2, 2)], 0
+    given = iter([[Slice(0, PROBLEM, list(range(6)), {5: carried})], None])
 
     async def next_work(room: int) -> list[Slice] | None:
         return next(given)
@@ -524,9 +527,11 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
     if ending == "goes on":
         assert [t.finish_reason for t in back] == [FinishReason.ANSWERED] * 6
         assert loop.stats.preemptions == 3 and loop.stats.parked == 0
-    else:  # the three that wait for room with what they have, and the one that ran; two never started
+        assert carried.response_ids[:2] == [8, 9] and carried.version_spans[0].version == 2
+    else:  # those that wait for room with what they have, and the one that ran; one never started
         reason = FinishReason.CUT if ending == "cut" else None
-        assert {t.rollout_index for t in back if t.finish_reason is reason} >= {1, 2, 3} and len(back) == 4
+        assert {t.rollout_index for t in back if t.finish_reason is reason} >= {1, 2, 3, 5}
+        assert {t.rollout_index for t in back} == {0, 1, 2, 3, 5} and carried.response_ids == [8, 9]
         assert all(t.response_ids for t in back)
     for trajectory in back:
         trajectory.check()

@@ -172,6 +172,37 @@ def test_the_engine_s_own_figure_counts() -> None:
     assert budget.preempt() == [0]
 
 
+def test_a_long_wait_for_a_tool_gives_its_room_to_others() -> None:
+    budget = AdaptiveBudget(200, 100)
+    assert budget.try_admit("slow", "g", 10, 100) and budget.try_admit("b", "h", 10, 100)
+    assert not budget.try_admit("c", "i", 10, 90)
+    for _ in range(2):
+        budget.observe(0, {"slow": 40}, 60, ["slow"])
+        assert budget.preempt() == []  # a call of a second or two is no long wait
+    budget.observe(0, {"slow": 40}, 60, ["slow"])
+    assert budget.preempt() == ["slow"] and budget.running == 1
+    assert budget.try_admit("c", "i", 10, 90)
+    budget.observe(0, {"slow": 40, "b": 20}, 60, ["slow"])
+    assert budget.preempt() == []
+    budget.settle("slow", 50)  # the answer is there
+    budget.release("slow", finished=False)
+    assert not budget.try_admit("slow", "g", 10, 100, 50)
+    budget.release("b")
+    assert budget.try_admit("slow", "g", 10, 100, 50)  # and waits like any other from here on
+    budget.release("slow")
+    budget.release("c")
+    assert budget.running == budget.reserved_tokens == budget.used_tokens == 0
+
+
+def test_nobody_is_set_aside_while_there_is_room() -> None:
+    budget = AdaptiveBudget(1000, 100)
+    assert budget.try_admit("slow", "g", 10, 100) and budget.try_admit("b", "h", 10, 100)
+    for _ in range(9):
+        budget.observe(0, {}, 60, ["slow"])
+        assert budget.preempt() == []
+    assert budget.running == 2
+
+
 def test_policies_that_reserve_or_count_never_preempt() -> None:
     for policy in ("static", "least_requests", "kv_reserve"):
         budget = make_budget(policy, 100, 10)

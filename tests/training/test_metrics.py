@@ -24,12 +24,13 @@ CONFIG = DownSamplingConfig(down_sample_to_n=2, min_zero_reward_trace_num=1, min
 
 
 def groups() -> list[Group]:
-    """A mixed group with a lost trajectory, an all-correct one, an all-wrong one."""
+    """A mixed group with a lost trajectory and one that was cut, an all-correct one, an all-wrong one."""
     mixed = [
         trajectory(1.0, [OK], index=0, tokens=10),
         trajectory(0.0, [ERROR, ERROR], index=1, tokens=20),
         trajectory(0.0, [], index=2, tokens=30, answers=0, finish=FinishReason.LENGTH_LIMIT),
         trajectory(None, [OK], index=3, tokens=5, finish=FinishReason.INFRASTRUCTURE),
+        Trajectory("0", 4, [], finish_reason=FinishReason.CUT),
     ]
     correct = [trajectory(1.0, [ERROR, OK], index=i, tokens=40) for i in range(2)]
     wrong = [trajectory(0.0, [OK], index=i, tokens=60, answers=2) for i in range(2)]
@@ -72,11 +73,13 @@ def test_groups_endings_tools_and_format_are_counted() -> None:
         "rollout/groups_rejected_too_few": 0,
         "rollout/groups_never_solved": 1,
         "rollout/groups_always_solved": 1,
-        "rollout/num_trajectories": 8,
+        "rollout/num_trajectories": 9,
         "rollout/dropped_infrastructure": 1,
+        "rollout/dropped_cut": 1,
         "rollout/finish/answered": 6,
         "rollout/finish/length_limit": 1,
         "rollout/finish/infrastructure": 1,
+        "rollout/finish/cut": 1,
         "rollout/finish/turn_limit": 0,
         "rollout/generated_tokens": 265,
         "rollout/tool_error_ratio": 4 / 9,

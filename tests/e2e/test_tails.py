@@ -1,0 +1,94 @@
+"""Phases that do not wait for their last trajectories, in whole runs with every part real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rstar2_megatron.rollout.phase import OpenGroup
+from rstar2_megatron.trajectory import FinishReason, Group
+from rstar2_megatron.trajectory_files import read_groups, rollouts_path
+from tests.e2e.runs import RunProcess, arguments, read_jsonl
+
+LIMIT_S = 600
+pytestmark = pytest.mark.timeout(1200)
+
+
+def test_carried_over_a_resume_then_cut(cache: Path, tmp_path: Path) -> None:
+    """rollout.tail=carry: what two steps leave unfinished goes on token for token, in the next step and, from a
+    checkpoint, in another process. There tail=cut ends the third step early.
+    """
+
+    def run(steps: int, tail: str) -> list[dict]:
+        command = arguments(
+            cache,
+            tmp_path,
+            "tails",
+            f"rollout.tail={tail}",
+            "rollout.max_running_requests=8",  # groups end one after the other
+            "rollout.carry_share=0.75",
+            "rollout.cut_share=1.0",
+            f"runner.max_steps={steps}",
+            "runner.keep_checkpoints=3",
+            "runner.save_rollout_tokens=True",
+            "evaluation.before_and_after=False",
+        )
+        one = RunProcess(command, tmp_path / f"{tail}.log").start()
+        assert one.wait(LIMIT_S) == 0, one.text()[-6000:]
+        one.assert_nothing_left()
+        rows = read_jsonl(tmp_path / "tails" / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, steps + 1))
+        return rows
+
+    def rolled_out(step: int) -> dict[str, Group]:
+        groups = read_groups(rollouts_path(tmp_path / "tails" / "rollouts", step))
+        return {group.problem.query_id: group for group in groups}
+
+    def left_by(step: int) -> dict[str, OpenGroup]:
+        data = tmp_path / "tails" / "checkpoints" / f"global_step_{step}" / "data" / "data.pt"
+        return {g.problem.query_id: g for g in torch.load(data, weights_only=False)["carried"]}
+
+    first, second = run(2, "carry")
+    third = run(3, "cut")[-1]
+    left = {1: left_by(1), 2: left_by(2), 3: left_by(3)}
+    assert not left[3] and len(left[1]) == first["rollout/engine/carried_groups"]
+    for step, row in ((1, first), (2, second)):
+        assert 1 <= row["rollout/engine/carried_groups"] <= 4 and not row["rollout/dropped_infrastructure"]
+        assert not left[step].keys() & rolled_out(step).keys()
+        assert left[step].keys() <= rolled_out(step + 1).keys()  # waited for at the age of one step
+    parked = [
+        (step, t)
+        for step in (1, 2)
+        for group in left[step].values()
+        for t in group.parked.values()
+        if t.response_ids
+    ]
+    assert {step for step, _ in parked} == {1, 2}
+    finished = {
+        (step, query_id, t.rollout_index): t
+        for step in (2, 3)
+        for query_id, group in rolled_out(step).items()
+        for t in group.trajectories
+        if t.usable
+    }
+    went_on = 0
+    for step, before in parked:
+        assert {span.version for span in before.version_spans} == {step - 1}
+        if (after := finished.get((step + 1, before.query_id, before.rollout_index))) is None:
+            continue  # cut
+        count = len(before.response_ids)
+        assert after.response_ids[:count] == before.response_ids
+        assert after.rollout_logprobs[:count] == before.rollout_logprobs
+        assert {span.version for span in after.version_spans} <= {step - 1, step}
+        went_on += len({span.version for span in after.version_spans}) == 2
+    assert went_on and second["rollout/engine/max_of_trajectory_age"] == 1
+
+    trajectories = [t for group in rolled_out(3).values() for t in group.trajectories]
+    cut = sum(t.finish_reason is FinishReason.CUT for t in trajectories)
+    assert cut == third["rollout/dropped_cut"] == third["rollout/engine/cut_trajectories"] > 0
+    assert len(trajectories) == 16 * len(rolled_out(3)) == third["rollout/num_trajectories"]
+    for group in rolled_out(3).values():  # nothing was cut that resample-on-correct needs
+        rewards = [t.reward for t in group.usable]
+        assert len(rewards) == 16 or (len(rewards) >= 8 and len(set(rewards)) == 2)
