@@ -17,7 +17,7 @@ from rstar2_megatron.data.difficulty import difficulty_report, pass_counts, rend
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.placement import slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.base_run import BaseRun, Stopped
+from rstar2_megatron.training.base_run import BaseRun, Stopped, quietly
 from rstar2_megatron.training.data import DataError, drop_long_prompts, read_problems
 from rstar2_megatron.trajectory import Problem
 from rstar2_megatron.whole_file import write_json, write_jsonl
@@ -38,7 +38,8 @@ class FilterRun(BaseRun):
         self.mark_finished(0)
 
     def close(self) -> None:
-        """Nothing is running: `sample` stops what it started."""
+        """Nothing is running: `sample` stops what it started. Never raises."""
+        quietly(self.temporary.remove)
 
 
 def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
