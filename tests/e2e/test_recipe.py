@@ -17,7 +17,7 @@ LIMIT_S = 600
 # The filter's model has learnt to answer 42: one problem is always solved, one never.
 SOLUTIONS = {"right": "42", "broken": "41"}
 ATTEMPTS = 16  # at each problem, a few at a time, so that the filter can be stopped among them
-STEPS = 5  # the condition ends RL after so many of its nine steps; the kill comes after the first
+STEPS = 3  # the condition ends RL after so many of its nine steps; the kill comes after the first
 
 
 @pytest.fixture
