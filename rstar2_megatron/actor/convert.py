@@ -84,6 +84,7 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
         for hf_name, piece in zip(mapping.names(first_expert), pieces):
             found += piece.numel()
             yield hf_name, piece
+        del parameter, pieces, piece  # before the next one is read
     if found != config.num_parameters:
         raise ValueError(
             f"{checkpoint} holds {found} weights, the model of the given config.json {config.num_parameters}: "
@@ -108,10 +109,7 @@ def _parameters(config: ModelConfig, metadata: Any, read: Any) -> Iterator[tuple
 def convert(checkpoint: Path, model: Path, output: Path) -> None:
     """Write the Hugging Face directory `output`, whole or not at all. Raises ValueError."""
     config = ModelConfig.from_directory(model)
-    weights = checkpoint_weights(checkpoint, config)
-    first = next(weights)
-    dtype = str(first[1].dtype).removeprefix("torch.")
-    write_hf_directory(itertools.chain([first], weights), output, model, dtype, write=True)
+    write_hf_directory(checkpoint_weights(checkpoint, config), output, model, dtype=None, write=True)
 
 
 def main() -> None:

@@ -237,12 +237,16 @@ def _all_gathered(piece: Tensor, group: Any) -> list[Tensor]:
 
 
 def write_hf_directory(
-    weights: Iterator[tuple[str, Tensor]], directory: str | Path, source: str | Path, dtype: str, write: bool
+    weights: Iterator[tuple[str, Tensor]],
+    directory: str | Path,
+    source: str | Path,
+    dtype: str | None,
+    write: bool,
 ) -> None:
     """Write a Hugging Face directory: safetensors shards of at most 2 GB, config and tokenizer of `source`.
 
     Collective through `weights`; only the rank with `write` touches the disk. The directory appears whole or
-    not at all. `dtype` ("float32", "bfloat16") is noted in config.json.
+    not at all. `dtype` ("float32", "bfloat16"; None: that of the first weight) is noted in config.json.
     """
     final, source = Path(directory), Path(source)
     partial = final.with_name(final.name + ".tmp")
@@ -251,7 +255,6 @@ def write_hf_directory(
             pass
         return
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     shards: list[Path] = []
     weight_map: dict[str, str] = {}
     held: dict[str, Tensor] = {}
@@ -260,18 +263,21 @@ def write_hf_directory(
     def flush() -> None:
         nonlocal held, held_bytes
         if held:
+            partial.mkdir(parents=True, exist_ok=True)
             shards.append(partial / f"shard-{len(shards)}")
             save_file(held, shards[-1], metadata={"format": "pt"})
             weight_map.update(dict.fromkeys(held, shards[-1].name))
         held, held_bytes = {}, 0
 
     for name, tensor in weights:
+        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
         size = tensor.numel() * tensor.element_size()
         if held_bytes + size > MAX_SHARD_BYTES:
             flush()
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         held_bytes += size
         total_bytes += size
+        del tensor  # before the next one is made
     flush()
     names = ["model.safetensors"]
     if len(shards) > 1:
@@ -284,6 +290,8 @@ def write_hf_directory(
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for shard, name in zip(shards, names):
         shard.rename(partial / name)
+    if dtype is None:
+        raise ValueError(f"there is no weight to write to {final}")
     _copy_config(source, partial, dtype)
     replace_directory(partial, final)
 

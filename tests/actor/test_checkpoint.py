@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -176,5 +177,11 @@ def test_checkpoint_converts_without_ranks(
     assert converted.keys() == exported.keys()
     for name, tensor in exported.items():
         assert torch.equal(converted[name], tensor), name
+    read: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    for _, tensor in checkpoint_weights(tmp_path / "actor", config):
+        read.append(weakref.ref(tensor))
+        most = max(most, sum(reference() is not None for reference in read))
+    assert len(read) == len(exported) and most <= 6  # the pieces of a parameter, and of the one before it
     with pytest.raises(ValueError, match="is not a complete checkpoint"):
         next(checkpoint_weights(tmp_path / "nowhere", config))
