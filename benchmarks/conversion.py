@@ -151,6 +151,7 @@ def main() -> None:
         in_process(write_checkpoint, model, checkpoint)
         report: dict[str, Any] = {
             "command": "python -m benchmarks.conversion " + " ".join(sys.argv[1:]),
+            "load_before": os.getloadavg()[0],
             "shape": args.shape,
             "layers": config.num_layers,
             "model_gb": config.num_parameters * 2 / 1e9,

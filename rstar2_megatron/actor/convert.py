@@ -3,8 +3,9 @@
     python -m rstar2_megatron.actor.convert CHECKPOINT/actor MODEL OUTPUT
 
 MODEL is the Hugging Face directory that training started from: config and tokenizer come from it. One layer's
-part of a parameter is read at a time, so peak memory is the embedding (1.6 GB for a 14B model in bf16) and one
-output shard of 2 GB; the layout that saved the checkpoint does not matter.
+part of a parameter is read at a time, so peak memory is three times the embedding (as stored, as read, and in the
+output shard: 4.7 GB for a 14B model in bf16, `benchmarks.conversion`) whatever the number of layers; the layout that
+saved the checkpoint does not matter.
 """
 
 from __future__ import annotations

@@ -223,7 +223,9 @@ def _translate_schedule(data: dict[str, Any], notes: list[str]) -> None:
     if fraction not in (MISSING, None) and get(data, f"{sched}.lr_warmup_iters") in (MISSING, None, 0):
         steps = get(data, f"{sched}.lr_decay_iters")
         if steps in (MISSING, None):
-            steps = get(data, "runner.max_steps")
+            steps, updates = get(data, "runner.max_steps"), get(data, "algorithm.n_minibatches")
+            if isinstance(steps, int) and isinstance(updates, int):
+                steps *= updates  # the schedule counts optimizer steps
         if isinstance(steps, int) and isinstance(fraction, int | float):
             warmup = round(fraction * steps)
             put(data, f"{sched}.lr_warmup_iters", warmup)

@@ -107,6 +107,7 @@ def test_layout_matches_transformers(
         (2, CP2, {}, "qwen3"),
         (4, {**TP2, **SP, **PP2}, {}, "qwen2-tied"),
         (4, {**CP2, **FULL_RECOMPUTE}, OVERLAP, "qwen2"),
+        (2, EP2, {}, "moe"),
     ],
     ids=[
         "single",
@@ -116,6 +117,7 @@ def test_layout_matches_transformers(
         "CP2, Qwen3",
         "TP2, SP, PP2, tied",
         "CP2, DP2, overlap, full recompute",
+        "experts, EP2",
     ],
 )
 def test_bf16_stays_near_fp32(

@@ -191,6 +191,19 @@ def test_rlinf_clip_eps_fills_what_is_null(tmp_path: Path) -> None:
     assert s.algorithm.clip_ratio_c is None
 
 
+@pytest.mark.parametrize(("updates", "decay", "warmup"), [(1, None, 20), (4, None, 80), (4, 100, 10)])
+def test_an_rlinf_warm_up_fraction_is_of_all_optimizer_steps(
+    tmp_path: Path, updates: int, decay: int | None, warmup: int
+) -> None:
+    data = copy.deepcopy(RLINF_7B)
+    data["runner"]["max_steps"] = 200
+    data["algorithm"]["n_minibatches"] = updates
+    data["actor"]["lr_sched"] |= {
+        "lr_warmup_fraction": 0.1, "lr_warmup_iters": 0, "lr_decay_iters": decay
+    }  # fmt: skip
+    assert load(write(tmp_path / "a.yaml", data)).settings.actor.lr_sched.lr_warmup_iters == warmup
+
+
 def test_rlinf_schedule_rates_win_as_they_do_there(tmp_path: Path) -> None:
     data = copy.deepcopy(RLINF_7B)
     data["actor"]["lr_sched"] |= {"max_lr": 5e-6, "lr_warmup_iters": 7}
