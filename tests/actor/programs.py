@@ -219,6 +219,31 @@ def resume(
         actor.close()
 
 
+def keep_and_resume(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directory: Path,
+    batches: list[Batch],
+) -> tuple[list[float], list[float]]:
+    """Rates of a run that goes on with the optimizer of two steps before it: in one go, and resumed after its first."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        for batch in batches[:2]:
+            actor.train_step(batch)
+        actor.keep_optimizer()
+        first = actor.train_step(batches[2])["actor/lr"]
+        actor.save_checkpoint(directory)
+        rest = [actor.train_step(batch)["actor/lr"] for batch in batches[3:]]
+        actor.reset_optimizer(actor.actor.optim, actor.actor.lr_sched, actor.max_optimizer_steps)
+        actor.load_checkpoint(directory)
+        return [first, *rest], [actor.train_step(batch)["actor/lr"] for batch in batches[3:]]
+    finally:
+        actor.close()
+
+
 def poisoned(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
 ) -> tuple[dict[str, float], bool]:

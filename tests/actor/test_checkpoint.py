@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from rstar2_megatron.actor.convert import checkpoint_weights
 from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.actor.optimizer import learning_rate
+from rstar2_megatron.settings.schema import LrSchedSettings
 from tests.actor import programs
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
@@ -151,6 +153,23 @@ def test_killed_while_saving_keeps_the_previous(
     assert any(partial.glob("*.distcp"))  # the kill fell into the write
     resumed = pool.run(programs.resume, ranks, config, which, directory, BATCHES)[0]
     assert _curve(resumed) == _curve(expected)
+
+
+def test_a_kept_optimizers_schedule_survives_a_resume(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two optimizer steps a training step: the cosine of three training steps is over after six."""
+    actor, runner, algorithm = settings(n_minibatches=2, optim={"lr": 1e-3, "min_lr": 1e-5})
+    cosine = LrSchedSettings(lr_warmup_iters=2, lr_decay_style="cosine")
+    actor = actor.model_copy(update={"lr_sched": cosine})
+    runner = runner.model_copy(update={"max_steps": 3})
+    config = (actor, runner, algorithm)
+    ((rates, resumed),) = pool.run(
+        programs.keep_and_resume, 1, config, models["qwen2"], tmp_path / "actor", BATCHES
+    )
+    assert rates == [learning_rate(4 + 2 * i + 1, actor.optim, cosine, 6, start=4) for i in range(3)]
+    assert rates[0] > 0.9e-3 and rates[-1] < 1e-4
+    assert resumed == rates[1:]
 
 
 def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
