@@ -236,7 +236,7 @@ def head_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_case(args: argparse.Namespace) -> dict[str, Any]:
     """One shape with or without recompute, on ragged and on equal lengths."""
-    count, mean = (32, 2048) if args.device == "cuda" else (8, 60) if args.dry else (64, 240)
+    count, mean = (32, 2048) if args.device == "cuda" else (8, 60) if args.dry else (48, 240)
     ragged = rollout_lengths(count, mean)
     return {
         "shape": args.shape,
@@ -299,7 +299,7 @@ def main() -> None:
         report.update(run_case(args))
     report["pack_balance"] = pack_balance()
     if not args.apart:
-        report["tensor_parallel"] = tensor_parallel(rollout_lengths(64, 240), args.turns)
+        report["tensor_parallel"] = tensor_parallel(rollout_lengths(48, 240), args.turns)
     if args.head_memory:
         report["head_memory"] = head_memory(args)
     text = json.dumps(report, indent=2)
