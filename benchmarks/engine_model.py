@@ -72,7 +72,6 @@ class EngineModel:
         self._prompts: dict[int, list[int]] = {}  # group: tokens, users (running or cached)
         self._prompt_tokens = 0
         self._computed: dict[int, int] = {}  # own tokens of a trajectory that were computed once
-        self._max_new_left = 0
 
     @property
     def idle(self) -> bool:

@@ -20,7 +20,7 @@ from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.kv_budget import make_budget
 from rstar2_megatron.rollout.kv_reservation import KVBudget
-from rstar2_megatron.rollout.messages import Ended, WorkRequest
+from rstar2_megatron.rollout.messages import Ended, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
@@ -126,7 +126,10 @@ class RolloutWorker(Worker):
         async def next_work(room: int) -> list[Slice] | None:
             request = WorkRequest(self._rank, spec.phase, room)
             await channel.put(request, key=TO_DRIVER, async_op=True).async_wait()
-            return await channel.get(key=work_key(self._rank), async_op=True).async_wait()
+            while True:
+                answer: WorkAnswer = await channel.get(key=work_key(self._rank), async_op=True).async_wait()
+                if answer.phase == spec.phase:
+                    return answer.work
 
         async def ended(work: Slice, trajectory: Trajectory) -> None:
             outbox.add(Ended(self._rank, spec.phase, work.group, work.problem, trajectory))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, EngineReport
@@ -128,6 +129,10 @@ class EngineRunner:
         elif not self.loop.parking:
             for one in work:
                 self._enqueue(one)
+        else:  # it came too late; what was carried here is carried on
+            for one in work:
+                for trajectory in one.parked.values():
+                    self._watch(self._hand_back(one, trajectory))
 
     def _enqueue(self, work: Slice) -> None:
         for index in work.indices:
@@ -148,9 +153,12 @@ class EngineRunner:
             waiting = self._waiting.pop(key)
             self.loop.stats.admission_seconds += time.monotonic() - waiting.since
             self._preemptions[key] = Preemption()
-            task = asyncio.create_task(self._run_one(key, waiting.work))
-            self._running.add(task)
-            task.add_done_callback(self._ended)
+            self._watch(self._run_one(key, waiting.work))
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
 
     async def _run_one(self, key: _Key, work: Slice) -> None:
         def progress(length: int) -> None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 
 @dataclass(slots=True, frozen=True)
 class WorkRequest:
-    """An engine has room. The answer, slices or None for the end of the phase, comes under `work_key`."""
+    """An engine has room. The answer, a `WorkAnswer`, comes under `work_key`."""
 
     engine: int
     phase: int  # one of an earlier phase is void
     room: int  # trajectories that would fit, about
+
+
+@dataclass(slots=True, frozen=True)
+class WorkAnswer:
+    """Work for an engine. One of an earlier phase, which that engine no longer waited for, is void."""
+
+    phase: int
+    work: list[Slice] | None  # None: the phase is over
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, PendingCall
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
-from rstar2_megatron.rollout.messages import WorkRequest
+from rstar2_megatron.rollout.messages import WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import combine
@@ -158,7 +158,7 @@ class _PhaseRun:
     def _serve(self, request: WorkRequest, now: float) -> bool:
         work = self._phase.take(request.engine, request.room, now)
         if work:
-            self._channel.put(work, key=work_key(request.engine))
+            self._channel.put(WorkAnswer(self._number, work), key=work_key(request.engine))
         return bool(work)
 
     def _ask_for_more(self) -> None:
@@ -171,10 +171,10 @@ class _PhaseRun:
             self._tail_since = None
 
     def end(self) -> None:
-        """Every engine gets the one None that ends its phase, now or when it asks; nothing is handed out after it."""
+        """Every engine is told that the phase is over, now or when it asks; nothing is handed out after it."""
         self._ended = True
         for engine in range(self._num_engines):
-            self._channel.put(None, key=work_key(engine))
+            self._channel.put(WorkAnswer(self._number, None), key=work_key(engine))
 
     def stats(
         self, seconds: float, groups: Sequence[Group], carried: Sequence[OpenGroup]

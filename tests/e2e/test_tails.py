@@ -55,7 +55,7 @@ def test_carried_over_a_resume_then_cut(cache: Path, tmp_path: Path) -> None:
     left = {1: left_by(1), 2: left_by(2), 3: left_by(3)}
     assert not left[3] and len(left[1]) == first["rollout/engine/carried_groups"]
     for step, row in ((1, first), (2, second)):
-        assert 1 <= row["rollout/engine/carried_groups"] <= 4 and not row["rollout/dropped_infrastructure"]
+        assert row["rollout/engine/carried_groups"] >= 1 and not row["rollout/dropped_infrastructure"]
         assert not left[step].keys() & rolled_out(step).keys()
         assert left[step].keys() <= rolled_out(step + 1).keys()  # waited for at the age of one step
     parked = [
@@ -74,15 +74,15 @@ def test_carried_over_a_resume_then_cut(cache: Path, tmp_path: Path) -> None:
         if t.usable
     }
     went_on = 0
-    for step, before in parked:
-        assert {span.version for span in before.version_spans} == {step - 1}
-        if (after := finished.get((step + 1, before.query_id, before.rollout_index))) is None:
+    for step, half in parked:
+        assert {span.version for span in half.version_spans} == {step - 1}
+        if (whole := finished.get((step + 1, half.query_id, half.rollout_index))) is None:
             continue  # cut
-        count = len(before.response_ids)
-        assert after.response_ids[:count] == before.response_ids
-        assert after.rollout_logprobs[:count] == before.rollout_logprobs
-        assert {span.version for span in after.version_spans} <= {step - 1, step}
-        went_on += len({span.version for span in after.version_spans}) == 2
+        count = len(half.response_ids)
+        assert whole.response_ids[:count] == half.response_ids
+        assert whole.rollout_logprobs[:count] == half.rollout_logprobs
+        assert {span.version for span in whole.version_spans} <= {step - 1, step}
+        went_on += len({span.version for span in whole.version_spans}) == 2
     assert went_on and second["rollout/engine/max_of_trajectory_age"] == 1
 
     trajectories = [t for group in rolled_out(3).values() for t in group.trajectories]

@@ -261,6 +261,7 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
             "runner.max_steps=1",
             "evaluation.before_and_after=False",
             "algorithm.recompute_logprobs=True",
+            "algorithm.refill={enabled: True, min_share: 1.0, max_extra: 1.0}",
             "algorithm.adv_type=leave-one-out",
             "algorithm.loss_agg_func=released-verl",
             "reward.mode=released",
@@ -276,6 +277,9 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
     run.assert_nothing_left()
     (row,) = read_jsonl(tmp_path / "variants" / "metrics.jsonl")
     assert row["train/actor/skipped_update"] or row["rollout/logprob_diff_max"] < 1e-3
+    refilled = row["rollout/engine/refilled_problems"]  # until four groups are kept or four were added
+    assert row["rollout/num_trajectories"] == 16 * (4 + refilled)
+    assert refilled == 4 or row["rollout/groups_kept"] >= 4
     assert 0 <= row["eval/average"] <= row["eval/pass@2"] <= 1 and row["eval/samples"] == 32
     evaluated = read_jsonl(tmp_path / "variants" / "evaluation" / "held-out_at_step_1.jsonl")
     assert len(evaluated) == 32

@@ -537,6 +537,33 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
         trajectory.check()
 
 
+@pytest.mark.parametrize("cut", [False, True])
+async def test_work_that_comes_after_the_end_of_the_phase(tokenizer, cut: bool) -> None:
+    """What had not started is forgotten; what was carried here comes back with its tokens."""
+    loop = make_loop(tokenizer, [ANSWER])
+    loop.engine = ParkableEngine(tokenizer, [ANSWER])
+    carried = Trajectory(PROBLEM.query_id, 1, loop.template.prompt_ids(PROBLEM), [8], [1], [-0.1])
+    asked, over = asyncio.Event(), asyncio.Event()
+    back: list[Trajectory] = []
+
+    async def next_work(room: int) -> list[Slice] | None:
+        asked.set()
+        await over.wait()
+        return [Slice(0, PROBLEM, [0, 1], {1: carried})]
+
+    async def ended(work: Slice, trajectory: Trajectory) -> None:
+        back.append(trajectory)
+
+    runner = EngineRunner(loop, EngineScheduler(make_budget("kv_adaptive", 20_000, 4)), next_work, ended)
+    running = asyncio.create_task(runner.run())
+    await asked.wait()
+    await runner.park(cut=cut)
+    over.set()
+    await asyncio.wait_for(running, 20)
+    assert back == [carried] and carried.response_ids == [8]
+    assert carried.finish_reason is (FinishReason.CUT if cut else None)
+
+
 async def test_a_cut_trajectory_is_counted_and_its_session_closed(tokenizer) -> None:
     cell = f'x</reason><tool_call>{{"name": "{JUPYTER}", "arguments": {{"code": "x"}}}}</tool_call>'
     judge = WrittenJudge(delay_s=0.05)
