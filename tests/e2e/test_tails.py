@@ -29,6 +29,7 @@ def test_carried_over_a_resume_then_cut(cache: Path, tmp_path: Path) -> None:
             f"rollout.tail={tail}",
             "rollout.max_running_requests=8",  # groups end one after the other
             "rollout.carry_share=0.75",
+            "rollout.max_carry_age=2",
             "rollout.cut_share=1.0",
             f"runner.max_steps={steps}",
             "runner.keep_checkpoints=3",
@@ -57,7 +58,7 @@ def test_carried_over_a_resume_then_cut(cache: Path, tmp_path: Path) -> None:
     for step, row in ((1, first), (2, second)):
         assert row["rollout/engine/carried_groups"] >= 1 and not row["rollout/dropped_infrastructure"]
         assert not left[step].keys() & rolled_out(step).keys()
-        assert left[step].keys() <= rolled_out(step + 1).keys()  # waited for at the age of one step
+    assert left[1].keys() <= rolled_out(2).keys() | left[2].keys() and left[2].keys() <= rolled_out(3).keys()
     parked = [
         (step, t)
         for step in (1, 2)
@@ -67,23 +68,22 @@ def test_carried_over_a_resume_then_cut(cache: Path, tmp_path: Path) -> None:
     ]
     assert {step for step, _ in parked} == {1, 2}
     finished = {
-        (step, query_id, t.rollout_index): t
+        (t.query_id, t.rollout_index): t
         for step in (2, 3)
-        for query_id, group in rolled_out(step).items()
+        for group in rolled_out(step).values()
         for t in group.trajectories
         if t.usable
     }
     went_on = 0
     for step, half in parked:
-        assert {span.version for span in half.version_spans} == {step - 1}
-        if (whole := finished.get((step + 1, half.query_id, half.rollout_index))) is None:
+        assert {span.version for span in half.version_spans} <= set(range(step))
+        if (whole := finished.get((half.query_id, half.rollout_index))) is None:
             continue  # cut
         count = len(half.response_ids)
         assert whole.response_ids[:count] == half.response_ids
         assert whole.rollout_logprobs[:count] == half.rollout_logprobs
-        assert {span.version for span in whole.version_spans} <= {step - 1, step}
-        went_on += len({span.version for span in whole.version_spans}) == 2
-    assert went_on and second["rollout/engine/max_of_trajectory_age"] == 1
+        went_on += len({span.version for span in whole.version_spans}) >= 2
+    assert went_on and max(row["rollout/engine/max_of_trajectory_age"] for row in (second, third)) >= 1
 
     trajectories = [t for group in rolled_out(3).values() for t in group.trajectories]
     cut = sum(t.finish_reason is FinishReason.CUT for t in trajectories)
