@@ -113,24 +113,39 @@ class Group:
             ray.kill(worker)
 
 
+class _LastItem:
+    """What `ChannelReader.close` puts into the channel."""
+
+
 class ChannelReader:
     """Reads one key of an RLinf channel from the driver with a deadline.
 
     A get on a channel cannot be cancelled without losing the item it would have returned, so a thread does the
-    blocking gets and a queue hands them over.
+    blocking gets and a queue hands them over. `close` it before Ray is shut down: a thread that is still inside Ray
+    then makes Ray end the whole process at once, with an exit code of its own.
     """
 
     _END = object()
 
     def __init__(self, channel: Channel, key: str) -> None:
+        self._channel = channel
+        self._key = key
         self._items: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._read, args=(channel, key), daemon=True)
         self._thread.start()
 
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End the thread behind what waits in the channel; False when it has not ended in time."""
+        if self._thread.is_alive():
+            self._channel.put(_LastItem(), key=self._key, async_op=True)
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def _read(self, channel: Channel, key: str) -> None:
         try:
-            while True:
-                self._items.put(channel.get(key=key))
+            while not isinstance(item := channel.get(key=key), _LastItem):
+                self._items.put(item)
+            self._items.put((self._END, "closed"))
         except (
             BaseException
         ) as e:  # the channel or Ray itself is gone (Ray raises SystemExit): tell the reader

@@ -115,9 +115,10 @@ class RolloutCoordinator:
         self.carried = carried
 
     def close(self) -> None:
-        """Let the reward workers end their loop."""
+        """Let the reward workers end their loop, and this process stop reading."""
         for _ in range(self._num_reward_workers):
             self._channel.put(None, key=ENDED)
+        self._inbox.close()
 
 
 class _PhaseRun:

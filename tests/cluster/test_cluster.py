@@ -197,6 +197,9 @@ def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Gro
     got = [reader.get(timeout_s=60, while_waiting=echo.check) for _ in range(8)]
     assert sorted(item for _, item in got) == list(range(8))
     assert sum(echo.result(30)) == 8
+    assert reader.close()
+    with pytest.raises(WorkerLost, match="closed"):
+        reader.get(timeout_s=1.0)
 
 
 def test_nothing_listens_beyond_loopback(cluster, senders: Group, receivers: Group) -> None:

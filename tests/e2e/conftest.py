@@ -6,7 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.runs import RunProcess, arguments
+
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def first_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run of two steps, the supervised start and its evaluations included; returns its directory."""
+    results = tmp_path_factory.mktemp("results")
+    run = RunProcess(
+        arguments(cache, results, "first", "runner.save_rollout_tokens=True"), results / "first.log"
+    ).start()
+    code = run.wait(600)
+    assert code == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    return results / "first"

@@ -16,7 +16,7 @@ LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)
 
 
-def test_carried_over_a_resume_then_cut(cache: Path, tmp_path: Path) -> None:
+def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """rollout.tail=carry: what two steps leave unfinished goes on token for token, in the next step and, from a
     checkpoint, in another process. There tail=cut ends the third step early.
     """

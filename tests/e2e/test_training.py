@@ -38,19 +38,6 @@ RESAMPLED_ONLY = {"rollout/reward_scores", "rollout/prompt_length", "rollout/res
 }
 
 
-@pytest.fixture(scope="session")
-def first_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run of two steps; returns its directory."""
-    results = tmp_path_factory.mktemp("results")
-    run = RunProcess(
-        arguments(cache, results, "first", "runner.save_rollout_tokens=True"), results / "first.log"
-    ).start()
-    code = run.wait(LIMIT_S)
-    assert code == 0, run.text()[-6000:]
-    run.assert_nothing_left()
-    return results / "first"
-
-
 def queries_of_steps(directory: Path) -> dict[int, list[str]]:
     steps: dict[int, list[str]] = {}
     for row in read_jsonl(directory / "trajectories.jsonl"):
