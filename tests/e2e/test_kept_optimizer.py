@@ -89,7 +89,8 @@ def test_two_stages_are_one_longer_run(memorised_model: Path, tmp_path: Path) ->
         "once": [rl("whole", whole, 3)],
         "twice": [rl("early", early, 2), rl("late", late, 1, optimizer="keep")],
     }
-    for name, stages in recipes.items():
+    runs = {}
+    for name, stages in recipes.items():  # side by side: each needs one core
         overrides = {
             **SHARED,
             "rollout.model.model_path": str(memorised_model),
@@ -98,10 +99,13 @@ def test_two_stages_are_one_longer_run(memorised_model: Path, tmp_path: Path) ->
         recipe = {"config": "rstar2-tiny-cpu", "overrides": overrides, "stages": stages}
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(recipe))
-        run = RunProcess([f"recipe={path}", f"runner.output_dir={tmp_path}"], tmp_path / f"{name}.log")
-        assert run.start().wait(LIMIT_S) == 0, run.text()[-6000:]
+        words = [f"recipe={path}", f"runner.output_dir={tmp_path}"]
+        runs[name] = RunProcess(words, tmp_path / f"{name}.log").start()
+    for run in runs.values():
+        assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
+    for run in runs.values():
         run.assert_nothing_left()
-    assert f"starting from {tmp_path}/twice/early/checkpoints/global_step_2" in run.text()
+    assert f"starting from {tmp_path}/twice/early/checkpoints/global_step_2" in runs["twice"].text()
 
     once = read_jsonl(tmp_path / "once" / "metrics.jsonl")
     twice = read_jsonl(tmp_path / "twice" / "metrics.jsonl")
