@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then lint, type check and tests. Arguments go to pytest.
+# Sets up what is missing, then lint, type check and tests. Arguments go to pytest. Without any, tests marked `long` (whole runs
+# of minutes that no other test needs) are left out; `--all`, as CI has it, runs them too.
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
+if [ $# -eq 0 ]; then set -- -m "not long"; elif [ "$1" = --all ]; then shift; fi
 bash scripts/setup_env.sh --dev || exit 1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 py=.venv/bin/python

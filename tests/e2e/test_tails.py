@@ -13,7 +13,7 @@ from rstar2_megatron.trajectory_files import read_groups, rollouts_path
 from tests.e2e.runs import RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
 
 
 def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: Path) -> None:
