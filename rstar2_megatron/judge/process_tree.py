@@ -68,11 +68,11 @@ def usage_of(pid: int) -> Usage:
     return Usage(members, is_running, ticks / _TICKS_PER_S)
 
 
-def own_autogroup() -> bytes | None:
-    """Name of the scheduling group that this process's session has, where the kernel makes such groups."""
-    with contextlib.suppress(OSError, IndexError):
-        return _read("/proc/self/autogroup").split()[0]
-    return None
+def own_autogroup() -> bytes:
+    """Name of the scheduling group that this process's session has; empty where the kernel made none for it."""
+    with contextlib.suppress(OSError):
+        return b"".join(_read("/proc/self/autogroup").split()[:1])
+    return b""
 
 
 def weigh_as(sessions: int) -> None:
@@ -84,17 +84,16 @@ def weigh_as(sessions: int) -> None:
         Path("/proc/self/autogroup").write_text(str(max(-20, -round(math.log(sessions, 1.25)))))
 
 
-def make_nice(pid: int, niceness: int, own_group: bytes | None) -> None:
+def make_nice(pid: int, niceness: int, own_group: bytes) -> None:
     """Lower the share of a process; also of its session, if it made one to be weighed apart from the others."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, niceness)
-    if own_group is None:
-        return
-    with contextlib.suppress(OSError, IndexError):
+    with contextlib.suppress(OSError):
         # one descriptor for look and change: the number may be another process's in between
         fd = os.open(f"/proc/{pid}/autogroup", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.read(fd, 256).split()[0] != own_group:
+            group = os.read(fd, 256).split()[:1]  # nothing where the kernel made none for the session
+            if group and group[0] != own_group:
                 os.write(fd, str(niceness).encode())
         finally:
             os.close(fd)
@@ -103,9 +102,7 @@ def make_nice(pid: int, niceness: int, own_group: bytes | None) -> None:
 class Supervision:
     """Looks at one running call now and then. Times are of the monotonic clock."""
 
-    def __init__(
-        self, pid: int, started: float, own_group: bytes | None, on_step_back: Callable[[], None]
-    ) -> None:
+    def __init__(self, pid: int, started: float, own_group: bytes, on_step_back: Callable[[], None]) -> None:
         """`on_step_back` is called once, when the call sleeps or waits, or has used a slice: others may start."""
         self.pid = pid
         self.own_group = own_group

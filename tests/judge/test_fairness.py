@@ -62,12 +62,15 @@ async def _niceness_of(judge: JudgeService, program: str, wanted: int) -> list[t
 
 
 def autogroup(pid: int) -> tuple[str, int]:
-    """Name and niceness of the group that the kernel weighs a process's session by; no name where it has none."""
+    """Name and niceness of the group that the kernel weighs a process's session by; no name where it has none.
+
+    A kernel that makes no such groups has no such file, or an empty one.
+    """
     try:
-        name, _, niceness = Path(f"/proc/{pid}/autogroup").read_text().split()
+        fields = Path(f"/proc/{pid}/autogroup").read_text().split()  # "/autogroup-123 nice 0"
     except OSError:
         return "", 0
-    return name, int(niceness)
+    return (fields[0], int(fields[2])) if fields else ("", 0)
 
 
 async def test_a_call_that_uses_much_cpu_is_demoted_step_by_step(judge: JudgeService) -> None:
