@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.memory import start_peak, status_bytes
+from benchmarks.records import write_result
 from rstar2_megatron.actor.logprob import log_prob_entropy
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import ActorSettings
@@ -108,9 +108,7 @@ def main() -> None:
     )
     dist.destroy_process_group()
     print(json.dumps(result))
-    if args.out:
-        result = {"command": "python -m benchmarks.actor_head " + " ".join(sys.argv[1:]), **result}
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.out, result)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from benchmarks.actor_cases import (
     transformers_step,
     write_config,
 )
+from benchmarks.records import write_result
 from rstar2_megatron.actor.flops import peak_tflops
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import balance
@@ -285,7 +286,6 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
     report: dict[str, Any] = {
-        "command": "python -m benchmarks.actor_throughput " + " ".join(sys.argv[1:]),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {os.cpu_count()} cores",
         "load_before": os.getloadavg()[0],
     }
@@ -302,12 +302,9 @@ def main() -> None:
         report["tensor_parallel"] = tensor_parallel(rollout_lengths(48, 240), args.turns)
     if args.head_memory:
         report["head_memory"] = head_memory(args)
-    text = json.dumps(report, indent=2)
-    print(text)
+    print(json.dumps(report, indent=2))
     if not args.dry:
-        out = args.out or RESULTS / f"actor_throughput_{args.device}.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
+        write_result(args.out or RESULTS / f"actor_throughput_{args.device}.json", report)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
-import sys
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.records import write_result
 from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.penalty import paper_penalty, released_penalty
 from rstar2_megatron.algorithm.roc import resample_on_correct
@@ -115,10 +114,7 @@ def main() -> None:
         row = {"mode": mode, "trajectories": trajectories, **{name: round(n, 4) for name, n in best.items()}}
         print(json.dumps(row), flush=True)
         rows.append(row)
-    if arguments.out:
-        command = shlex.join(["python", "-m", "benchmarks.algorithm", *sys.argv[1:]])
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"command": command, "cores": 1, "modes": rows}, indent=2) + "\n")
+    write_result(arguments.out, {"threads": 1, "modes": rows})
 
 
 if __name__ == "__main__":

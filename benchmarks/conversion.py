@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from benchmarks.actor_cases import SHAPES, settings_for, write_config
 from benchmarks.memory import resident_peak_gb
+from benchmarks.records import write_result
 from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.services.process import free_port
 
@@ -150,7 +151,6 @@ def main() -> None:
         started = time.perf_counter()
         in_process(write_checkpoint, model, checkpoint)
         report: dict[str, Any] = {
-            "command": "python -m benchmarks.conversion " + " ".join(sys.argv[1:]),
             "load_before": os.getloadavg()[0],
             "shape": args.shape,
             "layers": config.num_layers,
@@ -162,10 +162,8 @@ def main() -> None:
         report["load_rank_0"] = in_process(loaded, output, args.tensor_parallel)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    text = json.dumps(report, indent=2)
-    print(text)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text + "\n")
+    print(json.dumps(report, indent=2))
+    write_result(args.out, report)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,11 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import random
-import shlex
-import sys
 import time
 from pathlib import Path
 
+from benchmarks.records import write_result
 from rstar2_megatron.reward.math_grader import grade_answer
 from rstar2_megatron.reward.pool import GraderPool
 from tests.reward.pairs import flat
@@ -81,9 +79,6 @@ def main() -> None:
     forked = process_per_response(sample) / len(sample)
     pooled = asyncio.run(with_pool(pairs, arguments.workers)) / len(pairs)
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.grading", *sys.argv[1:]]),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
         "responses": len(pairs),
         "workers": arguments.workers,
         "pool_responses_per_s": round(1 / pooled, 1),
@@ -91,9 +86,7 @@ def main() -> None:
         "ratio": round(forked / pooled, 1),
     }
     print(json.dumps(result))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.judge_bare import bare_fork_cpu_ms
+from benchmarks.records import write_result
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.processes import raise_open_files
 from rstar2_megatron.judge.result import JudgeResult
@@ -106,19 +107,6 @@ def _part(process: psutil.Process) -> str:
     if "rstar2_megatron.judge" in words:
         return "worker" if "worker" in words else "server"
     return "worker" if "benchmarks.judge_echo_worker" in words else "sandbox"
-
-
-def save(path: str, lines: list[dict[str, Any]]) -> None:
-    """The lines with the command and the machine they come from."""
-    told = {
-        "command": ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]],
-        "cores": os.cpu_count(),
-        "machine": f"{platform.machine()} Linux {platform.release()}, Python {platform.python_version()}",
-        "lines": lines,
-    }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def quantile(values: list[float], q: float) -> float | None:
@@ -220,7 +208,7 @@ def main() -> int:
     parser.add_argument("--against", metavar="URL", help="then drive this server, with the same cases")
     parser.add_argument("--only-against", action="store_true", help="start none of ours")
     parser.add_argument("--clients", type=int, nargs="+", help="default: 1 32 256 2000; of 64-batches 1 32")
-    parser.add_argument("--out", metavar="FILE", help="JSON: command, machine, the lines so far")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON: command, machine, the lines so far")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
     parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
@@ -230,6 +218,7 @@ def main() -> int:
 
     raise_open_files()
     lines: list[dict[str, Any]] = []
+    machine = f"{platform.machine()} Linux {platform.release()}, Python {platform.python_version()}"
 
     def drive(url: str, tree: Tree, cases: list[str], **more: str | float) -> None:
         for case in cases:
@@ -241,8 +230,7 @@ def main() -> int:
                 line = asyncio.run(closed_loop(url, tree, case, clients, arguments.seconds)) | more
                 print(json.dumps(line), flush=True)
                 lines.append(line)
-                if arguments.out:
-                    save(arguments.out, lines)
+                write_result(arguments.out, {"machine": machine, "lines": lines})
 
     settings = ("--sessions", str(arguments.sessions))
     cases = [case for case in arguments.cases if case != "overhead"]

@@ -29,7 +29,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.judge import Tree, save
+from benchmarks.judge import Tree
+from benchmarks.records import write_result
 from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.result import JudgeResult
@@ -200,7 +201,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--fault-every-s", type=float, default=30.0)
     parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
-    parser.add_argument("--out", metavar="FILE", help="JSON: command, machine, the line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON: command, machine, the line")
     arguments = parser.parse_args()
     mounts = set(_mounts())
     with JudgeService(workers=arguments.workers) as service:
@@ -211,8 +212,7 @@ def main() -> int:
     left = left_behind(soak.family, mounts)
     report = {**result, "processes_seen": len(soak.family), "left": left}
     print(json.dumps(report), flush=True)
-    if arguments.out:
-        save(arguments.out, [report])
+    write_result(arguments.out, report)
     return int(bool(result["lost"] or result["wrong"] or any(left.values())) or not result["memory_is_flat"])
 
 
