@@ -25,7 +25,7 @@ from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.output import SANDBOX_FAILED, Output, report
-from rstar2_megatron.judge.process_tree import Supervision, family, own_autogroup, resident_bytes
+from rstar2_megatron.judge.process_tree import Supervision, children, family, own_autogroup, resident_bytes
 
 STEPPED_BACK = bytes(4)  # an empty message to the worker in mid-call: its answer comes later
 _CHANNEL = 3  # where a live interpreter finds the socket that its cells come through
@@ -226,13 +226,13 @@ class Sandbox:
         """Without a PID namespace: end what the call left behind. It all became this slot's children."""
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            if not children:
+            orphans = children(os.getpid())
+            if not orphans:
                 return
-            for child in children:
+            for orphan in orphans:
                 with contextlib.suppress(OSError):
-                    os.kill(int(child), signal.SIGKILL)
-                    os.waitpid(int(child), 0)
+                    os.kill(orphan, signal.SIGKILL)
+                    os.waitpid(orphan, 0)
 
 
 class CallRunner(Sandbox):

@@ -32,15 +32,23 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
+def children(pid: int) -> list[int]:
+    """Direct children of all threads of a process. Raises OSError when it has ended."""
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            found += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
+    return found
+
+
 def family(pid: int) -> Iterator[int]:
     """A process and its descendants, parents first."""
     stack = [pid]
     while stack:
         current = stack.pop()
         yield current
-        with contextlib.suppress(OSError, ValueError):
-            for task in os.listdir(f"/proc/{current}/task"):
-                stack += map(int, _read(f"/proc/{current}/task/{task}/children").split())
+        with contextlib.suppress(OSError):
+            stack += children(current)
 
 
 def resident_bytes(pid: int) -> int:

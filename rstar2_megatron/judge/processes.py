@@ -16,7 +16,7 @@ class PortTaken(RuntimeError):
 
 
 def raise_open_files() -> None:
-    """As many descriptors as the system lets this process have: each waiting client is one."""
+    """As many descriptors as the system lets this process have: each waiting client is one, and each slot two."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

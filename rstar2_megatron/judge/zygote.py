@@ -17,7 +17,6 @@ import contextlib
 import gc
 import json
 import os
-import resource
 import select
 import shutil
 import signal
@@ -25,7 +24,6 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from rstar2_megatron.judge import cpp, isolation, linux
@@ -33,7 +31,8 @@ from rstar2_megatron.judge.call import CallRunner, Sandbox
 from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.interpreter import SessionRunner
 from rstar2_megatron.judge.isolation import Walls
-from rstar2_megatron.judge.process_tree import weigh_as
+from rstar2_megatron.judge.process_tree import children, weigh_as
+from rstar2_megatron.judge.processes import raise_open_files
 from rstar2_megatron.judge.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.judge.starts import default_starts
 from rstar2_megatron.services.owned_directory import make_owned_directory
@@ -104,8 +103,7 @@ class Forker:
                 os._exit(1)  # without it nothing works: the worker starts the sandbox anew
             slot = self.slots.pop(pid, None)
             if slot is not None:
-                children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-                for orphan in {int(child) for child in children} - self.slots.keys() - self.others:
+                for orphan in set(children(os.getpid())) - self.slots.keys() - self.others:
                     os.kill(orphan, signal.SIGKILL)
                 self.on_end(slot)
 
@@ -260,8 +258,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     sys.path[:] = [isolation.CALL_DIRECTORY] + [  # the first takes the place of the project's directory
         p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
     ]
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
+    raise_open_files()
     walls = Walls()
     tree: GroupTree | None = None
     groups: list[SlotGroup | None] = [None] * (slots + sessions)
