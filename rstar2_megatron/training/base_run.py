@@ -127,6 +127,7 @@ class BaseRun:
         """End workers and Ray, and what subclasses started. Never raises: the reason we stop must not be hidden."""
         for close in reversed(self._closing):
             quietly(close)
+        self._closing.clear()
         quietly(self.cluster.close)
         quietly(self.temporary.remove)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.base_run import BaseRun, StopSignals, quietly
+from rstar2_megatron.training.base_run import BaseRun, StopSignals
 
 if TYPE_CHECKING:
     from rstar2_megatron.training.checkpoint import UnfinishedCheckpoint
@@ -63,6 +63,7 @@ class RLRun(BaseRun):
         self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
         model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
         self._say("starting the Code Judge, Ray and RLinf")
+        self._closing.append(self.judge.stop)
         self.judge.begin()
         self.cluster.start()
         self.signals.install()
@@ -70,6 +71,8 @@ class RLRun(BaseRun):
         self.actor = self.cluster.launch_actor()
         self.rollout = self.cluster.launch_rollout()
         self.reward = self.cluster.launch_reward()
+        for group in (self.reward, self.rollout):
+            self._closing.append(functools.partial(group.call, "shutdown", timeout_s=15))
         judge_url = self.judge.wait_ready()
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         actors = self.actor.start("initialize", model, address, self.cluster.device)
@@ -310,15 +313,3 @@ class RLRun(BaseRun):
 
     def _write_table(self) -> None:
         (self.directory / "held_out.json").write_text(json.dumps(self.table, indent=2) + "\n")
-
-    def close(self) -> None:
-        """End workers, Ray, judge and Redis. Never raises: the reason we stop must not be hidden."""
-        for close in reversed(self._closing):
-            quietly(close)
-        self._closing.clear()
-        for group in ("rollout", "reward"):
-            handle = getattr(self, group, None)
-            if handle is not None:
-                quietly(functools.partial(handle.call, "shutdown", timeout_s=15))
-        quietly(self.judge.stop)
-        super().close()
