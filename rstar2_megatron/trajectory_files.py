@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from rstar2_megatron.trajectory import Group
+from rstar2_megatron.whole_file import replacement
 
 _GROUP = TypeAdapter(Group)
 
@@ -25,11 +26,9 @@ def rollouts_path(directory: str | Path, step: int) -> Path:
 def write_groups(path: Path, groups: Sequence[Group]) -> None:
     """Write `groups` whole or not at all: a kill leaves at most a `.unfinished` file beside."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".unfinished")
-    with gzip.open(partial, "wb", compresslevel=3) as file:
+    with replacement(path) as partial, gzip.open(partial, "wb", compresslevel=3) as file:
         for group in groups:
             file.write(_GROUP.dump_json(group) + b"\n")
-    partial.replace(path)
 
 
 def iterate_groups(path: Path) -> Iterator[Group]:

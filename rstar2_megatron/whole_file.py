@@ -11,14 +11,20 @@ from typing import Any, TextIO
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file to write that takes the place of `path` at the end of the block, unless that raises."""
+def replacement(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes the place of `path` at the end of the block, unless that raises."""
     partial = path.with_name(path.name + ".unfinished")
-    with partial.open("w", encoding="utf-8") as file:
-        yield file
-        file.flush()
+    yield partial
+    with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A text file to write that takes the place of `path` at the end of the block, unless that raises."""
+    with replacement(path) as partial, partial.open("w", encoding="utf-8") as file:
+        yield file
 
 
 def write_json(path: Path, value: Any) -> None:

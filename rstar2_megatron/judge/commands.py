@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from rstar2_megatron.judge import processes
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
+from rstar2_megatron.whole_file import write_json
 
 log = logging.getLogger("judge")
 _READY_TIMEOUT_S = 60.0
@@ -246,7 +246,4 @@ def _announce(arguments: argparse.Namespace, sock: socket.socket, uri: str) -> N
     url = f"http://{shown}:{port}"
     print(f"judge ready: {url}", flush=True)
     if arguments.port_file:
-        path = Path(arguments.port_file)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"url": url, "redis_uri": uri, "pid": os.getpid()}))
-        partial.replace(path)
+        write_json(Path(arguments.port_file), {"url": url, "redis_uri": uri, "pid": os.getpid()})

@@ -9,6 +9,7 @@ from typing import Any
 
 from rstar2_megatron.report.table import WEIGHTS, held_out
 from rstar2_megatron.training.metrics import MetricsFile
+from rstar2_megatron.whole_file import replacement
 
 # panel: (title, y label, y limits, [(metric, label)])
 Panel = tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]]
@@ -128,9 +129,8 @@ def _draw(
             axes.legend(fontsize=8)
     figure.suptitle(heading, fontsize=11)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial.png")
-    figure.savefig(partial, dpi=120)
-    partial.replace(target)
+    with replacement(target) as partial:
+        figure.savefig(partial, dpi=120, format="png")
     return target
 
 
