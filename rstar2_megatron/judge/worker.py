@@ -245,7 +245,9 @@ class Worker:
                 for attempt in range(2):
                     is_new = name not in self.sessions
                     try:
-                        return await self.sessions.run(name, must_exist, body, deadline_s, start.give_back)
+                        return await self.sessions.run(
+                            name, must_exist, job.key, body, deadline_s, start.give_back
+                        )
                     except SessionGone:
                         why = (
                             f"session {name} is not open here: its time to live is over, or its worker ended"

@@ -16,10 +16,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from redis import Redis
 
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.processes import listen
+from rstar2_megatron.judge.queue import PREFIX
 from rstar2_megatron.judge.service import JudgeService, JudgeServiceError
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -133,6 +135,25 @@ async def test_sessions_live_through_a_restart_of_redis(service: JudgeService) -
         result = await asyncio.wait_for(client.run("x + 1", session="through-a-restart"), 30)
         assert (result.stdout, result.session) == ("42\n", "kept")
         await client.close_session("through-a-restart")
+
+
+async def test_a_cell_that_redis_forgot_is_not_run_twice() -> None:
+    """It may forget its last second: that a job is leased, or done."""
+    with RedisServer() as redis, JudgeService(workers=2, redis_uri=redis.uri) as service:
+        store = Redis.from_url(redis.uri)
+        async with JudgeClient(service.url) as client:
+            await client.run("x = 0", session="forgotten")
+            cell = "import time; time.sleep(0.5); x += 1; print(x)"
+            call = asyncio.create_task(client.run(cell, session="forgotten"))
+            await until(lambda: store.hlen(f"{PREFIX}owner") == 1, "the cell is leased")
+            store.delete(*(f"{PREFIX}{name}" for name in ("jobs", "owner", "tries", "waiters")))
+            await asyncio.sleep(1.0)  # the worker's answer is to a job that nobody knows
+            assert not call.done()
+            store.client_kill_filter(_type="normal", skipme=True)  # as a restart does to its clients
+            first = await asyncio.wait_for(call, 30)
+            then = await client.run("x", session="forgotten")
+    assert (first.stdout, first.session) == ("1\n", "kept")
+    assert then.stdout == "1\n"
 
 
 async def test_client_that_leaves_frees_its_slot(service: JudgeService) -> None:
