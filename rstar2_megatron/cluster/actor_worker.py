@@ -11,6 +11,7 @@ from rlinf.scheduler import Worker
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cluster.weights import WeightSender
+from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
 from rstar2_megatron.settings.weight_route import Place, WeightRoute
 
@@ -27,7 +28,8 @@ class ActorWorker(Worker):
 
     def rendezvous_address(self) -> str:
         """Where rank 0 will host the process group of the actor, as a torch init method."""
-        return f"tcp://{os.environ['MASTER_ADDR']}:{self.acquire_free_port()}"
+        host = os.environ["MASTER_ADDR"]
+        return f"tcp://{host}:{free_port(host)}"
 
     def place(self) -> Place:
         """Node and accelerators of this rank."""

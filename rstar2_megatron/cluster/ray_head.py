@@ -80,12 +80,13 @@ class RayHead:
             )
         deadline = time.monotonic() + self.start_timeout_s
         while b"Ray runtime started" not in log_path.read_bytes():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            code = self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                late = f"did not start within {self.start_timeout_s:.0f} s"
+                what = late if code is None else f"ended with code {code}"
                 text = log_path.read_text(errors="replace")[-2000:]
                 self.stop()
-                raise RayHeadError(
-                    f"Ray did not start at {self.address} within {self.start_timeout_s:.0f} s; its output:\n{text}"
-                )
+                raise RayHeadError(f"Ray at {self.address} {what}; its output:\n{text}")
             time.sleep(0.1)
         os.environ["RAY_ADDRESS"] = self.address
         return self.address

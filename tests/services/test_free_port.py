@@ -1,0 +1,28 @@
+"""Ports for services that start a little later."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.services import process
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_get() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest <= process._PORTS.start:
+        pytest.skip(f"this kernel gives ports from {lowest} on to outgoing connections")
+    for _ in range(20):
+        port = process.free_port()
+        assert port in process._PORTS and port < lowest
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = process.free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        monkeypatch.setattr(process, "_PORTS", [port] * 100)
+        assert process.free_port() != port
