@@ -12,7 +12,14 @@ from collections.abc import Callable
 
 
 class PortTaken(RuntimeError):
-    """The address cannot be bound."""
+    """The address cannot be bound; `reason` is the system's word for why."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(
+            f"cannot listen on {host}:{port} ({reason}): stop what uses it, "
+            "or choose another with --port (0 takes a free one)"
+        )
+        self.reason = reason
 
 
 def raise_open_files() -> None:
@@ -31,10 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise PortTaken(
-            f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, "
-            "or choose another with --port (0 takes a free one)"
-        ) from None
+        raise PortTaken(host, port, error.strerror or str(error)) from None
     return sock
 
 
