@@ -63,6 +63,7 @@ class RayHead:
                     "--node-ip-address=127.0.0.1",
                     f"--port={port}",
                     f"--ray-client-server-port={free_port()}",
+                    "--no-monitor",  # of the autoscaler: there is nothing to scale
                     f"--dashboard-agent-listen-port={free_port()}",
                     f"--metrics-export-port={free_port()}",
                     "--include-dashboard=false",
