@@ -24,7 +24,7 @@ from rstar2_megatron.rollout.engine import EngineClient
 from rstar2_megatron.rollout.engine_protocol import GenerateResult
 from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.kv_reservation import KVBudget
 from rstar2_megatron.rollout.phase import Phase
 from rstar2_megatron.rollout.stats import combine
 from rstar2_megatron.rollout.tools import STANDARD_IO
@@ -120,11 +120,12 @@ async def replay(
     settings: AgentLoopSettings,
     *,
     policy: str,
-    max_requests: int,
+    budgets: Sequence[KVBudget],
     slice_size: int,
 ) -> tuple[dict[str, Any], list[Trace]]:
     """One phase on all engines under `policy`: the simulator's columns, measured, and what the trajectories did.
 
+    `budgets` has one for each engine; as in training, they may have learnt lengths in a phase before.
     The latter differ a little from `traces`: a call takes some tokens at least, the sandbox has its own time. Raises
     ValueError unless all groups are of one size.
     """
@@ -173,8 +174,7 @@ async def replay(
         async def next_work(room: int, number: int = number) -> list[Slice] | None:
             return await work_for(number, room)
 
-        budget = make_budget(policy, engine.kv_capacity_tokens, max_requests)
-        runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+        runner = EngineRunner(loop, EngineScheduler(budgets[number]), next_work, ended)
         engine.on_report = runner.observe
         runners.append(runner)
     await asyncio.gather(*(runner.run() for runner in runners))

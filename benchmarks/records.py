@@ -43,6 +43,7 @@ def keep_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
     new = {tuple(row.get(name) for name in _NAMES) for row in rows}
     kept = [row for row in kept if tuple(row.get(name) for name in _NAMES) not in new]
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in [*kept, *({**row, **about} for row in rows)])
+    told = [row | {name: value for name, value in about.items() if name not in row} for row in rows]
+    lines = ",\n".join(json.dumps(row) for row in kept + told)
     with replacing(path) as file:
         file.write(f"[\n{lines}\n]\n")

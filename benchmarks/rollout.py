@@ -4,8 +4,9 @@
    microseconds per token of this process are the loop's cost where a machine is shared.
 2. `live`, `simulated` and `prediction`, one line of each per policy: traces, synthetic or of a recorded step (`--trace`),
    replayed on two real engines with real tool calls (`live_replay`); what the trajectories did there, in the simulator
-   with an engine model fitted to these engines; makespan predicted against seen. `prediction all` says how far they
-   are apart, and whether the simulator puts the policies in the order that was seen.
+   with an engine model fitted to these engines; makespan predicted against seen. A synthetic step comes after another one,
+   which is not measured: in training the budgets know the lengths of the step before (`--first-step`: of none).
+   `prediction all` says how far they are apart, and whether the simulator puts the policies in the order that was seen.
 
 Each line is a JSON object; `load` is the machine's load average.
 """
@@ -27,7 +28,7 @@ from transformers import AutoTokenizer
 from benchmarks.engine_fit import fit_speed
 from benchmarks.live_replay import replay
 from benchmarks.records import keep_rows
-from benchmarks.simulator import Cluster, Simulator
+from benchmarks.simulator import Cluster, Simulator, make_budgets
 from benchmarks.traces import Shape, Trace, recorded, synthetic
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.service import JudgeService
@@ -147,29 +148,35 @@ async def policies(
     judge: JudgeClient,
     template: ChatTemplate,
     traces: list[Trace],
+    earlier: list[Trace],
     options: argparse.Namespace,
 ) -> None:
-    """Every policy live, and what the simulator makes of the same trajectories."""
+    """Every policy live, and what the simulator makes of the same trajectories. `earlier` is the step before, if any."""
     speed = await fit_speed(engines)
     line("fit", **{name: float(f"{value:.3g}") for name, value in vars(speed).items()})
     cluster = Cluster(len(engines), speed, options.kv_tokens, options.max_running)
     seen: dict[str, float] = {}
     predicted: dict[str, float] = {}
     for policy in POLICIES:
-        for engine in engines:
-            await engine.flush_cache()
-        live, done = await replay(
-            traces,
-            engines,
-            judge,
-            template,
-            template.settings,
-            policy=policy,
-            max_requests=options.max_running,
-            slice_size=options.slice_size,
-        )
+        budgets = [make_budget(policy, engine.kv_capacity_tokens, options.max_running) for engine in engines]
+        simulated_budgets = make_budgets(cluster, policy)
+        for step in (earlier, traces):
+            if not step:
+                continue
+            for engine in engines:
+                await engine.flush_cache()
+            live, done = await replay(
+                step,
+                engines,
+                judge,
+                template,
+                template.settings,
+                policy=policy,
+                budgets=budgets,
+                slice_size=options.slice_size,
+            )
+            simulated = Simulator(done, cluster, policy, options.slice_size, simulated_budgets).run()
         line("live", policy=policy, **live)
-        simulated = Simulator(done, cluster, policy, options.slice_size).run()
         line("simulated", policy=policy, **vars(simulated))
         seen[policy], predicted[policy] = live["makespan_s"], simulated.makespan_s
         line("prediction", policy=policy, **_compared(seen[policy], predicted[policy]))
@@ -199,8 +206,10 @@ async def run(options: argparse.Namespace) -> None:
     )
     if options.trace:
         traces = recorded(options.trace, options.max_response_tokens)
+        earlier = []
     else:
         traces = synthetic(_SHAPE, options.seed)
+        earlier = [] if options.first_step else synthetic(_SHAPE, options.seed + 1)
     engines = [EngineClient(settings, seed=i, name=f"engine {i}", context_length=2048) for i in range(2)]
     wording = AgentLoopSettings(
         system_prompt=STANDARD_IO,
@@ -217,7 +226,7 @@ async def run(options: argparse.Namespace) -> None:
         if "overhead" in options.cases:
             await overhead(engines[0], template, options)
         if "policies" in options.cases:
-            await policies(engines, judge, template, traces, options)
+            await policies(engines, judge, template, traces, earlier, options)
     finally:
         for engine in engines:
             await engine.close()
@@ -243,6 +252,7 @@ def main() -> None:
     parser.add_argument("--judge-workers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
+    parser.add_argument("--first-step", action="store_true", help="nothing is known of their lengths yet")
     parser.add_argument(
         "--trace", type=Path, help="rollouts.jsonl of a real run, instead of synthetic traces"
     )
