@@ -83,9 +83,12 @@ class Soak:
                 return process.name() == "redis-server"
             if kind == "worker":
                 return "worker" in process.cmdline()
-            # worker > launcher > zygote > slot, or library zygote > twin
-            return len(process.parents()) - len(self.root.parents()) in (4, 5)
-        except psutil.Error:  # calls end while they are looked at
+            # worker > launcher > zygote > slot, or library zygote > twin; one that is killed does its call again. A call's
+            # own process, with a PID namespace of its own, may have killed itself: "killed" is then the right answer.
+            above = process.parents()
+            is_call = _pid_namespace(process.pid) != _pid_namespace(above[0].pid)
+            return len(above) - len(self.root.parents()) in (4, 5) and not is_call
+        except (psutil.Error, OSError):  # calls end while they are looked at
             return False
 
     def _victim(self, kind: str) -> psutil.Process:
@@ -176,6 +179,10 @@ class Soak:
             "redis_mb": self.redis_mb,
             "load_1min": round(os.getloadavg()[0], 1),
         }
+
+
+def _pid_namespace(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/pid")
 
 
 def left_behind(family: dict[int, float], mounts_before: set[str]) -> dict[str, list[str]]:

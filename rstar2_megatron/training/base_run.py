@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -125,6 +126,8 @@ class BaseRun:
 
     def close(self) -> None:
         """End workers and Ray, and what subclasses started. Never raises: the reason we stop must not be hidden."""
+        # Calls that the end cuts off fail, and nobody waits for them any more: Ray would print each one's traceback.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         for close in reversed(self._closing):
             quietly(close)
         self._closing.clear()

@@ -184,6 +184,7 @@ def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) ->
     run.send(signal.SIGTERM)
     assert run.wait(60) == 143
     leaves_nothing(run, ports)
+    assert "Unhandled error" not in run.text(), run.text()[-4000:]
 
 
 def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: Path, tmp_path: Path) -> None:
