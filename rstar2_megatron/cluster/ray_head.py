@@ -54,6 +54,8 @@ class RayHead:
         env.setdefault("PYTHONWARNINGS", "ignore")
         # Ray would run its workers at nice 15; here they are the work, not a guest of the machine.
         env.setdefault("RAY_worker_niceness", "0")
+        # RLinf's workers have environments of their own: none of those that Ray starts in advance would be used.
+        env.setdefault("RAY_prestart_worker_first_driver", "0")
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [

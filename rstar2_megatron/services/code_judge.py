@@ -12,7 +12,7 @@ from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 
-_SILENCE_S = 15.0  # how long a judge that the YAML names, which ought to be up already, may keep silent
+_SILENCE_S = 8.0  # how long a judge that the YAML names, which ought to be up already, may keep silent
 
 
 class ServiceError(RuntimeError):

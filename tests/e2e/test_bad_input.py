@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.runs import RunProcess
 
-LIMIT_S = 60  # seen: 4 s, for a named judge that keeps silent 18 s; more where the program is read from the disk first
+LIMIT_S = 60  # seen: 4 s, for a named judge that keeps silent 11 s; more where the program is read from the disk first
 
 
 def fails(tmp_path: Path, *arguments: str) -> str:
