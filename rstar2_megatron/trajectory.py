@@ -128,14 +128,17 @@ class Trajectory:
         return min((span.version for span in self.version_spans), default=None)
 
     def check(self) -> None:
-        """Raise ValueError when the per-token lists disagree in length or tokens before the prompt exist."""
+        """Raise ValueError when the per-token lists disagree in length or the prompt is missing.
+
+        Only a trajectory that ended before it began (cut while it waited, say) may be without its prompt.
+        """
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rollout_logprobs)}
         if len(lengths) != 1:
             raise ValueError(
                 f"trajectory {self.query_id}#{self.rollout_index}: response_ids {len(self.response_ids)}, "
                 f"loss_mask {len(self.loss_mask)}, rollout_logprobs {len(self.rollout_logprobs)} differ in length"
             )
-        if not self.prompt_ids:
+        if not self.prompt_ids and (self.response_ids or self.usable):
             raise ValueError(f"trajectory {self.query_id}#{self.rollout_index}: empty prompt")
 
 

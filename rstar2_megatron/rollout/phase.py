@@ -33,9 +33,10 @@ class OpenGroup:
         return [index for index in range(self.size) if index not in self.ended]
 
     def close(self) -> Group:
-        """What has ended, in rollout order; what has not is cut."""
+        """What has ended, in rollout order; what has not is cut, with the tokens of an earlier phase if it has any."""
         for index in self.missing:
-            cut = Trajectory(self.problem.query_id, index, [], finish_reason=FinishReason.CUT)
+            cut = self.parked.pop(index, None) or Trajectory(self.problem.query_id, index, [])
+            cut.finish_reason = FinishReason.CUT
             self.ended[index] = cut
         return Group(self.problem, [self.ended[index] for index in sorted(self.ended)])
 

@@ -168,6 +168,21 @@ def test_cut_closes_the_group_and_marks_what_it_cut() -> None:
     assert groups[1].trajectories[7].finish_reason is FinishReason.CUT
 
 
+def test_cut_keeps_the_tokens_of_an_earlier_phase() -> None:
+    """A group carried here (tail was changed at a resume) whose rest never ran again."""
+    half = Trajectory("q0", 7, [1], response_ids=[5, 6], loss_mask=[1, 1], rollout_logprobs=[0.0, 0.0])
+    both = {index: ended(index, reward=float(index % 2)) for index in range(6)}
+    phase = Phase(WorkQueue("kv_adaptive", 2, 4), 8, tail="cut", may_cut=cut_rule(downsampling(), 0.5))
+    phase.add([OpenGroup(problem(0), 8, both, {7: half})])
+    assert phase.over
+    (group,), _ = phase.finish()
+    waiting, cut = group.trajectories[6:]
+    assert waiting.finish_reason is cut.finish_reason is FinishReason.CUT
+    assert cut.response_ids == [5, 6] and not waiting.prompt_ids and len(group.usable) == 6
+    for trajectory in (waiting, cut):
+        trajectory.check()
+
+
 def test_carry_goes_on_in_the_next_phase_and_is_waited_for_at_its_age() -> None:
     tail: Tail = "carry"
     phase = make_phase(4, 8, tail=tail, carry_share=0.25)

@@ -45,6 +45,19 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert read_groups(path) == groups
 
 
+@pytest.mark.parametrize("reason", [FinishReason.CUT, FinishReason.INFRASTRUCTURE])
+def test_what_ended_before_it_began_has_no_prompt(tmp_path: Path, reason: FinishReason) -> None:
+    path = rollouts_path(tmp_path, 1)
+    one = group("a")
+    one.trajectories.append(Trajectory("a", 2, [], finish_reason=reason))
+    write_groups(path, [one])
+    assert read_groups(path) == [one]
+    one.trajectories[1].finish_reason = FinishReason.TURN_LIMIT
+    write_groups(path, [one])
+    with pytest.raises(ValueError, match=r"line 1: trajectory a#2: empty prompt"):
+        read_groups(path)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = rollouts_path(tmp_path, 1)
     broken = group("b")
