@@ -10,8 +10,7 @@ import os
 import sys
 from dataclasses import replace
 
-from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.starts import default_starts
+from rstar2_megatron.judge.limits import CallLimits, default_starts
 
 log = logging.getLogger("judge")
 _SESSIONS_PER_CORE = 32

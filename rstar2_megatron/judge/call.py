@@ -10,11 +10,9 @@ import contextlib
 import os
 import random
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,6 +82,8 @@ class Sandbox:
     def _make_directory(self) -> str:
         if "private_tmpfs" in self.walls.active:
             return isolation.CALL_DIRECTORY
+        import tempfile  # here, because what it imports is no part of a call behind all walls
+
         directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
         if self.walls.uid_base is not None:
             os.chown(directory, self.walls.uid_base + self.slot, -1)
@@ -91,6 +91,8 @@ class Sandbox:
 
     def _remove_directory(self, directory: str) -> None:
         if directory != isolation.CALL_DIRECTORY:
+            import shutil
+
             shutil.rmtree(directory, ignore_errors=True)
 
     def _fork(

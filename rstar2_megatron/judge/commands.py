@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from rstar2_megatron.judge import processes
+from rstar2_megatron.judge import linux, processes
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
@@ -191,7 +191,7 @@ class _WorkerProcess:
 
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:
-    processes.raise_open_files()
+    linux.raise_open_files()
     if not processes.is_loopback(arguments.host) and not os.environ.get("JUDGE_TOKEN"):
         raise ValueError(
             f"--host {arguments.host} is beyond loopback and the service runs code for whoever asks: "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 
 from rstar2_megatron.judge.limits import CallLimits
 
 
 def compiler() -> str | None:
     """Path of g++, or None: then `type: cpp` is invalid input."""
-    return shutil.which("g++")
+    places = (os.path.join(directory, "g++") for directory in os.get_exec_path())
+    return next((place for place in places if os.access(place, os.X_OK)), None)
 
 
 def build_and_run(source: str, limits: CallLimits) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,14 @@ _ENVIRONMENT = {
     "MAX_STDOUT_ERROR_LENGTH": "output_chars",
 }
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
+
+
+def default_starts() -> int:
+    """How many calls may compute at once (`--max-running`), half as many again as this process has cores.
+
+    A call that ends is replaced a round trip to Redis later.
+    """
+    return math.ceil(1.5 * len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)

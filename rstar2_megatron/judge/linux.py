@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -131,6 +132,12 @@ def drop_capabilities() -> None:
             break
     header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _check(_libc.syscall(_number("capset"), header, bytes(24)), "capset")
+
+
+def raise_open_files() -> None:
+    """As many descriptors as the system lets this process have: each waiting client is one, and each slot two."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def close_from(first: int) -> None:

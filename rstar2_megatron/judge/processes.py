@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -20,12 +19,6 @@ class PortTaken(RuntimeError):
             "or choose another with --port (0 takes a free one)"
         )
         self.reason = reason
-
-
-def raise_open_files() -> None:
-    """As many descriptors as the system lets this process have: each waiting client is one, and each slot two."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:

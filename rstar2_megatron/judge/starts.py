@@ -7,15 +7,8 @@ slice of CPU, no longer counts: sleepers and endless loops hold their slots, not
 from __future__ import annotations
 
 import asyncio
-import math
-import os
 from collections import deque
 from collections.abc import Callable
-
-
-def default_starts() -> int:
-    """Half as many again as this process has cores: a call that ends is replaced a round trip to Redis later."""
-    return math.ceil(1.5 * len(os.sched_getaffinity(0)))
 
 
 class Starts:

@@ -7,7 +7,8 @@ launcher (makes namespaces and control groups, removes them at the end)
     -> library zygote (numpy and sympy imported)
       -> one twin for each slot -> calls that use such libraries
       -> one slot process for each open session -> its interpreter.
-The worker speaks with each slot over a socket of its own, which it receives over the control socket. It asks
+Each call copies and ends what its parent has mapped, so the small zygote imports as little as it can: every shared
+library is five mappings (tests/judge/test_environment.py counts them). The worker speaks with each slot over a socket of its own, which it receives over the control socket. It asks
 for a session's slot by sending its number; closing the slot's socket ends the session.
 """
 
@@ -18,7 +19,6 @@ import gc
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -31,11 +31,9 @@ from rstar2_megatron.judge.call import CallRunner, Sandbox
 from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.interpreter import SessionRunner
 from rstar2_megatron.judge.isolation import Walls
+from rstar2_megatron.judge.limits import default_starts
 from rstar2_megatron.judge.process_tree import children, weigh_as
-from rstar2_megatron.judge.processes import raise_open_files
 from rstar2_megatron.judge.slot_process import LENGTH, send_message, serve_slot
-from rstar2_megatron.judge.starts import default_starts
-from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
@@ -258,7 +256,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     sys.path[:] = [isolation.CALL_DIRECTORY] + [  # the first takes the place of the project's directory
         p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
     ]
-    raise_open_files()
+    linux.raise_open_files()
     walls = Walls()
     tree: GroupTree | None = None
     groups: list[SlotGroup | None] = [None] * (slots + sessions)
@@ -268,22 +266,34 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         walls.raised("memory_cgroup")
     except OSError as error:
         walls.lacks("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
-    scratch = str(make_owned_directory(_SCRATCH))
-    os.chmod(scratch, 0o711)
     owner = os.getpid()
     isolation.enter_namespaces(walls)
     isolation.choose_uids(walls, slots + sessions, owner)
     if not walls.in_user_namespace and "own_uid" not in walls.active:
         walls.notes["uid"] = f"calls run as uid {os.geteuid()}"
+    scratch_reader, scratch_writer = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(scratch_writer)
         try:
+            scratch = os.read(scratch_reader, 4096).decode()
+            os.close(scratch_reader)
             _run_zygote(socket.socket(fileno=control_fd), walls, groups, slots, scratch)
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 os.write(2, f"judge zygote: {error!r}\n".encode())
             os._exit(1)
     os.close(control_fd)
+    os.close(scratch_reader)
+    # From here on this process may import what no call should inherit.
+    import shutil
+
+    from rstar2_megatron.services.owned_directory import make_owned_directory
+
+    scratch = str(make_owned_directory(_SCRATCH))
+    os.chmod(scratch, 0o711)
+    os.write(scratch_writer, scratch.encode())
+    os.close(scratch_writer)
 
     def stop(*_: object) -> None:
         with contextlib.suppress(OSError):
