@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from redis.exceptions import RedisError
 
+from rstar2_megatron.judge.gathering import Gathering
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.models import Submission
 from rstar2_megatron.judge.options import check_files, check_session, check_text
@@ -254,9 +255,13 @@ class Broker:
                 self.outcomes[outcome_of(answer)] += 1
 
     async def _read_replies(self) -> None:
+        gathering = Gathering(time.monotonic())
         while True:
             try:
-                answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
+                waiting = len(self.waiting)
+                pause_s = gathering.pause_s(waiting) if waiting > 1 else None
+                answers = await self.queue.replies(self.name, pause_s)
+                gathering.read(len(answers), time.monotonic())
                 if self._cached_as:
                     await self._remember(answers)
             except Exception as error:  # whatever it is, requests wait for this reader

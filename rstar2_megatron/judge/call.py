@@ -58,6 +58,7 @@ class Sandbox:
             self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.address_space = own_address_space()
         self.resident_at_start = resident_bytes(os.getpid())
+        self.streams = snippet.Streams()
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         # A program may choose any exit code, so it takes this word too to say that the walls failed.
         self.failure_mark = os.urandom(8).hex()
@@ -149,7 +150,7 @@ class Sandbox:
             if job["type"] == "cpp":
                 code = cpp.build_and_run(job["solution"], limits)
             else:
-                counter = snippet.open_standard_streams()
+                counter = self.streams.use(has_input=bool(job.get("input")))
                 sys.path[0] = directory
                 sys.argv[:] = [snippet.FILE_NAME]
                 reseed()

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SLICE_S = 0.1  # CPU time after which a call no longer counts as a short one
-DEMOTIONS = ((SLICE_S, 10), (1.0, 19))  # CPU seconds used, niceness from there on
+# CPU seconds used, niceness from there on: three steps halve the share of a core, each time that the use has doubled.
+DEMOTIONS = ((SLICE_S, 10), (0.2, 13), (0.4, 16), (0.8, 19))
 _FIRST_LOOK_S = 0.01  # most calls have ended by then
 _NEXT_LOOK_S = 0.02  # while the call may hold others up
 _LATER_LOOK_S = 0.1

@@ -8,8 +8,9 @@ launcher (makes namespaces and control groups, removes them at the end)
       -> one twin for each slot -> calls that use such libraries
       -> one slot process for each open session -> its interpreter.
 Each call copies and ends what its parent has mapped, so the small zygote imports as little as it can: every shared
-library is five mappings (tests/judge/test_environment.py counts them). The worker speaks with each slot over a socket of its own, which it receives over the control socket. It asks
-for a session's slot by sending its number; closing the slot's socket ends the session.
+library is five mappings (tests/judge/test_environment.py). The worker speaks with each slot over a socket of its own,
+which it receives over the control socket. It asks for a session's slot by sending its number; closing the slot's
+socket ends the session.
 """
 
 from __future__ import annotations

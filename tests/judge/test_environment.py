@@ -58,3 +58,16 @@ def test_an_environment_under_tmp_is_seen_by_calls() -> None:
         ended = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.stdout.startswith("seen\n"), ended.stdout + ended.stderr
     assert "Read-only file system" in ended.stdout or "Permission denied" in ended.stdout
+
+
+def test_what_calls_are_forked_from_is_small() -> None:
+    """Each call copies what its parent has mapped. An `import asyncio` somewhere would cost all of them a tenth more."""
+    program = (
+        "import sys\n"
+        "from rstar2_megatron.judge.zygote import import_standard_library\n"
+        "import_standard_library()\n"
+        "heavy = {'asyncio', 'ssl', 'logging', 'shutil', 'subprocess', 'numpy', 'redis', 'orjson', 'pydantic'}\n"
+        "print(sorted(heavy & sys.modules.keys()))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "[]\n", ended.stdout + ended.stderr

@@ -1,0 +1,37 @@
+"""How long a server lets answers gather before it reads them: more at once cost less each. Pure."""
+
+from __future__ import annotations
+
+import math
+
+_SHARE = 0.1  # of all that wait, as many more answers
+_MOST_S = 0.025
+_MEMORY_S = 1.0  # answers so long ago count for a third
+
+
+class Gathering:
+    """The pause before the next read, from how many wait and how fast they were answered.
+
+    Read one by one, answers wake the server, each client and the worker one by one too: at 32 clients that is half of
+    what HTTP and Redis cost. The pause lasts until about a tenth of those who wait have their answer, so it adds a
+    tenth to what they wait anyway and at most 25 ms; fewer than ten never pause.
+    """
+
+    def __init__(self, now: float) -> None:
+        """`now` and all times are monotonic seconds."""
+        self._last = now
+        self._per_s = 0.0
+
+    def read(self, count: int, now: float) -> None:
+        """`count` answers came."""
+        passed, self._last = now - self._last, now
+        if passed > 0:
+            kept = math.exp(-passed / _MEMORY_S)
+            self._per_s = kept * self._per_s + (1 - kept) * count / passed
+
+    def pause_s(self, waiting: int) -> float:
+        """Seconds to let pass when `waiting` requests have no answer yet."""
+        more = _SHARE * waiting
+        if more < 1 or self._per_s <= 0:
+            return 0.0
+        return min(_MOST_S, more / self._per_s)

@@ -1,0 +1,47 @@
+"""How long a server lets answers gather: a share of what requests wait anyway, and never more than the bound."""
+
+from __future__ import annotations
+
+import pytest
+
+from rstar2_megatron.judge.gathering import Gathering
+
+
+def after(per_s: float, seconds: float = 5.0) -> Gathering:
+    """One that has seen `per_s` answers a second for a while."""
+    gathering = Gathering(0.0)
+    for number in range(round(per_s * seconds)):
+        gathering.read(1, (number + 1) / per_s)
+    return gathering
+
+
+@pytest.mark.parametrize(
+    ("waiting", "per_s", "expected_s"),
+    [
+        (1, 100.0, 0.0),
+        (9, 100.0, 0.0),  # too few to gather anything
+        (32, 250.0, 0.0128),  # 3.2 answers at 250 a second, a tenth of the 128 ms that each request waits
+        (2000, 300.0, 0.025),
+        (32, 10.0, 0.025),  # slow calls: nobody waits longer than the bound for a quick one
+    ],
+)
+def test_the_pause_is_a_tenth_of_the_wait(waiting: int, per_s: float, expected_s: float) -> None:
+    assert after(per_s).pause_s(waiting) == pytest.approx(expected_s, rel=0.01)
+
+
+def test_the_first_answers_are_read_at_once() -> None:
+    assert Gathering(0.0).pause_s(1000) == 0.0
+
+
+def test_an_old_rate_is_forgotten() -> None:
+    gathering = after(1000.0)
+    gathering.read(0, 10.0)  # nothing for five seconds
+    gathering.read(1, 10.01)
+    assert gathering.pause_s(100) == 0.025
+
+
+def test_answers_at_the_same_moment_are_no_infinite_rate() -> None:
+    gathering = Gathering(1.0)
+    gathering.read(5, 1.0)
+    gathering.read(5, 1.0)
+    assert gathering.pause_s(100) == 0.0
