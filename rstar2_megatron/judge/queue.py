@@ -193,9 +193,14 @@ class JobQueue:
         """This worker is alive. Returns how many sessions Redis knows it to hold."""
         return int(await self._heartbeat(args=[self.prefix, worker, LEASE_S, orjson.dumps(info)]))
 
-    async def claim_sessions(self, worker: str, sessions: list[str]) -> None:
-        """Exactly these sessions are open at `worker`."""
-        await self._claim_sessions(args=[self.prefix, worker, *sessions])
+    async def claim_sessions(self, worker: str, sessions: list[str]) -> list[str]:
+        """These sessions are open at `worker`. Returns those that another one has opened since Redis forgot them."""
+        elsewhere = await self._claim_sessions(args=[self.prefix, worker, *sessions])
+        return [name.decode() for name in elsewhere]
+
+    async def held_sessions(self, worker: str) -> set[str]:
+        """The sessions that Redis knows `worker` to hold."""
+        return {name.decode() for name in await self.redis.smembers(f"{self.prefix}held:{worker}")}
 
     async def forget_sessions(self, worker: str, sessions: list[str]) -> None:
         """These sessions have ended at `worker`."""

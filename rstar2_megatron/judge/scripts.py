@@ -251,18 +251,21 @@ end
 return 1
 """
 
-# ARGV: prefix, worker, all sessions that are open there.
+# ARGV: prefix, worker, sessions that are open there. Those that are known nowhere are its again; returns the others that
+# a live worker has by now. Takes nothing away: a session that was given to the worker may be on its way to it.
 CLAIM_SESSIONS = """
 local P, worker = ARGV[1], ARGV[2]
-for _, session in ipairs(redis.call('SMEMBERS', P..'held:'..worker)) do
-  redis.call('HDEL', P..'sessions', session)
-end
-redis.call('DEL', P..'held:'..worker)
+local elsewhere = {}
 for i = 3, #ARGV do
-  redis.call('HSET', P..'sessions', ARGV[i], worker)
-  redis.call('SADD', P..'held:'..worker, ARGV[i])
+  local holder = redis.call('HGET', P..'sessions', ARGV[i])
+  if holder and holder ~= worker and redis.call('EXISTS', P..'alive:'..holder) == 1 then
+    elsewhere[#elsewhere + 1] = ARGV[i]
+  else
+    redis.call('HSET', P..'sessions', ARGV[i], worker)
+    redis.call('SADD', P..'held:'..worker, ARGV[i])
+  end
 end
-return 1
+return elsewhere
 """
 
 # ARGV: prefix, session. Its worker is told to end it. Returns 1, or 0 when no worker has it.

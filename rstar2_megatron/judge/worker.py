@@ -58,7 +58,8 @@ class Worker:
         self.in_slot: dict[str, Slot] = {}
         self.calls = 0
         self.stopping = asyncio.Event()
-        self._differed = False
+        self._differed = False  # at the last beat, Redis and this worker did not hold as many sessions
+        self._unknown: set[str] = set()  # sessions that only Redis knew of at the last beat
         self._done: list[tuple[str, bytes]] = []  # answers that are not acked yet
         self._hungry = True  # jobs may wait
         self._wake = asyncio.Event()  # there is something to exchange
@@ -295,11 +296,26 @@ class Worker:
         known = await self.queue.heartbeat(self.name, self.information())
         if ended := self.sessions.end_idle():
             await self.queue.forget_sessions(self.name, ended)
-        # A restarted Redis may have forgotten the last second. A difference that lasts is no call under way.
         differs = known != len(self.sessions.names)
         if differs and self._differed:
-            await self.queue.claim_sessions(self.name, self.sessions.names)
+            await self._agree_on_sessions()
+        else:
+            self._unknown = set()
         self._differed = differs
+
+    async def _agree_on_sessions(self) -> None:
+        """A restarted Redis may have forgotten what opened or ended in its last second.
+
+        Where sessions come and go all the time the counts differ often and nothing is wrong, so a session is only
+        forgotten that was known there and unknown here for two beats on end: none that is on its way.
+        """
+        for name in await self.queue.claim_sessions(self.name, self.sessions.names):
+            if not self.sessions.is_busy(name):
+                self.sessions.end(name)
+        unknown = await self.queue.held_sessions(self.name) - set(self.sessions.names)
+        if gone := unknown & self._unknown:
+            await self.queue.forget_sessions(self.name, list(gone))
+        self._unknown = unknown
 
     async def _hear_cancellations(self) -> None:
         while True:

@@ -21,7 +21,7 @@ from redis import Redis
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.processes import listen
-from rstar2_megatron.judge.queue import PREFIX
+from rstar2_megatron.judge.queue import PREFIX, JobQueue
 from rstar2_megatron.judge.service import JudgeService, JudgeServiceError
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -154,6 +154,40 @@ async def test_a_cell_that_redis_forgot_is_not_run_twice() -> None:
             then = await client.run("x", session="forgotten")
     assert (first.stdout, first.session) == ("1\n", "kept")
     assert then.stdout == "1\n"
+
+
+async def test_worker_and_redis_come_to_agree_on_sessions() -> None:
+    """Redis forgot one, remembers two that have ended, and gave one to another worker; none on its way is taken away."""
+    with RedisServer() as redis, JudgeService(workers=2, redis_uri=redis.uri) as service:
+        store = Redis.from_url(redis.uri, decode_responses=True)
+        queue = JobQueue(redis.uri)
+        (worker,) = store.smembers(f"{PREFIX}workers")
+        sessions, held = f"{PREFIX}sessions", f"{PREFIX}held:{worker}"
+
+        def is_agreed() -> bool:
+            return store.smembers(held) == {"forgotten", "kept"} and "ended 1" not in store.hkeys(sessions)
+
+        async with JudgeClient(service.url) as client:
+            for name in ("forgotten", "kept", "taken"):
+                await client.run(f"x = {name!r}", session=name)
+            assert (
+                await queue.claim_sessions(worker, []) == []
+            )  # as before the worker hears that it was given three
+            assert (await client.run("x", session="kept")).session == "kept"
+            store.hdel(sessions, "forgotten")
+            store.srem(held, "forgotten", "taken")
+            store.set(f"{PREFIX}alive:other", "{}", ex=60)
+            store.hset(sessions, "taken", "other")
+            for name in ("ended 1", "ended 2", "ended 3"):
+                store.hset(sessions, name, worker)
+                store.sadd(held, name)
+            await until(is_agreed, "the same sessions")
+            assert store.hget(sessions, "taken") == "other"
+            for name in ("forgotten", "kept"):
+                assert (await client.run("x", session=name)).stdout == f"{name!r}\n"
+            status = httpx.get(f"{service.url}/status", trust_env=False).json()
+        await queue.close()
+    assert status["workers"][worker]["sessions"] == 2  # the one that is open elsewhere has ended here
 
 
 async def test_client_that_leaves_frees_its_slot(service: JudgeService) -> None:
