@@ -18,6 +18,8 @@ from typing import Self
 
 import psutil
 
+from tests.processes import command_line
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "run_rstar2.sh"
 _MARK = "RSTAR2_TEST_RUN"
@@ -103,7 +105,7 @@ class ProgramRun:
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        names = [" ".join(p.cmdline())[:120] for p in left if p.is_running()]
+        names = [line[:120] for p in left if (line := " ".join(command_line(p)))]
         self.kill_all()
         assert not names, f"left running after {within_s:.0f} s: {names}"
         if not killed:

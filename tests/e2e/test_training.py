@@ -29,6 +29,7 @@ from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.trajectory_row import unpack_floats
 from tests.e2e.runs import ROOT, RunProcess, arguments, read_jsonl
+from tests.processes import command_line
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
@@ -167,7 +168,10 @@ def listening_ports(run: RunProcess | None = None) -> set[int]:
     if run is None:
         connections = psutil.net_connections("tcp")
     else:
-        connections = [c for process in run.processes() for c in process.net_connections("tcp")]
+        connections = []
+        for process in run.processes():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                connections += process.net_connections("tcp")
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN and c.laddr}
 
 
@@ -344,7 +348,7 @@ def test_engine_killed_while_generating(cache: Path, first_run: Path, tmp_path: 
     try:
         run.wait_for(lambda: "kept/rej" in run.text(), LIMIT_S, "the first step")
         time.sleep(1.0)
-        scheduler = next(p for p in run.processes() if "scheduler" in " ".join(p.cmdline()))
+        scheduler = next(p for p in run.processes() if "scheduler" in " ".join(command_line(p)))
         os.kill(scheduler.pid, signal.SIGKILL)
         assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
     finally:

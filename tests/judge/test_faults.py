@@ -24,6 +24,7 @@ from rstar2_megatron.judge.processes import listen
 from rstar2_megatron.judge.queue import PREFIX, JobQueue
 from rstar2_megatron.judge.service import JudgeService, JudgeServiceError
 from rstar2_megatron.services.redis_server import RedisServer
+from tests.processes import command_line
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,6 @@ def processes(service: JudgeService) -> list[psutil.Process]:
     assert service.process is not None
     main = psutil.Process(service.process.pid)
     return [main, *main.children(recursive=True)]
-
-
-def command_line(process: psutil.Process) -> list[str]:
-    """Empty for a process that is ending."""
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
 
 
 def find(service: JudgeService, argument: str) -> psutil.Process:
@@ -269,7 +262,7 @@ def test_sigterm_leaves_nothing() -> None:
     before = set(Path("/tmp").glob("rstar2-*"))
     with JudgeService(workers=2) as service:
         family = processes(service)
-        owner = next(p.pid for p in family if "zygote" in " ".join(p.cmdline()))
+        owner = next(p.pid for p in family if "zygote" in " ".join(command_line(p)))
         assert len(family) >= 6
         # a call is running when the stop comes
         with pytest.raises(httpx.ReadTimeout):

@@ -15,6 +15,7 @@ from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.service import JudgeService
 from tests.judge.conftest import MEMORY_MB, Run
+from tests.processes import command_line
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ async def test_a_worker_that_dies_takes_its_sessions_along(small: JudgeService, 
     async with JudgeClient(small.url, time_limit_s=3.0) as client:
         await client.run("x = 1", session=name)
         family = psutil.Process(small.process.pid).children(recursive=True)
-        next(p for p in family if "worker" in p.cmdline()).kill()
+        next(p for p in family if "worker" in command_line(p)).kill()
         call = client.run("x", session=name)
         first_call = client.run("import time; time.sleep(0.3); 'fresh'", session=name + "b")
         lost, fresh = await asyncio.gather(call, first_call)

@@ -21,6 +21,7 @@ from rstar2_megatron.rollout.engine import EngineClient
 from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerationTimeout
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SGLangSettings
 from rstar2_megatron.weights_checksum import weights_checksum
+from tests.processes import command_line
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 STOP = {"temperature": 1.0, "max_new_tokens": 16}
@@ -45,7 +46,7 @@ async def engine(tiny_model: Path):
     family = psutil.Process().children(recursive=True)
     await client.close()
     _, alive = psutil.wait_procs(family, timeout=10)
-    assert not [p for p in alive if "engine_process" in " ".join(p.cmdline())]
+    assert not [p for p in alive if "engine_process" in " ".join(command_line(p))]
 
 
 def hf_logprobs(model, prompt: list[int], response: list[int]) -> torch.Tensor:
