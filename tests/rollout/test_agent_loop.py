@@ -407,6 +407,15 @@ class ParkableEngine(WrittenEngine):
         return whole
 
 
+async def until_in(stage: str, engine: WrittenEngine, judge: WrittenJudge) -> None:
+    """Until the trajectory waits for its first turn, its tool call or its second turn."""
+    places = {"first turn": (engine.seen, 1), "tool call": (judge.codes, 1), "second turn": (engine.seen, 2)}
+    what, count = places[stage]
+    async with asyncio.timeout(20):
+        while len(what) < count:
+            await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize("parked_in", ["first turn", "tool call", "second turn"])
 async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, parked_in: str) -> None:
     expected, _ = await run(tokenizer, [call(), ANSWER])
@@ -415,7 +424,7 @@ async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, park
     judge = WrittenJudge(delay_s=0.1)
     loop.engine, loop.tools.judge = engine, judge
     task = asyncio.create_task(loop.run(PROBLEM, 0))
-    await asyncio.sleep({"first turn": 0.05, "tool call": 0.15, "second turn": 0.25}[parked_in])
+    await until_in(parked_in, engine, judge)
     loop.parking = True
     await engine.abort_all()
     parked = await task
@@ -447,7 +456,7 @@ async def test_preempted_anywhere_and_resumed_gives_the_same_tokens(tokenizer, p
     loop.engine, loop.tools.judge = engine, judge
     preemption = Preemption()
     task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
-    await asyncio.sleep({"first turn": 0.05, "tool call": 0.15, "second turn": 0.25}[preempted_in])
+    await until_in(preempted_in, engine, judge)
     await loop.preempt(preemption)
     parked = await task
     parked.check()
@@ -569,7 +578,7 @@ async def test_a_cut_trajectory_is_counted_and_its_session_closed(tokenizer) -> 
     judge = WrittenJudge(delay_s=0.05)
     loop = make_loop(tokenizer, [cell, ANSWER], judge, tools=[JUPYTER])
     task = asyncio.create_task(loop.run(PROBLEM, 0))
-    await asyncio.sleep(0.02)
+    await until_in("tool call", written(loop), judge)
     loop.parking = loop.cutting = True
     trajectory = await task
     assert trajectory.finish_reason is FinishReason.CUT and not trajectory.usable
