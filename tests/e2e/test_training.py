@@ -191,34 +191,6 @@ def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) ->
     assert "Unhandled error" not in run.text(), run.text()[-4000:]
 
 
-def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    """Ctrl-C reaches every process of the terminal's group; a Redis that the YAML names is used and left alone."""
-    with RedisServer() as redis_server, redis.Redis.from_url(redis_server.uri) as client:
-        run = RunProcess(
-            arguments(
-                cache,
-                tmp_path,
-                "interrupted",
-                f"tools.codejudge.redis_uri={redis_server.uri}",
-                "evaluation.before_and_after=False",
-            ),
-            tmp_path / "interrupted.log",
-        ).start()
-
-        def calls() -> int:
-            """INCR counts the jobs that wait: one call of it a tool call."""
-            return int(client.info("commandstats").get("cmdstat_incr", {}).get("calls", 0))
-
-        run.wait_for(lambda: calls() > 5, LIMIT_S, "tool calls through the Redis that the YAML names")
-        ports = listening_ports(run) - {redis_server.port}
-        assert run.process is not None
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.wait(60) == 130
-        leaves_nothing(run, ports)
-        assert client.ping()
-    assert "Traceback" not in run.text(), run.text()[-4000:]
-
-
 def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """The trajectories of the first run (TP 2) again, under TP 1 by override."""
     run = RunProcess(
@@ -244,30 +216,51 @@ def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Pat
     assert [row["rollout/pass_rate"] for row in ours] == [row["rollout/pass_rate"] for row in theirs]
 
 
-def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    run = RunProcess(
-        arguments(
-            cache,
-            tmp_path,
-            "variants",
-            "runner.max_steps=1",
-            "evaluation.before_and_after=False",
-            "algorithm.recompute_logprobs=True",
-            "algorithm.refill={enabled: True, min_share: 1.0, max_extra: 1.0}",
-            "algorithm.adv_type=leave-one-out",
-            "algorithm.loss_agg_func=released-verl",
-            "reward.mode=released",
-            "runner.val_check_interval=1",
-            "evaluation.num_samples=2",
-            "actor.offload_weight=True",  # actor and engines take turns with the memory
-            "actor.offload_grad=True",
-            "actor.offload_optimizer=True",
-        ),
-        tmp_path / "variants.log",
-    ).start()
-    assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
-    run.assert_nothing_left()
-    (row,) = read_jsonl(tmp_path / "variants" / "metrics.jsonl")
+def test_variants_by_override_then_ctrl_c(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    """A step with all that an override can ask for, with a Redis that the YAML names; then Ctrl-C in the next rollout.
+
+    Ctrl-C reaches every process of the terminal's group. The Redis is used and left alone.
+    """
+    metrics = tmp_path / "variants" / "metrics.jsonl"
+    with RedisServer() as redis_server, redis.Redis.from_url(redis_server.uri) as client:
+        run = RunProcess(
+            arguments(
+                cache,
+                tmp_path,
+                "variants",
+                "evaluation.before_and_after=False",
+                "algorithm.recompute_logprobs=True",
+                "algorithm.refill={enabled: True, min_share: 1.0, max_extra: 1.0}",
+                "algorithm.adv_type=leave-one-out",
+                "algorithm.loss_agg_func=released-verl",
+                "reward.mode=released",
+                "runner.val_check_interval=1",
+                "evaluation.num_samples=2",
+                "actor.offload_weight=True",  # actor and engines take turns with the memory
+                "actor.offload_grad=True",
+                "actor.offload_optimizer=True",
+                f"tools.codejudge.redis_uri={redis_server.uri}",
+            ),
+            tmp_path / "variants.log",
+        ).start()
+
+        def calls() -> int:
+            """INCR counts the jobs that wait: one call of it a tool call."""
+            return int(client.info("commandstats").get("cmdstat_incr", {}).get("calls", 0))
+
+        run.wait_for(lambda: len(read_jsonl(metrics)) == 1, LIMIT_S, "the first step and its evaluation")
+        before = calls()
+        assert before > 5
+        run.wait_for(lambda: calls() > before + 5, 120, "tool calls of the second step")
+        ports = listening_ports(run) - {redis_server.port}
+        assert run.process is not None
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(60) == 130
+        leaves_nothing(run, ports)
+        assert client.ping()
+    assert "Traceback" not in run.text(), run.text()[-4000:]
+
+    (row,) = read_jsonl(metrics)
     assert row["train/actor/skipped_update"] or row["rollout/logprob_diff_max"] < 1e-3
     refilled = row["rollout/engine/refilled_problems"]  # until four groups are kept or four were added
     assert row["rollout/num_trajectories"] == 16 * (4 + refilled)
@@ -279,8 +272,10 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
     assert row["train/actor/handover_seconds"] > 0 and row["train/actor/sync_bytes"] > 1e6
 
 
-def test_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    """The run waits and retries; nothing is lost."""
+def test_engine_killed_then_judge_away_for_twenty_seconds(
+    cache: Path, first_run: Path, tmp_path: Path
+) -> None:
+    """An engine dies in the second step, the judge in the third: the run waits and retries, nothing is lost."""
     port = free_port()
     command = [
         sys.executable,
@@ -308,19 +303,25 @@ def test_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: P
         raise AssertionError("the judge did not start")
 
     judge = start_judge()
+    metrics = tmp_path / "faults" / "metrics.jsonl"
     run = RunProcess(
         arguments(
             cache,
             tmp_path,
-            "outage",
+            "faults",
             "tools.codejudge.host_addr=127.0.0.1",
             f"tools.codejudge.host_port={port}",
+            "runner.max_steps=3",
             "evaluation.before_and_after=False",
         ),
-        tmp_path / "outage.log",
+        tmp_path / "faults.log",
     ).start()
     try:
-        run.wait_for(lambda: "kept/rej" in run.text(), LIMIT_S, "the first step")
+        run.wait_for(lambda: len(read_jsonl(metrics)) == 1, LIMIT_S, "the first step")
+        time.sleep(1.0)
+        scheduler = next(p for p in run.processes() if "scheduler" in " ".join(command_line(p)))
+        os.kill(scheduler.pid, signal.SIGKILL)
+        run.wait_for(lambda: len(read_jsonl(metrics)) == 2, LIMIT_S, "the second step")
         terminate_tree(judge.pid, grace_s=0.0, first_signal=signal.SIGKILL)
         judge.wait()
         time.sleep(20)
@@ -330,31 +331,14 @@ def test_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: P
         terminate_tree(judge.pid)
         judge.wait()
         run.kill_all()
-    rows = read_jsonl(tmp_path / "outage" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["rollout/dropped_infrastructure"] == 0 for row in rows)
-    outcomes = [
-        call["outcome"]
-        for row in read_jsonl(tmp_path / "outage" / "trajectories.jsonl")
-        for call in row["tool_calls"]
-    ]
-    assert "infrastructure" not in outcomes and "ok" in outcomes
-
-
-def test_engine_killed_while_generating(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    run = RunProcess(
-        arguments(cache, tmp_path, "engine", "evaluation.before_and_after=False"), tmp_path / "engine.log"
-    ).start()
-    try:
-        run.wait_for(lambda: "kept/rej" in run.text(), LIMIT_S, "the first step")
-        time.sleep(1.0)
-        scheduler = next(p for p in run.processes() if "scheduler" in " ".join(command_line(p)))
-        os.kill(scheduler.pid, signal.SIGKILL)
-        assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
-    finally:
-        run.kill_all()
-    rows = read_jsonl(tmp_path / "engine" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
+    rows = read_jsonl(metrics)
+    assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["rollout/engine/engine_restarts"] for row in rows) >= 1
     assert all(row["rollout/num_trajectories"] == 64 for row in rows)
     assert all(row["rollout/dropped_infrastructure"] == 0 for row in rows)
+    outcomes = [
+        call["outcome"]
+        for row in read_jsonl(tmp_path / "faults" / "trajectories.jsonl")
+        for call in row["tool_calls"]
+    ]
+    assert "infrastructure" not in outcomes and "ok" in outcomes
