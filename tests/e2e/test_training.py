@@ -181,6 +181,7 @@ def leaves_nothing(run: RunProcess, ports: set[int]) -> None:
     assert not list(Path("/dev/shm").glob("rstar2*"))
 
 
+@pytest.mark.long  # SIGTERM and Ctrl-C at other moments: below, and in test_recipe.py
 def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) -> None:
     run = RunProcess(arguments(cache, tmp_path, "stopped"), tmp_path / "stopped.log").start()
     run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
