@@ -258,9 +258,7 @@ class Broker:
         gathering = Gathering(time.monotonic())
         while True:
             try:
-                waiting = len(self.waiting)
-                pause_s = gathering.pause_s(waiting) if waiting > 1 else None
-                answers = await self.queue.replies(self.name, pause_s)
+                answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
                 gathering.read(len(answers), time.monotonic())
                 if self._cached_as:
                     await self._remember(answers)
@@ -279,6 +277,8 @@ class Broker:
                     why = "the session is open on no worker: its time to live is over, or its worker ended"
                     answer = self._make(self._sub_id(key), Outcome.SESSION_LOST, why)
                 self._settle(key, answer)
+            if pause_s := gathering.pause_s(len(self.waiting)):
+                await asyncio.sleep(pause_s)
 
     def _sub_id(self, key: str) -> str | None:
         payload = self.payloads.get(key)

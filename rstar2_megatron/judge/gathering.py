@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-_SHARE = 0.1  # of all that wait, as many more answers
+_SHARE = 1 / 8  # of all that wait, as many answers
 _MOST_S = 0.025
 _MEMORY_S = 1.0  # answers so long ago count for a third
 
@@ -12,9 +12,9 @@ _MEMORY_S = 1.0  # answers so long ago count for a third
 class Gathering:
     """The pause before the next read, from how many wait and how fast they were answered.
 
-    Read one by one, answers wake the server, each client and the worker one by one too: at 32 clients that is half of
-    what HTTP and Redis cost. The pause lasts until about a tenth of those who wait have their answer, so it adds a
-    tenth to what they wait anyway and at most 25 ms; fewer than ten never pause.
+    Read one by one, answers wake the server, each client and the worker one by one too: at 32 clients that is a third
+    of what HTTP and Redis cost. The pause lasts until about an eighth of those who wait have their answer, so it adds
+    an eighth at most to what they wait anyway, and never more than 25 ms; where fewer than eight wait there is none.
     """
 
     def __init__(self, now: float) -> None:

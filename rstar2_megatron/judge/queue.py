@@ -115,18 +115,14 @@ class JobQueue:
         """Have its worker end a session. False when no worker has it."""
         return bool(await self._end_session(args=[self.prefix, session]))
 
-    async def replies(self, reply: str, pause_s: float | None = None) -> list[tuple[str, bytes]]:
-        """Wait a little for answers: (job key, result JSON, or POISON, or LOST).
-
-        The first alone, or with `pause_s` all that have come so long after it.
-        """
+    async def replies(self, reply: str, many: bool) -> list[tuple[str, bytes]]:
+        """Wait a little for answers: (job key, result JSON, or POISON, or LOST)."""
         name = f"{self.prefix}replies:{reply}"
         first = await self.redis.blpop([name], timeout=_BLOCK_S)
         if first is None:
             return []
         raw = [first[1]]
-        if pause_s is not None:
-            await asyncio.sleep(pause_s)
+        if many:
             raw += await self.redis.lpop(name, 256) or []
         answers = []
         for item in raw:
