@@ -105,7 +105,7 @@ class ProgramRun:
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        names = [line[:120] for p in left if (line := " ".join(command_line(p)))]
+        names = [f"{p.pid} {' '.join(command_line(p))}"[:120] for p in left if p.is_running()]
         self.kill_all()
         assert not names, f"left running after {within_s:.0f} s: {names}"
         if not killed:

@@ -181,7 +181,7 @@ def leaves_nothing(run: RunProcess, ports: set[int]) -> None:
     assert not list(Path("/dev/shm").glob("rstar2*"))
 
 
-@pytest.mark.long  # SIGTERM and Ctrl-C at other moments: below, and in test_recipe.py
+@pytest.mark.long  # SIGTERM and Ctrl-C at other moments: test_recipe.py
 def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) -> None:
     run = RunProcess(arguments(cache, tmp_path, "stopped"), tmp_path / "stopped.log").start()
     run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
@@ -190,6 +190,35 @@ def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) ->
     assert run.wait(60) == 143
     leaves_nothing(run, ports)
     assert "Unhandled error" not in run.text(), run.text()[-4000:]
+
+
+@pytest.mark.long
+def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of the terminal's group; a Redis that the YAML names is used and left alone."""
+    with RedisServer() as redis_server, redis.Redis.from_url(redis_server.uri) as client:
+        run = RunProcess(
+            arguments(
+                cache,
+                tmp_path,
+                "interrupted",
+                f"tools.codejudge.redis_uri={redis_server.uri}",
+                "evaluation.before_and_after=False",
+            ),
+            tmp_path / "interrupted.log",
+        ).start()
+
+        def calls() -> int:
+            """INCR counts the jobs that wait: one call of it a tool call."""
+            return int(client.info("commandstats").get("cmdstat_incr", {}).get("calls", 0))
+
+        run.wait_for(lambda: calls() > 5, LIMIT_S, "tool calls through the Redis that the YAML names")
+        ports = listening_ports(run) - {redis_server.port}
+        assert run.process is not None
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(60) == 130
+        leaves_nothing(run, ports)
+        assert client.ping()
+    assert "Traceback" not in run.text(), run.text()[-4000:]
 
 
 def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Path, tmp_path: Path) -> None:
@@ -217,51 +246,30 @@ def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Pat
     assert [row["rollout/pass_rate"] for row in ours] == [row["rollout/pass_rate"] for row in theirs]
 
 
-def test_variants_by_override_then_ctrl_c(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    """A step with all that an override can ask for, with a Redis that the YAML names; then Ctrl-C in the next rollout.
-
-    Ctrl-C reaches every process of the terminal's group. The Redis is used and left alone.
-    """
-    metrics = tmp_path / "variants" / "metrics.jsonl"
-    with RedisServer() as redis_server, redis.Redis.from_url(redis_server.uri) as client:
-        run = RunProcess(
-            arguments(
-                cache,
-                tmp_path,
-                "variants",
-                "evaluation.before_and_after=False",
-                "algorithm.recompute_logprobs=True",
-                "algorithm.refill={enabled: True, min_share: 1.0, max_extra: 1.0}",
-                "algorithm.adv_type=leave-one-out",
-                "algorithm.loss_agg_func=released-verl",
-                "reward.mode=released",
-                "runner.val_check_interval=1",
-                "evaluation.num_samples=2",
-                "actor.offload_weight=True",  # actor and engines take turns with the memory
-                "actor.offload_grad=True",
-                "actor.offload_optimizer=True",
-                f"tools.codejudge.redis_uri={redis_server.uri}",
-            ),
-            tmp_path / "variants.log",
-        ).start()
-
-        def calls() -> int:
-            """INCR counts the jobs that wait: one call of it a tool call."""
-            return int(client.info("commandstats").get("cmdstat_incr", {}).get("calls", 0))
-
-        run.wait_for(lambda: len(read_jsonl(metrics)) == 1, LIMIT_S, "the first step and its evaluation")
-        before = calls()
-        assert before > 5
-        run.wait_for(lambda: calls() > before + 5, 120, "tool calls of the second step")
-        ports = listening_ports(run) - {redis_server.port}
-        assert run.process is not None
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.wait(60) == 130
-        leaves_nothing(run, ports)
-        assert client.ping()
-    assert "Traceback" not in run.text(), run.text()[-4000:]
-
-    (row,) = read_jsonl(metrics)
+def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    run = RunProcess(
+        arguments(
+            cache,
+            tmp_path,
+            "variants",
+            "runner.max_steps=1",
+            "evaluation.before_and_after=False",
+            "algorithm.recompute_logprobs=True",
+            "algorithm.refill={enabled: True, min_share: 1.0, max_extra: 1.0}",
+            "algorithm.adv_type=leave-one-out",
+            "algorithm.loss_agg_func=released-verl",
+            "reward.mode=released",
+            "runner.val_check_interval=1",
+            "evaluation.num_samples=2",
+            "actor.offload_weight=True",  # actor and engines take turns with the memory
+            "actor.offload_grad=True",
+            "actor.offload_optimizer=True",
+        ),
+        tmp_path / "variants.log",
+    ).start()
+    assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    (row,) = read_jsonl(tmp_path / "variants" / "metrics.jsonl")
     assert row["train/actor/skipped_update"] or row["rollout/logprob_diff_max"] < 1e-3
     refilled = row["rollout/engine/refilled_problems"]  # until four groups are kept or four were added
     assert row["rollout/num_trajectories"] == 16 * (4 + refilled)
