@@ -34,6 +34,30 @@ def own_address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class OomScore:
+    """How willingly the kernel ends this process when memory is short.
+
+    A child inherits it: to write the parent's twice costs a tenth of opening the child's in its own /proc.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+            self._own = os.pread(self._fd, 16, 0)
+
+    def raise_for_fork(self) -> None:
+        """What is forked now goes before all others."""
+        self._write(b"1000")
+
+    def restore(self) -> None:
+        self._write(self._own)
+
+    def _write(self, score: bytes) -> None:
+        if self._fd >= 0:
+            os.pwrite(self._fd, score, 0)
+
+
 class Sandbox:
     """Forks programs into the walls of one slot, watches and ends them."""
 
@@ -60,6 +84,7 @@ class Sandbox:
         self.resident_at_start = resident_bytes(os.getpid())
         self.streams = snippet.Streams()
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self.oom_score = OomScore()
         # A program may choose any exit code, so it takes this word too to say that the walls failed.
         self.failure_mark = os.urandom(8).hex()
 
@@ -112,6 +137,7 @@ class Sandbox:
         if self.own_pid_namespace >= 0:
             linux.unshare(linux.CLONE_NEWPID)
         try:
+            self.oom_score.raise_for_fork()
             pid = linux.fork()
             if pid == 0:
                 for source, target in ((stdin, 0), (out_writer, 1), (err_writer, 2)):
@@ -120,6 +146,7 @@ class Sandbox:
                     os.dup2(channel.fileno(), _CHANNEL)
                 self._become(job, limits, directory, live=channel is not None)
         finally:
+            self.oom_score.restore()
             if self.own_pid_namespace >= 0:
                 linux.setns(self.own_pid_namespace, linux.CLONE_NEWPID)
             for fd in (out_writer, err_writer, *([stdin] if stdin != self.null else [])):
@@ -179,9 +206,10 @@ class Sandbox:
         cancellation = -1 if self.worker is None else self.worker.fileno()
         poller = select.poll()
         streams = {out.fd: out, err.fd: err}
-        for fd in (watched, out.fd, err.fd, cancellation, done):
+        for fd in (watched, cancellation, done):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
+        reads_streams = False  # not before the first look: most calls end sooner, and their pipes hold 64 KB
         try:
             while True:
                 now = time.monotonic()
@@ -191,6 +219,10 @@ class Sandbox:
                     supervision.look(now)
                     if self.group is None and self._memory_used(pid) > limits.memory_mb * MEGABYTE * 1.5:
                         return Outcome.MEMORY
+                    if not reads_streams:
+                        reads_streams = True
+                        for fd in streams:
+                            poller.register(fd, select.POLLIN)
                 wait_s = max(0.0, min(deadline, supervision.next_look) - now)
                 for fd, _ in poller.poll(wait_s * 1000 + 1):
                     if fd in (watched, done):

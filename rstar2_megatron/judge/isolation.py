@@ -2,7 +2,8 @@
 
 Once (zygote): user namespace for an ordinary user; PID, network, IPC and host-name namespaces; a root file
 system that holds only the interpreter and system libraries, read-only. For each call: own PID and mount
-namespace, a private tmpfs as working directory, resource limits, the slot's own uid, seccomp, landlock.
+namespace, a private tmpfs as working directory, resource limits, the slot's own uid, landlock, and seccomp for the calls
+that the sandbox itself needs (all others are refused from the zygote on).
 What the machine refuses is written down in `Walls.missing`, shown in /status and the log, never passed over.
 """
 
@@ -232,9 +233,17 @@ def choose_remaining_layers(walls: Walls) -> None:
     _try_in_child(walls, "seccomp", _filter_calls)
 
 
+def raise_inherited_layers(walls: Walls) -> None:
+    """In the zygote, last: what every process that it starts shall have, and it can do with itself."""
+    linux.no_new_privileges()
+    if "seccomp" in walls.active:
+        linux.install_inherited_filter()
+
+
 def _filter_calls() -> None:
     linux.no_new_privileges()
-    linux.install_seccomp_filter()
+    linux.install_inherited_filter()
+    linux.install_call_filter()
 
 
 def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:
@@ -288,10 +297,6 @@ def confine_call(
         if "pid_namespace" in walls.active:
             linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     os.chdir(directory)
-    with contextlib.suppress(OSError):
-        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-        os.write(score, b"1000")
-        os.close(score)
     cpu_seconds = int(limits.time_limit_s) + 2 if cpu_limit else resource.RLIM_INFINITY
     for kind, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -311,8 +316,7 @@ def confine_call(
     elif walls.in_user_namespace or os.geteuid() == 0:
         linux.drop_capabilities()
     die_with_parent(signal.SIGKILL)
-    linux.no_new_privileges()
     if "landlock" in walls.active:
         linux.confine_writes(directory, walls.landlock)
     if "seccomp" in walls.active:
-        linux.install_seccomp_filter()
+        linux.install_call_filter()

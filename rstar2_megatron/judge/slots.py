@@ -89,7 +89,8 @@ class SlotPool:
             + [str(n) for n in (theirs.fileno(), self.count, self.sessions)],
             pass_fds=[theirs.fileno()],
             cwd=_PROJECT,
-            env=isolation.ENVIRONMENT,
+            # Bound at the start, or each call would look up every function of a library that it is the first to use.
+            env=isolation.ENVIRONMENT | {"LD_BIND_NOW": "1"},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rstar2_megatron.judge.snippet import FILE_NAME, compile_snippet
+from rstar2_megatron.judge.snippet import FILE_NAME
 from rstar2_megatron.recipe.tiny_problems import TinyProblem
 from rstar2_megatron.recipe.tiny_recipe import CopyCurriculum, Mix
 from rstar2_megatron.rollout.chat import ChatTemplate
@@ -137,7 +137,7 @@ def run_trusted(code: str, seconds: float) -> Run:
     linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
     try:
         with contextlib.redirect_stdout(out):
-            exec(compile_snippet(code), {"__name__": "__main__"})
+            exec(compile(code, FILE_NAME, "exec", dont_inherit=True), {"__name__": "__main__"})
     except Exception as error:
         frame = error.__traceback__
         while frame is not None and frame.tb_frame.f_code.co_filename != FILE_NAME:
