@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -39,14 +40,19 @@ from rstar2_megatron.services.redis_server import RedisServer
 
 PRINT = "print({i})"
 NUMPY = "import numpy as np\na = np.arange(10000).reshape(100, 100) + {i}\nprint(int((a @ a.T).trace()))"
-SYMPY = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i}, x))"
+SYMPY = (
+    "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - {sum}*x + {product}, x))"  # whole roots
+)
+SURDS = (
+    "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i}, x))"  # three times the work
+)
 LOOP = "while True: pass  # {i}"
-CASES = ("print", "numpy", "sympy", "mix", "batch", "session", "overhead")
+CASES = ("print", "numpy", "sympy", "surds", "mix", "batch", "session", "overhead")
 OURS_ONLY = ("session", "overhead")
-BARE_CASES = ("print", "numpy", "sympy")  # told beside what the program costs in a bare fork
+BARE_CASES = ("print", "numpy", "sympy", "surds")  # told beside what the program costs in a bare fork
 BATCH_SIZE = 64
 # 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly
-CLIENTS = {case: (1, 32) if case == "batch" else (1, 32, 256, 2000) for case in CASES}
+CLIENTS = {case: (1, 32) if case in ("surds", "batch") else (1, 32, 256, 2000) for case in CASES}
 CALLS_A_SESSION = 8
 
 
@@ -57,8 +63,13 @@ def program(case: str, i: int) -> str:
     if case in ("print", "batch", "overhead"):
         return PRINT.format(i=i)
     if case == "mix":
-        return (LOOP if i % 20 == 7 else PRINT if i % 2 else SYMPY).format(i=i)
-    return {"numpy": NUMPY, "sympy": SYMPY}[case].format(i=i)
+        if i % 20 == 7:
+            return LOOP.format(i=i)
+        return program("print" if i % 2 else "sympy", i)
+    if case == "sympy":
+        roots = i % 997 + 1, i // 997 % 997 + 1
+        return SYMPY.format(sum=sum(roots), product=math.prod(roots))
+    return {"numpy": NUMPY, "surds": SURDS}[case].format(i=i)
 
 
 def _cpu_s(process: psutil.Process) -> float:

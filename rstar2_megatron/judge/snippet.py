@@ -6,11 +6,10 @@ statements before it, and each is executed once.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import atexit
-import base64
 import contextlib
 import functools
 import io
@@ -30,6 +29,7 @@ from typing import Any, NoReturn
 FILE_NAME = "source.py"
 CELL_HEADER = struct.Struct("<III")  # bytes of a cell's program, its standard input, its files as JSON
 CELL_DONE = struct.Struct("<i")  # its exit code
+_REHEARSALS = 12  # Python 3.11 specialises what has run 8 times
 _FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
@@ -73,11 +73,20 @@ class Streams:
                 errors="backslashreplace",
                 line_buffering=True,
             )
+            self._rehearse()
         finally:
             for fd, before in enumerate(saved):
                 os.dup2(before, fd)
             for fd in (*saved, null, reader, writer):
                 os.close(fd)
+
+    def _rehearse(self) -> None:
+        """Run cells here, so that calls find what the interpreter learns by it and need not learn and write it."""
+        for _ in range(_REHEARSALS):
+            self.use(has_input=False)
+            for program in ("import math\nx = 3\nprint(x + 1)", "1 + 1"):
+                run_cell(program, {"__name__": "__main__"}, self.counter)
+            self.stdout.flush()
 
     def use(self, *, has_input: bool) -> CountingFile:
         """Make them this process's standard streams. Returns stdout's counter. `has_input`: 0 is a file."""
@@ -97,10 +106,10 @@ def compile_snippet(
     source: str, file_name: str = FILE_NAME
 ) -> tuple[types.CodeType | None, types.CodeType | None]:
     """The statements, and apart a last bare expression (none when a semicolon follows it): its value is shown."""
-    return _compile_by_line(source, file_name) or _compile_by_tree(source, file_name)
+    return compile_by_line(source, file_name) or compile_by_tree(source, file_name)
 
 
-def _compile_by_line(
+def compile_by_line(
     source: str, file_name: str
 ) -> tuple[types.CodeType | None, types.CodeType | None] | None:
     """As by the tree, at a third of its cost: the last line by itself, when it is an expression and ends nothing.
@@ -119,7 +128,7 @@ def _compile_by_line(
         return None
 
 
-def _compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.CodeType | None]:
+def compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.CodeType | None]:
     tree = ast.parse(source, file_name)
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
@@ -216,7 +225,11 @@ def memory_file(text: str) -> int:
 
 def write_files(files: dict[str, str] | None) -> None:
     """Put a submission's small inputs (path -> base64) into the working directory."""
-    for path, content in (files or {}).items():
+    if not files:
+        return
+    import base64  # here, because few calls have files and all would copy its libraries
+
+    for path, content in files.items():
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(path, "wb") as file:
             file.write(base64.b64decode(content))

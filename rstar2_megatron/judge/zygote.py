@@ -22,6 +22,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from rstar2_megatron.judge.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
+_DESCRIPTOR = struct.Struct("i")
 
 
 @dataclass
@@ -122,11 +124,12 @@ class LibraryZygote(Forker):
         self.loop(control, self.start_slot)
 
     def start_slot(self) -> None:
-        message, fds, _, _ = socket.recv_fds(self.control, LENGTH.size, 1)
+        message, sent, _, _ = self.control.recvmsg(LENGTH.size, socket.CMSG_LEN(_DESCRIPTOR.size))
         if not message:
             os._exit(0)
         (slot,) = LENGTH.unpack(message)
-        self.waiting[slot] = socket.socket(fileno=fds[0])
+        (fd,) = _DESCRIPTOR.unpack(sent[0][2])
+        self.waiting[slot] = socket.socket(fileno=fd)
         if slot not in self.slots.values():
             self.on_end(slot)
 
@@ -152,9 +155,7 @@ class Zygote(Forker):
             LibraryZygote(self.walls, self.groups, self.num_slots, self.scratch).serve(theirs)
         self.others.add(pid)
         theirs.close()
-        gc.collect()
-        gc.freeze()
-        linux.collapse_heap()
+        settle()
         if not self.library.recv(16):
             raise RuntimeError("numpy and sympy could not be imported")
         told = {"isolation": self.walls.report(), "cpp": cpp.compiler() is not None}
@@ -185,12 +186,26 @@ class Zygote(Forker):
         self.start_slot(slot)
 
     def _to_library(self, slot: int, sock: socket.socket) -> None:
-        socket.send_fds(self.library, [LENGTH.pack(slot)], [sock.fileno()])
-        sock.close()
+        _send_socket(self.library, LENGTH.pack(slot), sock)
 
     def _to_worker(self, slot: int, sock: socket.socket) -> None:
-        socket.send_fds(self.control, [json.dumps({"slot": slot}).encode().ljust(64)], [sock.fileno()])
-        sock.close()
+        _send_socket(self.control, json.dumps({"slot": slot}).encode().ljust(64), sock)
+
+
+def _send_socket(through: socket.socket, message: bytes, sent: socket.socket) -> None:
+    """Hand `sent` over. As socket.send_fds, which loads a library that each call would copy."""
+    descriptor = _DESCRIPTOR.pack(sent.fileno())
+    through.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+    sent.close()
+
+
+def settle() -> None:
+    """Make forks cheap: what lives now will stay."""
+    gc.collect()
+    gc.freeze()
+    linux.collapse_heap()
+    with contextlib.suppress(OSError):  # no gain where the kernel does not let a process write its own code
+        linux.copy_code_at_fork()
 
 
 def import_standard_library() -> None:
@@ -217,9 +232,7 @@ def import_libraries() -> None:
     str(sympy.solve(x**2 - 5 * x + 3, x))
     str(sympy.integrate(x * sympy.sin(x), x))
     str(sympy.simplify(sympy.sqrt(8) + sympy.factor(x**3 - 1)))
-    gc.collect()
-    gc.freeze()
-    linux.collapse_heap()
+    settle()
 
 
 def _run_zygote(

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rstar2_megatron.judge import linux
 from rstar2_megatron.judge.service import JudgeService
 from tests.judge.conftest import SECRET, TIME_LIMIT_S, Run
 
@@ -289,6 +291,34 @@ s.send(b'KEYS *\\r\\n'); print(s.recv(1000))
 """
     result = run(program)
     assert result["stdout"] == "" and result["outcome"] == "error"
+
+
+def test_refused_calls_are_refused_by_both_filters(run: Run, layers: set[str]) -> None:
+    """Those that every process of the sandbox is refused, and those that only calls are."""
+    need(layers, "seccomp")
+    program = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def errno(number, *arguments):
+    return ctypes.get_errno() if libc.syscall(number, *arguments, 0, 0, 0, 0) == -1 else 0
+refused = {sorted((linux.DENIED_EVERYWHERE | linux.DENIED_IN_CALLS).values())}
+print([number for number in refused if errno(number) != 1])
+print(errno(56, {linux.CLONE_NEWUSER}), errno(435))  # clone, clone3
+print([line.split()[1] for line in open('/proc/self/status') if line.startswith('Seccomp')])
+"""
+    assert run(program)["stdout"] == "[]\n1 38\n['2', '2']\n"
+
+
+def test_a_call_goes_first_when_memory_is_short(run: Run, judge: JudgeService) -> None:
+    def scores() -> list[str]:
+        assert judge.process is not None
+        tree = psutil.Process(judge.process.pid).children(recursive=True)
+        return sorted(Path(f"/proc/{process.pid}/oom_score_adj").read_text() for process in tree)
+
+    before = scores()
+    for _ in range(2):
+        assert run("print(open('/proc/self/oom_score_adj').read(), end='')")["stdout"] == "1000\n"
+    assert scores() == before  # nothing that runs calls goes with them
 
 
 def test_fork_bomb_ends_with_the_call(run: Run) -> None:

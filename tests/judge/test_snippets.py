@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import io
+from types import CodeType
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rstar2_megatron.judge.snippet import compile_by_line, compile_by_tree
 from tests.judge.conftest import MEMORY_MB, Run
 
 
@@ -30,6 +37,16 @@ from tests.judge.conftest import MEMORY_MB, Run
         ("import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))", "[1, 2]\n"),
         ("open('f', 'w').write('kept')\nopen('f').read()", "'kept'\n"),
         ("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'abc'))", "3\n"),
+        (
+            "from concurrent.futures import ThreadPoolExecutor as T\nT().submit(print, 'pooled')\nNone",
+            "pooled\n",
+        ),
+        ("x = 1\n(x +\n1)", "2\n"),
+        ("x = 1 + \\\n2", ""),
+        ("x = '''\n1 # '''", ""),
+        ("if True:\n    y = 4\ny  # the last line", "4\n"),
+        ("x = 0\nif x:\n    1\nelse:\n    2", ""),
+        ("\n\n(n := 7)\n\n", "7\n"),
     ],
 )
 def test_output(run: Run, program: str, stdout: str) -> None:
@@ -106,6 +123,67 @@ def test_output_is_shortened_in_the_middle(run: Run) -> None:
 def test_comparison_sees_the_whole_output(run: Run) -> None:
     result = run("print('a' * 5000)", expected_output="a" * 5000)
     assert result["success"] and result["truncated"]
+
+
+def test_output_that_fills_the_pipe_at_once_is_whole(run: Run) -> None:
+    assert run("print('a' * 1_000_000)", expected_output="a" * 1_000_000)["success"]
+
+
+def test_a_warning_of_the_compiler_comes_once(run: Run) -> None:
+    for program in ("x = 1\nx is 1", "x = 1 is 1\ny = 1 + \\\n2"):
+        assert run(program)["stderr"].count("SyntaxWarning") == 1
+
+
+_LINES = (
+    "x = 1",
+    "x",
+    "1 + 1",
+    "print(x)",
+    "x;",
+    "if x:",
+    "else:",
+    "    y = 2",
+    "    x",
+    "x = (",
+    "(",
+    ")",
+    "'''",
+)
+_LINES += (
+    "x = '''",
+    "1 # '''",
+    "x = 1 + \\",
+    "\\",
+    "# word",
+    "",
+    "@abs",
+    "def f(): x",
+    "(z := 3)",
+    "for x in 2, 3:",
+)
+
+
+def _execute(compiled: tuple[CodeType | None, CodeType | None]) -> tuple[str, str, list[str]]:
+    """What it prints, shows and leaves behind."""
+    statements, last = compiled
+    out, namespace, shown = io.StringIO(), {}, ""  # type: ignore[var-annotated]
+    with contextlib.redirect_stdout(out):
+        try:
+            if statements is not None:
+                exec(statements, namespace)
+            shown = repr(None if last is None else eval(last, namespace))
+        except Exception as error:
+            shown = f"{error!r} in line {error.__traceback__.tb_next.tb_lineno}"  # type: ignore[union-attr]
+    return out.getvalue(), shown, sorted(namespace)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(st.sampled_from(_LINES), min_size=1, max_size=7).map("\n".join))
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_the_last_line_by_itself_means_what_it_means_in_the_program(source: str) -> None:
+    by_line = compile_by_line(source, "source.py")
+    if by_line is not None:
+        assert _execute(by_line) == _execute(compile_by_tree(source, "source.py"))
 
 
 def test_options_never_exceed_the_services_limits(run: Run) -> None:
