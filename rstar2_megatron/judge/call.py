@@ -42,9 +42,13 @@ class OomScore:
 
     def __init__(self) -> None:
         self._fd = -1
-        with contextlib.suppress(OSError):
-            self._fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-            self._own = os.pread(self._fd, 16, 0)
+        with contextlib.suppress(
+            OSError
+        ):  # no /proc, or what was inherited may not be written again: left as it is
+            fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+            self._own = os.pread(fd, 16, 0)
+            os.pwrite(fd, self._own, 0)
+            self._fd = fd
 
     def raise_for_fork(self) -> None:
         """What is forked now goes before all others."""

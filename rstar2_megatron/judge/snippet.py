@@ -129,6 +129,7 @@ def compile_by_line(
 
 
 def compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.CodeType | None]:
+    """Raises what `compile` raises."""
     tree = ast.parse(source, file_name)
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
