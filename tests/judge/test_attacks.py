@@ -6,9 +6,11 @@ machine does not give are skipped by that layer's name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -310,15 +312,19 @@ print([line.split()[1] for line in open('/proc/self/status') if line.startswith(
 
 
 def test_a_call_goes_first_when_memory_is_short(run: Run, judge: JudgeService) -> None:
-    def scores() -> list[str]:
-        assert judge.process is not None
-        tree = psutil.Process(judge.process.pid).children(recursive=True)
-        return sorted(Path(f"/proc/{process.pid}/oom_score_adj").read_text() for process in tree)
-
-    before = scores()
     for _ in range(2):
         assert run("print(open('/proc/self/oom_score_adj').read(), end='')")["stdout"] == "1000\n"
-    assert scores() == before  # nothing that runs calls goes with them
+    assert judge.process is not None
+    own = Path(f"/proc/{judge.process.pid}/oom_score_adj").read_text()
+    scores: list[str] = []
+    deadline = time.monotonic() + 10  # an earlier test may have ended a slot, whose successor is on its way
+    # Redis, worker, launcher, two zygotes, two slots with their twins; an open session's interpreter has a call's score.
+    while scores.count(own) < 9 and time.monotonic() < deadline:
+        scores = []
+        for process in psutil.Process(judge.process.pid).children(recursive=True):
+            with contextlib.suppress(OSError):  # it has just ended
+                scores.append(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
+    assert scores.count(own) >= 9, scores
 
 
 def test_fork_bomb_ends_with_the_call(run: Run) -> None:
