@@ -235,8 +235,8 @@ async def test_a_job_that_kills_its_slot_twice_is_an_internal_error(service: Jud
 async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "sesame")
     headers = {"Authorization": "Bearer sesame"}
-    extra = ("--max-queued", "3", "--queue-time-limit-s", "1")
-    with JudgeService(workers=1, time_limit_s=3.0, extra_arguments=extra) as service:
+    extra = ("--max-queued", "3", "--queue-time-limit-s", "2")
+    with JudgeService(workers=1, time_limit_s=9.0, extra_arguments=extra) as service:
         assert httpx.get(f"{service.url}/ping", trust_env=False).status_code == 200
         assert httpx.get(f"{service.url}/status", trust_env=False).status_code == 401
         async with JudgeClient(service.url, token="sesame") as client:
@@ -244,12 +244,16 @@ async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) 
         async with httpx.AsyncClient(
             base_url=service.url, headers=headers, trust_env=False, timeout=60
         ) as http:
-            busy = asyncio.create_task(http.post("/run", json={"type": "python", "solution": SLOW}))
+            longer = SLOW.replace("2.5", "7")  # than it takes to see it run and three others wait in vain
+            busy = asyncio.create_task(http.post("/run", json={"type": "python", "solution": longer}))
             await running(service, 1, headers)
             item = {"type": "python", "solution": "1"}
             waiting = asyncio.create_task(http.post("/run/batch", json={"submissions": [item] * 3}))
             await until(
-                lambda: httpx.get(f"{service.url}/status", headers=headers).json()["queue"] == 3, "three wait"
+                lambda: (
+                    httpx.get(f"{service.url}/status", headers=headers, trust_env=False).json()["queue"] == 3
+                ),
+                "three wait",
             )
             refused = await http.post("/run", json=item)
             assert refused.status_code == 429 and refused.headers["retry-after"]
