@@ -40,12 +40,9 @@ from rstar2_megatron.services.redis_server import RedisServer
 
 PRINT = "print({i})"
 NUMPY = "import numpy as np\na = np.arange(10000).reshape(100, 100) + {i}\nprint(int((a @ a.T).trace()))"
-SYMPY = (
-    "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - {sum}*x + {product}, x))"  # whole roots
-)
-SURDS = (
-    "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i}, x))"  # three times the work
-)
+# Whole roots; square roots of large numbers are three times the work.
+SYMPY = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - {sum}*x + {product}, x))"
+SURDS = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i}, x))"
 LOOP = "while True: pass  # {i}"
 CASES = ("print", "numpy", "sympy", "surds", "mix", "batch", "session", "overhead")
 OURS_ONLY = ("session", "overhead")

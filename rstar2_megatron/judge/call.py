@@ -42,9 +42,8 @@ class OomScore:
 
     def __init__(self) -> None:
         self._fd = -1
-        with contextlib.suppress(
-            OSError
-        ):  # no /proc, or what was inherited may not be written again: left as it is
+        # Without /proc, or where what was inherited may not be written again, it is left as it is.
+        with contextlib.suppress(OSError):
             fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
             self._own = os.pread(fd, 16, 0)
             os.pwrite(fd, self._own, 0)

@@ -161,6 +161,17 @@ def close_all_but(kept: set[int]) -> None:
     close_from(first)
 
 
+def _own_mappings() -> list[tuple[int, int, str, str]]:
+    """This process's mappings: start, end, access as in "rw-p", and the file's path, "[heap]" or the like, or ""."""
+    with open("/proc/self/maps") as maps:
+        regions = [line.split() for line in maps]
+    mappings = []
+    for region in regions:
+        start, end = (int(part, 16) for part in region[0].split("-"))
+        mappings.append((start, end, region[1], region[5] if len(region) > 5 else ""))
+    return mappings
+
+
 def collapse_heap() -> int:
     """Back this process's private memory by huge pages, where the kernel can (6.1 on). Returns bytes.
 
@@ -168,12 +179,9 @@ def collapse_heap() -> int:
     """
     huge, madv_collapse = 2 << 20, 25
     total = 0
-    with open("/proc/self/maps") as maps:
-        regions = [line.split() for line in maps]
-    for region in regions:
-        if "w" not in region[1] or (len(region) > 5 and region[5] != "[heap]"):
+    for start, end, access, name in _own_mappings():
+        if "w" not in access or name not in ("", "[heap]"):
             continue
-        start, end = (int(part, 16) for part in region[0].split("-"))
         start, end = -(-start // huge) * huge, end // huge * huge
         # one step at a time: a step with nothing behind it fails and stays as it is
         for address in range(start, end, huge):
@@ -187,15 +195,12 @@ def copy_code_at_fork() -> None:
 
     The kernel leaves out what holds no private page, so each mapping gets one: its first byte is written as it is.
     """
-    with open("/proc/self/maps") as maps:
-        regions = [line.split() for line in maps]
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        for region in regions:
-            if len(region) < 6 or region[1] not in ("r--p", "r-xp"):
+        for start, _, access, name in _own_mappings():
+            if access not in ("r--p", "r-xp"):
                 continue
-            if not os.path.basename(region[5]).startswith(("libpython", "python", "libc.", "ld-")):
+            if not os.path.basename(name).startswith(("libpython", "python", "libc.", "ld-")):
                 continue
-            start = int(region[0].split("-")[0], 16)
             memory.seek(start)
             byte = memory.read(1)
             memory.seek(start)
