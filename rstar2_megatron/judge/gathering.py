@@ -1,4 +1,4 @@
-"""How long a server lets answers gather before it reads them: more at once cost less each. Pure."""
+"""What travels together costs less each: the rate of answers, and how long a server lets them gather. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ import math
 _SHARE = 1 / 8  # of all that wait, as many answers
 _MOST_S = 0.025
 _MEMORY_S = 1.0  # answers so long ago count for a third
+
+
+class Rate:
+    """Answers a second, of late."""
+
+    def __init__(self, now: float) -> None:
+        """`now` and all times are monotonic seconds."""
+        self._last = now
+        self.per_s = 0.0
+
+    def add(self, count: int, now: float) -> None:
+        """`count` answers came."""
+        passed, self._last = now - self._last, now
+        if passed > 0:
+            kept = math.exp(-passed / _MEMORY_S)
+            self.per_s = kept * self.per_s + (1 - kept) * count / passed
 
 
 class Gathering:
@@ -19,19 +35,15 @@ class Gathering:
 
     def __init__(self, now: float) -> None:
         """`now` and all times are monotonic seconds."""
-        self._last = now
-        self._per_s = 0.0
+        self._rate = Rate(now)
 
     def read(self, count: int, now: float) -> None:
         """`count` answers came."""
-        passed, self._last = now - self._last, now
-        if passed > 0:
-            kept = math.exp(-passed / _MEMORY_S)
-            self._per_s = kept * self._per_s + (1 - kept) * count / passed
+        self._rate.add(count, now)
 
     def pause_s(self, waiting: int) -> float:
         """Seconds to let pass when `waiting` requests have no answer yet."""
         more = _SHARE * waiting
-        if more < 1 or self._per_s <= 0:
+        if more < 1 or self._rate.per_s <= 0:
             return 0.0
-        return min(_MOST_S, more / self._per_s)
+        return min(_MOST_S, more / self._rate.per_s)

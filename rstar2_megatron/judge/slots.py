@@ -173,10 +173,11 @@ class SlotPool:
         return self._process is not None and self._process.poll() is None
 
     async def stop(self) -> None:
-        """End the sandbox with all its processes."""
+        """End the sandbox with all its processes. Safe to call twice."""
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
+            self._control = None
         if self._process is not None:
             try:
                 await asyncio.to_thread(self._process.wait, 10.0)

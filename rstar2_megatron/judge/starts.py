@@ -40,15 +40,14 @@ class Starts:
             return Start(self)
         return self.take()
 
-    def _return(self, *, tell: bool = True) -> None:
+    def _return(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
                 return
         self.free += 1
-        if tell:
-            self.on_free()
+        self.on_free()
 
 
 class Start:
@@ -57,8 +56,7 @@ class Start:
     def __init__(self, starts: Starts) -> None:
         self._starts: Starts | None = starts
 
-    def give_back(self, *, tell: bool = True) -> None:
-        """`tell` is False for one that was not used."""
+    def give_back(self) -> None:
         starts, self._starts = self._starts, None
         if starts is not None:
-            starts._return(tell=tell)
+            starts._return()

@@ -1,6 +1,7 @@
 """A worker: takes jobs from Redis, runs each in a slot, acks it with its result.
 
-One round trip to Redis acks what is done and takes what is next (`_exchange`), for all slots together.
+One round trip to Redis acks what is done and leases what is next (`_exchange`), for all slots together; what is leased
+begins as soon as there is a slot (`_go_on`).
 A slot that dies in mid-call gets its job done once more in another slot; a worker that dies has its jobs put
 back by whoever notices (`JobQueue.reap`).
 """
@@ -18,6 +19,7 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
+from rstar2_megatron.judge.ahead import ROUND_TRIP_S, Ahead
 from rstar2_megatron.judge.limits import CallLimits, default_starts
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, Job, JobQueue, until_redis_answers
@@ -54,6 +56,7 @@ class Worker:
         self.starts = Starts(default_starts() if starts is None else starts)
         self.sessions = Sessions(self.pool, session_ttl_s)
         self.require_isolation = require_isolation
+        self.ahead = Ahead(time.monotonic())
         self.running: dict[str, asyncio.Task[None]] = {}
         self.in_slot: dict[str, Slot] = {}
         self.calls = 0
@@ -63,6 +66,8 @@ class Worker:
         self._done: list[tuple[str, bytes]] = []  # answers that are not acked yet
         self._hungry = True  # jobs may wait
         self._wake = asyncio.Event()  # there is something to exchange
+        self._slots_awaited = 0
+        self._exchange_later: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()  # slots are free and the queue was empty
 
     async def start(self) -> None:
@@ -91,6 +96,7 @@ class Worker:
             "slots": self.pool.count,
             "starts": self.starts.count,
             "running": len(self.running),
+            "ahead": len(self.ahead),
             "sessions": len(self.sessions),
             "session_room": self.pool.session_room,
             "calls": self.calls,
@@ -104,7 +110,7 @@ class Worker:
             asyncio.create_task(helper())
             for helper in (self._keep_alive, self._hear_cancellations, self._hear_bell)
         ]
-        self.pool.on_free = self.starts.on_free = self._wake.set
+        self.pool.on_free = self.starts.on_free = self._go_on
         self._wake.set()
         try:
             while True:
@@ -116,42 +122,71 @@ class Worker:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
+    def _go_on(self) -> None:
+        """A slot or a start is free, or an answer is there: begin what was leased, and have an exchange follow."""
+        while self.ahead and self._has_room and not self.stopping.is_set():
+            self._begin(self.ahead.next())
+        if not self.ahead:
+            self._wake.set()
+        elif self._exchange_later is None:  # there is something to begin next: more may travel together
+            later = asyncio.get_running_loop().call_later(ROUND_TRIP_S, self._wake.set)
+            self._exchange_later = later
+
+    def _begin(self, job: Job) -> None:
+        slot, start = self.pool.free.get_nowait(), self.starts.take()
+        task = asyncio.create_task(self._execute(job, slot, start))
+        self.running[job.key] = task
+        task.add_done_callback(lambda _: self.running.pop(job.key, None))
+
     async def _exchange(self) -> None:
-        """One round trip: ack what is done, take as many jobs as there are free slots and starts."""
-        slots: list[Slot] = []
-        starts: list[Start] = []
-        while not self.pool.free.empty() and self.starts.free and not self.stopping.is_set():
-            slots.append(self.pool.free.get_nowait())
-            starts.append(self.starts.take())
+        """One round trip: ack what is done, lease as many jobs as can begin now, and a few ahead."""
+        if self._exchange_later is not None:
+            self._exchange_later.cancel()
+            self._exchange_later = None
+        count = 0 if self.stopping.is_set() else self.ahead.room(self._free_slots, self.starts.free)
         answers, self._done = self._done, []
-        jobs: list[Job] = []
+        self.ahead.answered(len(answers), time.monotonic())
         try:
-            if answers or (slots and self._hungry):
-                jobs = await self._ask(answers, len(slots))
-                if slots:
-                    self._hungry = len(jobs) == len(slots)  # there may be more where they came from
+            if answers or (count and self._hungry):
+                jobs = await self._ask(answers, count)
+                if count:
+                    self._hungry = len(jobs) == count  # there may be more where they came from
+                for job in jobs:
+                    if job.key not in self.running:  # else Redis forgot that it runs here
+                        self.ahead.add(job)
+                if jobs:
+                    self._go_on()
         except (RedisError, OSError) as error:
             self._done = answers + self._done
             if not self.stopping.is_set():
                 log.error("exchanging jobs failed: %s", error)
                 await asyncio.sleep(0.5)
                 self._wake.set()
-        for job in jobs:
-            if job.key in self.running:  # Redis forgot that it runs here
-                continue
-            task = asyncio.create_task(self._execute(job, slots.pop(), starts.pop()))
-            self.running[job.key] = task
-            task.add_done_callback(lambda _, key=job.key: self.running.pop(key, None))  # type: ignore[misc]
-        for slot in slots:
-            self.pool.free.put_nowait(slot)
-        for start in starts:
-            start.give_back(tell=False)
         if not self._hungry and self._has_room:
             self._idle.set()
 
     @property
     def _has_room(self) -> bool:
-        return not self.pool.free.empty() and self.starts.free > 0
+        return self._free_slots > 0 and self.starts.free > 0
+
+    @property
+    def _free_slots(self) -> int:
+        """Without those that a job begun before waits for."""
+        return self.pool.free.qsize() - self._slots_awaited
+
+    @property
+    def _session_room(self) -> int:
+        """Sessions that may be leased: without those that a job which is here already may open."""
+        here = {key.rpartition("@")[2] for key in (*self.ahead, *self.running) if "@" in key}
+        return self.pool.session_room - sum(name not in self.sessions for name in here)
+
+    async def _next_slot(self) -> Slot:
+        """For a job that has begun already: it comes before all that are leased."""
+        self._slots_awaited += 1
+        try:
+            return await self.pool.free.get()
+        finally:
+            self._slots_awaited -= 1
 
     async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[Job]:
         """The exchange itself, repeated while Redis is away. What an answer that got lost held is put back."""
@@ -160,14 +195,14 @@ class Worker:
         async def step() -> list[Job]:
             nonlocal certain
             try:
-                return await self.queue.exchange(self.name, answers, count, self.pool.session_room)
+                return await self.queue.exchange(self.name, answers, count, self._session_room)
             except BaseException:
                 certain = False
                 raise
 
         jobs = await until_redis_answers("exchange", step, self.stopping)
         if not certain:
-            held = [*self.running, *(key for key, _ in self._done), *(job.key for job in jobs)]
+            held = [*self.running, *self.ahead, *(key for key, _ in self._done), *(job.key for job in jobs)]
             again = await self.queue.reclaim(self.name, held)
             log.warning("Redis is back; %d jobs that never reached this worker are queued again", again)
         return jobs
@@ -207,14 +242,14 @@ class Worker:
                 start.give_back()
         self.calls += 1
         self._done.append((job.key, answer))
-        self._wake.set()
+        self._go_on()
 
     async def _run(
         self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, start: Start, deadline_s: float
     ) -> bytes:
         for attempt in range(2):
             if attempt:
-                slot = await self.pool.free.get()
+                slot = await self._next_slot()
             self.in_slot[job.key] = slot
             try:
                 answer = await slot.run(body, deadline_s, start.give_back)
@@ -241,7 +276,7 @@ class Worker:
             leave = None
         async with self.sessions.turn(name):
             if leave is None:
-                leave, start = await self.pool.free.get(), await self.starts.acquire()
+                leave, start = await self._next_slot(), await self.starts.acquire()
             try:
                 for attempt in range(2):
                     is_new = name not in self.sessions
@@ -325,6 +360,11 @@ class Worker:
                         await self._end_session(key[1:])
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
+                    elif self.ahead.drop(key):
+                        self._done.append(
+                            (key, b"")
+                        )  # Redis drops the answer, and no longer counts it as held
+                        self._go_on()
             except (RedisError, OSError) as error:
                 log.debug("listening for cancellations failed: %s", error)
                 await asyncio.sleep(0.5)
@@ -338,11 +378,18 @@ class Worker:
         self.stopping.set()
         if self.running and drain_s > 0:
             await asyncio.wait(list(self.running.values()), timeout=drain_s)
+        interrupted = dict(self.running)  # another worker does them once more
+        for task in interrupted.values():
+            task.cancel()
+        if interrupted:
+            await asyncio.wait(list(interrupted.values()), timeout=2.0)
         await self.pool.stop()
         try:
             async with asyncio.timeout(2.0):
                 if self._done:
                     await self.queue.exchange(self.name, self._done, 0)
+                if self.ahead:  # never begun: no try of theirs
+                    await self.queue.reclaim(self.name, list(interrupted))
                 await self.queue.retire(self.name)
         except (RedisError, TimeoutError, OSError):
             log.info("Redis is gone already")
