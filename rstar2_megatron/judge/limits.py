@@ -22,7 +22,8 @@ OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 def default_starts() -> int:
     """How many calls may compute at once (`--max-running`), half as many again as this process has cores.
 
-    A call that ends is replaced a round trip to Redis later.
+    Calls wait for memory, and between one and the next a slot reports and forks. One a core measured the same CPU a
+    call within the noise, and fewer calls a second.
     """
     return math.ceil(1.5 * len(os.sched_getaffinity(0)))
 
