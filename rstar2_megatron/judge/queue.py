@@ -54,6 +54,7 @@ class JobQueue:
         self.uri = uri
         self.prefix = prefix
         self.max_queued = max_queued
+        self._leased = 0  # jobs so far: whose turn it is
         # A bounded pool that waits for a free connection: the plain one fails when many requests meet.
         pool = redis.BlockingConnectionPool.from_url(
             uri,
@@ -155,11 +156,13 @@ class JobQueue:
         self, worker: str, answers: list[tuple[str, bytes]], count: int, session_room: int = 0
     ) -> list[Job]:
         """Ack jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
-        arguments: list[Any] = [self.prefix, worker, count, session_room, KEEP_ANSWER_S]
+        arguments: list[Any] = [self.prefix, worker, count, session_room, KEEP_ANSWER_S, self._leased]
         for key, answer in answers:
             arguments += (key, answer)
         flat = await self._exchange(args=arguments)
-        return [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+        jobs = [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+        self._leased += len(jobs)
+        return jobs
 
     async def reclaim(self, worker: str, held: list[str]) -> int:
         """Put back jobs that Redis gave to `worker` and that never reached it. Returns how many."""

@@ -91,16 +91,19 @@ return tonumber(redis.call('GET', P..'queued') or '0')
 """
 )
 
-# ARGV: prefix, worker, how many jobs it takes, how many sessions it may open, seconds an answer is kept, then key and
-# answer of each job it has done. An answer from a worker that no longer holds the job is dropped.
-# Returns key, payload, tries of each job taken: in turns between calls of the worker's own sessions, calls that open
-# one, and the others; among these between clients.
+# ARGV: prefix, worker, how many jobs it takes, how many sessions it may open, seconds an answer is kept, how many jobs it
+# has taken before, then key and answer of each job it has done. An answer from a worker that no longer holds the job is
+# dropped.
+# Returns key, payload, tries of each job taken: in turns between calls of sessions and the others, among these between
+# clients. A call that opens a session comes after those of open ones, or all would be opened before any has ended; but
+# every 16th turn is its own.
 EXCHANGE = (
     _SETTLE
     + _RING
     + """
 local P, worker, n, room, keep = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
-for i = 6, #ARGV, 2 do
+local before = tonumber(ARGV[6])
+for i = 7, #ARGV, 2 do
   local key, answer = ARGV[i], ARGV[i + 1]
   redis.call('SREM', P..'taken:'..worker, key)
   if redis.call('HGET', P..'owner', key) == worker then
@@ -159,12 +162,17 @@ local function plain()
   if payload then lease(key, payload) end
   return key
 end
+local function one(first, second, third)
+  return first() or second() or third()
+end
+local function next_one(turn)
+  if turn % 2 == 1 then return one(plain, pinned, opening) end
+  if turn % 16 == 0 then return one(opening, pinned, plain) end
+  return one(pinned, opening, plain)
+end
 local more = true
 while #out < n * 3 and more do
-  more = false
-  for _, source in ipairs({pinned, opening, plain}) do
-    if #out < n * 3 and source() then more = true end
-  end
+  more = next_one(before + #out / 3)
 end
 ring(P)
 if redis.call('LLEN', P..'pinned:'..worker) > 0 and redis.call('LLEN', P..'bell:'..worker) == 0 then

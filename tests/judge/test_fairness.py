@@ -15,8 +15,10 @@ import pytest
 from rstar2_megatron.judge.client import JudgeClient
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.process_tree import DEMOTIONS
+from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.judge.starts import Starts
+from rstar2_megatron.services.redis_server import RedisServer
 
 
 async def test_a_client_with_one_call_does_not_wait_for_one_with_many(judge: JudgeService) -> None:
@@ -31,6 +33,30 @@ async def test_a_client_with_one_call_does_not_wait_for_one_with_many(judge: Jud
         assert (await one.run("print('in turn')")).ok
         assert sum(task.done() for task in crowd) < 30
         assert all(result.ok for result in await asyncio.gather(*crowd))
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 32])
+async def test_calls_that_open_sessions_come_last_but_come(at_once: int) -> None:
+    """Whose turn it is does not depend on how many jobs a worker takes at once."""
+    with RedisServer() as redis:
+        queue = JobQueue(redis.uri)
+        await queue.heartbeat("worker", {})
+        await queue.enqueue("replies", [("client/u0@open", b"{}")])
+        (first,) = await queue.exchange("worker", [], 1, 100)
+        await queue.exchange("worker", [(first.key, b"{}")], 0)
+        kinds = {"open": "client/u{}=open", "new": "client/u{}@new{}", "plain": "client/u{}"}
+        for number, form in enumerate(kinds.values()):
+            keys = [form.format(1000 * number + n, n) for n in range(40)]
+            await queue.enqueue("replies", [(key, b"{}") for key in keys])
+        taken: list[str] = []
+        while len(taken) < 32:
+            count = min(at_once, 32 - len(taken))
+            taken += [job.key for job in await queue.exchange("worker", [], count, 100)]
+        await queue.close()
+    assert len(taken) == 32
+    assert sum("=open" in key for key in taken) == 14
+    assert sum("@new" in key for key in taken) == 2
+    assert [n % 2 for n, key in enumerate(taken) if "=" not in key and "@" not in key] == [0] * 16
 
 
 async def _niceness_of(judge: JudgeService, program: str, wanted: int) -> list[tuple[float, int, int | None]]:
