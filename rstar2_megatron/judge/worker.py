@@ -29,6 +29,7 @@ from rstar2_megatron.judge.starts import Start, Starts
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that answers so much later than the call's limit is hung
+_COMPARE_NAMES_EVERY = 30  # beats
 
 
 class IsolationMissing(RuntimeError):
@@ -61,6 +62,7 @@ class Worker:
         self.in_slot: dict[str, Slot] = {}
         self.calls = 0
         self.stopping = asyncio.Event()
+        self._beats = 0
         self._differed = False  # at the last beat, Redis and this worker did not hold as many sessions
         self._unknown: set[str] = set()  # sessions that only Redis knew of at the last beat
         self._done: list[tuple[str, bytes]] = []  # answers that are not acked yet
@@ -177,8 +179,12 @@ class Worker:
     @property
     def _session_room(self) -> int:
         """Sessions that may be leased: without those that a job which is here already may open."""
-        here = {key.rpartition("@")[2] for key in (*self.ahead, *self.running) if "@" in key}
-        return self.pool.session_room - sum(name not in self.sessions for name in here)
+        return self.pool.session_room - sum(name not in self.sessions for name in self._sessions_coming)
+
+    @property
+    def _sessions_coming(self) -> set[str]:
+        """Sessions that a leased or running job opens, unless they are open by now."""
+        return {key.rpartition("@")[2] for key in (*self.ahead, *self.running) if "@" in key}
 
     async def _next_slot(self) -> Slot:
         """For a job that has begun already: it comes before all that are leased."""
@@ -332,7 +338,9 @@ class Worker:
         if ended := self.sessions.end_idle():
             await self.queue.forget_sessions(self.name, ended)
         differs = known != len(self.sessions.names)
-        if differs and self._differed:
+        self._beats += 1
+        # Equal numbers may hide one that is missing and one too many, so now and then names are compared as well.
+        if (differs and self._differed) or self._beats % _COMPARE_NAMES_EVERY < 2:
             await self._agree_on_sessions()
         else:
             self._unknown = set()
@@ -347,7 +355,7 @@ class Worker:
         for name in await self.queue.claim_sessions(self.name, self.sessions.names):
             if not self.sessions.is_busy(name):
                 self.sessions.end(name)
-        unknown = await self.queue.held_sessions(self.name) - set(self.sessions.names)
+        unknown = await self.queue.held_sessions(self.name) - set(self.sessions.names) - self._sessions_coming
         if gone := unknown & self._unknown:
             await self.queue.forget_sessions(self.name, list(gone))
         self._unknown = unknown

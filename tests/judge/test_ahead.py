@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import orjson
 import pytest
 
 from rstar2_megatron.judge import ahead, worker
 from rstar2_megatron.judge.ahead import ROUND_TRIP_S, Ahead
-from rstar2_megatron.judge.broker import Broker, Ticket
-from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.models import Submission
-from rstar2_megatron.judge.queue import Job, JobQueue
-from rstar2_megatron.judge.worker import Worker
+from rstar2_megatron.judge.queue import Job
 from rstar2_megatron.services.redis_server import RedisServer
+from tests.judge.in_process import judge
 
 # Longer than anything that a test puts behind it takes to be noticed, shorter than a slice.
 BURN = "import time\nwhile time.process_time() < 0.08: pass"
@@ -68,92 +62,25 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-class Queue(JobQueue):
-    """Counts the exchanges that lease or ack something."""
-
-    exchanges = 0
-
-    async def exchange(self, name: str, answers: list[Any], count: int, session_room: int = 0) -> list[Job]:
-        jobs = await super().exchange(name, answers, count, session_room)
-        self.exchanges += bool(jobs or answers)
-        return jobs
-
-
-class Judge:
-    """A broker and one worker in this process, over a real Redis and a real sandbox."""
-
-    def __init__(self, broker: Broker, worker: Worker, queue: Queue) -> None:
-        self.broker, self.worker, self.queue = broker, worker, queue
-
-    async def submit(self, *programs: str, sessions: Sequence[str] = ()) -> list[Ticket]:
-        """All at once; the last ones are cells of these sessions."""
-        submissions = [Submission(type="python", solution=program) for program in programs]
-        for submission, session in zip(submissions[len(programs) - len(sessions) :], sessions, strict=True):
-            submission.options = {"session": session}
-        return await self.broker.submit(submissions, "tests")
-
-    async def results(self, tickets: list[Ticket]) -> list[dict[str, Any]]:
-        async with asyncio.timeout(60):
-            answers = [await self.broker.wait(ticket, time.monotonic()) for ticket in tickets]
-        return [orjson.loads(answer) for answer in answers]
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline, f"not in 30 s: {what}"
-            await asyncio.sleep(0.001)
-
-
-@contextlib.asynccontextmanager
-async def judge(
-    redis: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    starts: int,
-    sessions: int = 0,
-    answers_wait_s: float = 1.0,
-) -> AsyncIterator[Judge]:
-    """Eight slots. All that are free are leased ahead, however slow this machine is at the moment."""
+@pytest.fixture
+def all_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that there are slots for are leased, however slow this machine is at the moment."""
     monkeypatch.setattr(ahead, "ROUND_TRIP_S", 1000.0)
-    monkeypatch.setattr(worker, "ROUND_TRIP_S", answers_wait_s)
-    prefix = f"test-{time.monotonic_ns()}:"
-    queue = Queue(redis.uri, prefix=prefix)
-    broker = Broker(JobQueue(redis.uri, prefix=prefix), CallLimits(), queue_time_limit_s=50.0)
-    runner = Worker(queue, slots=8, sessions=sessions, starts=starts)
-    await runner.start()
-    running = asyncio.create_task(runner.run())
-    await broker.start()
-    try:
-        there = Judge(broker, runner, queue)
-        warm = await there.submit(*["pass"] * 8)  # from now on calls have ended: there is a rate
-        assert all(result["outcome"] == "ok" for result in await there.results(warm))
-        channel = f"{prefix}cancel:{runner.name}"
-        while not (await queue.redis.pubsub_numsub(channel))[0][1]:
-            await asyncio.sleep(0.01)
-        yield there
-    finally:
-        await broker.stop()
-        await runner.stop()
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        await queue.close()
+    monkeypatch.setattr(worker, "ROUND_TRIP_S", 1.0)
 
 
-async def test_many_short_calls_share_round_trips(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with judge(redis, monkeypatch, starts=2) as there:
+@pytest.mark.usefixtures("all_ahead")
+async def test_many_short_calls_share_round_trips(redis: RedisServer) -> None:
+    async with judge(redis, starts=2) as there:
         before = there.queue.exchanges
         results = await there.results(await there.submit(*(f"print({n})" for n in range(84))))
         assert [result["stdout"] for result in results] == [f"{n}\n" for n in range(84)]
         assert there.queue.exchanges - before <= 84 / 3
 
 
-async def test_one_that_nobody_waits_for_any_more_never_begins(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with judge(redis, monkeypatch, starts=1) as there:
+@pytest.mark.usefixtures("all_ahead")
+async def test_one_that_nobody_waits_for_any_more_never_begins(redis: RedisServer) -> None:
+    async with judge(redis, starts=1) as there:
         calls = there.worker.calls
         *kept, left = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         assert left.key is not None
@@ -168,10 +95,9 @@ async def test_one_that_nobody_waits_for_any_more_never_begins(
                 await asyncio.sleep(0.01)
 
 
-async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with judge(redis, monkeypatch, starts=1) as there:
+@pytest.mark.usefixtures("all_ahead")
+async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(redis: RedisServer) -> None:
+    async with judge(redis, starts=1) as there:
         running, *waiting = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         keys = {ticket.key for ticket in waiting}
         await there.until(lambda: keys & set(there.worker.ahead) != set(), "they are leased ahead")
@@ -188,11 +114,13 @@ async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(
         assert {job.tries for job in interrupted} == {2}
 
 
+@pytest.mark.usefixtures("all_ahead")
 async def test_no_more_sessions_are_leased_than_can_open(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An exchange follows each answer, also while cells that will open a session are leased and have not begun.
-    async with judge(redis, monkeypatch, starts=1, sessions=2, answers_wait_s=0.001) as there:
+    monkeypatch.setattr(worker, "ROUND_TRIP_S", 0.001)
+    async with judge(redis, starts=1, sessions=2) as there:
         programs = [BURN, BURN, BURN, *(f"n = {n}\nprint(n)" for n in range(4))]
         tickets = await there.submit(*programs, sessions=["s0", "s1", "s2", "s3"])
         burning, cells = tickets[:3], tickets[3:]

@@ -24,6 +24,7 @@ from rstar2_megatron.judge.processes import listen
 from rstar2_megatron.judge.queue import PREFIX, JobQueue
 from rstar2_megatron.judge.service import JudgeService, JudgeServiceError
 from rstar2_megatron.services.redis_server import RedisServer
+from tests.judge import in_process
 from tests.processes import command_line
 
 
@@ -181,6 +182,24 @@ async def test_worker_and_redis_come_to_agree_on_sessions() -> None:
             status = httpx.get(f"{service.url}/status", trust_env=False).json()
         await queue.close()
     assert status["workers"][worker]["sessions"] == 2  # the one that is open elsewhere has ended here
+
+
+async def test_one_missing_and_one_too_many_do_not_hide_each_other() -> None:
+    with RedisServer() as redis:
+        async with in_process.judge(redis, starts=2, sessions=4) as judge:
+            store, prefix = judge.queue.redis, judge.queue.prefix
+            held = f"{prefix}held:{judge.worker.name}"
+            await judge.results(await judge.submit("x = 1", "x = 2", sessions=["kept", "forgotten"]))
+            await store.hdel(f"{prefix}sessions", "forgotten")
+            await store.srem(held, "forgotten")
+            await store.hset(f"{prefix}sessions", "ended", judge.worker.name)
+            await store.sadd(held, "ended")
+            for _ in range(32):  # they come once a second
+                await judge.worker._beat()
+            assert await store.smembers(held) == {b"kept", b"forgotten"}
+            assert set(await store.hkeys(f"{prefix}sessions")) == {b"kept", b"forgotten"}
+            (result,) = await judge.results(await judge.submit("x", sessions=["forgotten"]))
+            assert (result["stdout"], result["session"]) == ("2\n", "kept")
 
 
 async def test_client_that_leaves_frees_its_slot(service: JudgeService) -> None:

@@ -1,0 +1,81 @@
+"""A judge whose worker runs in the test's own process, so that its state can be seen and changed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import orjson
+
+from rstar2_megatron.judge.broker import Broker, Ticket
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.models import Submission
+from rstar2_megatron.judge.queue import Job, JobQueue
+from rstar2_megatron.judge.worker import Worker
+from rstar2_megatron.services.redis_server import RedisServer
+
+
+class Queue(JobQueue):
+    """Counts the exchanges that lease or ack something."""
+
+    exchanges = 0
+
+    async def exchange(self, name: str, answers: list[Any], count: int, session_room: int = 0) -> list[Job]:
+        jobs = await super().exchange(name, answers, count, session_room)
+        self.exchanges += bool(jobs or answers)
+        return jobs
+
+
+class Judge:
+    """A broker and one worker in this process, over a real Redis and a real sandbox."""
+
+    def __init__(self, broker: Broker, worker: Worker, queue: Queue) -> None:
+        self.broker, self.worker, self.queue = broker, worker, queue
+
+    async def submit(self, *programs: str, sessions: Sequence[str] = ()) -> list[Ticket]:
+        """All at once; the last ones are cells of these sessions."""
+        submissions = [Submission(type="python", solution=program) for program in programs]
+        for submission, session in zip(submissions[len(programs) - len(sessions) :], sessions, strict=True):
+            submission.options = {"session": session}
+        return await self.broker.submit(submissions, "tests")
+
+    async def results(self, tickets: list[Ticket]) -> list[dict[str, Any]]:
+        async with asyncio.timeout(60):
+            answers = [await self.broker.wait(ticket, time.monotonic()) for ticket in tickets]
+        return [orjson.loads(answer) for answer in answers]
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, f"not in 30 s: {what}"
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def judge(redis: RedisServer, *, starts: int, sessions: int = 0) -> AsyncIterator[Judge]:
+    """Eight slots; as many calls have ended."""
+    prefix = f"test-{time.monotonic_ns()}:"
+    queue = Queue(redis.uri, prefix=prefix)
+    broker = Broker(JobQueue(redis.uri, prefix=prefix), CallLimits(), queue_time_limit_s=50.0)
+    runner = Worker(queue, slots=8, sessions=sessions, starts=starts)
+    await runner.start()
+    running = asyncio.create_task(runner.run())
+    await broker.start()
+    try:
+        there = Judge(broker, runner, queue)
+        warm = await there.submit(*["pass"] * 8)
+        assert all(result["outcome"] == "ok" for result in await there.results(warm))
+        channel = f"{prefix}cancel:{runner.name}"
+        while not (await queue.redis.pubsub_numsub(channel))[0][1]:
+            await asyncio.sleep(0.01)
+        yield there
+    finally:
+        await broker.stop()
+        await runner.stop()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await queue.close()
