@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -38,16 +39,20 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="rstar2-2n-", dir="/tmp")  # Ray's socket paths must stay short
     cluster = Cluster()
     try:
+        # Here Cluster writes its address, not where temp_dir says; what it takes by default may not exist.
+        monkeypatch.setenv("RAY_TMPDIR", directory)
+        os.mkdir(f"{directory}/ray")
         for rank in range(2):
             monkeypatch.setenv("RLINF_NODE_RANK", str(rank))
             cluster.add_node(
                 num_cpus=16,
                 node_ip_address="127.0.0.1",
                 include_dashboard=False,
-                temp_dir=directory,
+                temp_dir=f"{directory}/ray",
                 **({"gcs_server_port": free_port()} if not rank else {}),
             )
-        monkeypatch.delenv("RLINF_NODE_RANK")
+        for name in ("RLINF_NODE_RANK", "RAY_TMPDIR"):
+            monkeypatch.delenv(name)
         yield cluster.address
     finally:
         cluster.shutdown()
