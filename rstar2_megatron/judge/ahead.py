@@ -8,13 +8,15 @@ that no job waits here for long calls while another worker is idle.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rstar2_megatron.judge.gathering import Rate
-from rstar2_megatron.judge.queue import Job
 
-ROUND_TRIP_S = (
-    0.02  # from one to the next, while there are jobs to begin: what an answer waits for it at most
-)
+if TYPE_CHECKING:
+    from rstar2_megatron.judge.queue import Job
+
+# From one round trip to the next, while there are jobs to begin: what an answer waits for it at most.
+ROUND_TRIP_S = 0.02
 
 
 class Ahead:

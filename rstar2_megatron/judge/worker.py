@@ -68,9 +68,9 @@ class Worker:
         self._done: list[tuple[str, bytes]] = []  # answers that are not acked yet
         self._hungry = True  # jobs may wait
         self._wake = asyncio.Event()  # there is something to exchange
-        self._slots_awaited = 0
-        self._exchange_later: asyncio.TimerHandle | None = None
+        self._exchange_later: asyncio.TimerHandle | None = None  # sets it, while there are jobs to begin
         self._idle = asyncio.Event()  # slots are free and the queue was empty
+        self._slots_awaited = 0  # by jobs that have begun
 
     async def start(self) -> None:
         """Start the sandbox and check its walls. Raises SandboxFailed, IsolationMissing."""
@@ -339,7 +339,8 @@ class Worker:
             await self.queue.forget_sessions(self.name, ended)
         differs = known != len(self.sessions.names)
         self._beats += 1
-        # Equal numbers may hide one that is missing and one too many, so now and then names are compared as well.
+        # Equal numbers may hide one that is missing and one too many, so now and then names are compared as well: at
+        # two beats on end, which it takes to forget one.
         if (differs and self._differed) or self._beats % _COMPARE_NAMES_EVERY < 2:
             await self._agree_on_sessions()
         else:
@@ -369,9 +370,8 @@ class Worker:
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
                     elif self.ahead.drop(key):
-                        self._done.append(
-                            (key, b"")
-                        )  # Redis drops the answer, and no longer counts it as held
+                        # Redis drops the answer, and no longer counts the job as held.
+                        self._done.append((key, b""))
                         self._go_on()
             except (RedisError, OSError) as error:
                 log.debug("listening for cancellations failed: %s", error)

@@ -55,6 +55,7 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             monkeypatch.delenv(name)
         yield cluster.address
     finally:
+        monkeypatch.setenv("RAY_TMPDIR", directory)  # it removes the address that it wrote
         cluster.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
 

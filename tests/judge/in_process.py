@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import orjson
@@ -46,12 +46,6 @@ class Judge:
         async with asyncio.timeout(60):
             answers = [await self.broker.wait(ticket, time.monotonic()) for ticket in tickets]
         return [orjson.loads(answer) for answer in answers]
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline, f"not in 30 s: {what}"
-            await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager

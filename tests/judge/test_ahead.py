@@ -14,6 +14,9 @@ from rstar2_megatron.judge.ahead import ROUND_TRIP_S, Ahead
 from rstar2_megatron.judge.queue import Job
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge.in_process import judge
+from tests.judge.waiting import until
+
+soon = partial(until, every_s=0.001)  # what is leased ahead is begun within a tenth of a second
 
 # Longer than anything that a test puts behind it takes to be noticed, shorter than a slice.
 BURN = "import time\nwhile time.process_time() < 0.08: pass"
@@ -84,9 +87,9 @@ async def test_one_that_nobody_waits_for_any_more_never_begins(redis: RedisServe
         calls = there.worker.calls
         *kept, left = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         assert left.key is not None
-        await there.until(lambda: left.key in there.worker.ahead, "it is leased ahead")
+        await soon(lambda: left.key in there.worker.ahead, "it is leased ahead")
         await there.broker.abandon([left])
-        await there.until(lambda: left.key not in there.worker.ahead, "it is dropped")
+        await soon(lambda: left.key not in there.worker.ahead, "it is dropped")
         assert left.key not in there.worker.running
         assert [result["outcome"] for result in await there.results(kept)] == ["ok"] * 4
         assert there.worker.calls == calls + 4 and not left.answer.done()
@@ -100,8 +103,8 @@ async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(redis: Redis
     async with judge(redis, starts=1) as there:
         running, *waiting = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         keys = {ticket.key for ticket in waiting}
-        await there.until(lambda: keys & set(there.worker.ahead) != set(), "they are leased ahead")
-        await there.until(lambda: running.key in there.worker.running, "the first one runs")
+        await soon(lambda: keys & set(there.worker.ahead) != set(), "they are leased ahead")
+        await soon(lambda: running.key in there.worker.running, "the first one runs")
         begun = keys & set(there.worker.running)
         await there.worker.stop()
         assert not running.answer.done(), "its interruption is no answer"
@@ -128,12 +131,12 @@ async def test_no_more_sessions_are_leased_than_can_open(
         def done(count: int) -> bool:
             return sum(cell.answer.done() for cell in cells) >= count
 
-        await there.until(partial(done, 2), "two are open")
+        await soon(partial(done, 2), "two are open")
         assert [result["outcome"] for result in await there.results(burning)] == ["ok"] * 3
         for ended in (1, 2):  # each that ends makes room for the next
             await asyncio.sleep(0.1)
             answers = [orjson.loads(cell.answer.result()) for cell in cells if cell.answer.done()]
             assert [answer["session"] for answer in answers] == ["new"] * (1 + ended)
             assert await there.broker.queue.end_session(there.worker.sessions.names[0])
-            await there.until(partial(done, 2 + ended), "another one opens")
+            await soon(partial(done, 2 + ended), "another one opens")
         assert [result["stdout"] for result in await there.results(cells)] == [f"{n}\n" for n in range(4)]

@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -25,6 +24,7 @@ from rstar2_megatron.judge.queue import PREFIX, JobQueue
 from rstar2_megatron.judge.service import JudgeService, JudgeServiceError
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge import in_process
+from tests.judge.waiting import until
 from tests.processes import command_line
 
 
@@ -64,13 +64,6 @@ def busy_slots(service: JudgeService) -> list[psutil.Process]:
         except (psutil.Error, OSError, ValueError):
             continue
     return slots
-
-
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
-        await asyncio.sleep(0.05)
 
 
 async def running(service: JudgeService, count: int, headers: dict[str, str] | None = None) -> None:

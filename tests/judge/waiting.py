@@ -1,0 +1,18 @@
+"""Waiting for what a test expects."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+async def until(
+    condition: Callable[[], Any], what: str, timeout_s: float = 30.0, every_s: float = 0.05
+) -> None:
+    """Look again and again; fail after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
+        await asyncio.sleep(every_s)
