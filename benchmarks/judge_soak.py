@@ -83,7 +83,7 @@ class Soak:
                 return process.name() == "redis-server"
             if kind == "worker":
                 return "worker" in process.cmdline()
-            # worker > launcher > zygote > slot, or library zygote > twin; one that is killed does its call again. A call's
+            # worker > launcher > zygote > slot > call parent, or library zygote > call parent; its call is done again. A call's
             # own process, with a PID namespace of its own, may have killed itself: "killed" is then the right answer.
             above = process.parents()
             is_call = _pid_namespace(process.pid) != _pid_namespace(above[0].pid)

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import sys
-from dataclasses import replace
 
 from rstar2_megatron.judge.limits import CallLimits, default_starts
 
@@ -65,7 +64,7 @@ def limits_of(arguments: argparse.Namespace) -> CallLimits:
         if getattr(arguments, name) is not None
     }
     limits = limits.with_options(given, ceiling=None)
-    return replace(limits, output_limit_mb=max(limits.output_limit_mb, 1))
+    return limits._replace(output_limit_mb=max(limits.output_limit_mb, 1))
 
 
 def slots_of(arguments: argparse.Namespace) -> int:

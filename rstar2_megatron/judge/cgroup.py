@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from pathlib import Path
 
 _NAME = "rstar2-judge"
@@ -54,6 +53,7 @@ class SlotGroup:
         self._limit = os.open(directory / limit, os.O_WRONLY | os.O_CLOEXEC)
         self._members = os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         self._events = os.open(directory / events, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = 0
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
                 (directory / "memory.swap.max").write_text("0")
@@ -67,13 +67,16 @@ class SlotGroup:
         os.write(self._members, b"0")
 
     def set_limit(self, size: int) -> None:
-        """Bytes for the slot's whole group, whichever of its processes set it last."""
-        os.write(self._limit, str(size).encode())
+        """Bytes for the slot's whole group. Only one of its processes may use this: it remembers what it set."""
+        if size != self._size:
+            os.write(self._limit, str(size).encode())
+            self._size = size
 
     def kills(self) -> int:
         """Processes of this group that the kernel has ended for want of memory, ever."""
-        found = re.search(rb"oom_kill (\d+)", os.pread(self._events, 4096, 0))
-        return int(found.group(1)) if found else 0
+        told = os.pread(self._events, 4096, 0)
+        found = told.find(b"oom_kill ")
+        return int(told[found + 9 :].split(None, 1)[0]) if found >= 0 else 0
 
 
 class GroupTree:

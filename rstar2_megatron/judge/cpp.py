@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 
-from rstar2_megatron.judge.limits import CallLimits
-
 
 def compiler() -> str | None:
     """Path of g++, or None: then `type: cpp` is invalid input."""
@@ -14,8 +12,11 @@ def compiler() -> str | None:
     return next((place for place in places if os.access(place, os.X_OK)), None)
 
 
-def build_and_run(source: str, limits: CallLimits) -> int:
-    """Compile `source` in the working directory and become the program. Returns 1 when it does not compile."""
+def build_and_run(source: str, cpu_seconds: int) -> int:
+    """Compile `source` in the working directory and become the program, which may use so much CPU.
+
+    Returns 1 when it does not compile.
+    """
     with open("source.cpp", "w", encoding="utf-8") as file:
         file.write(source)
     g_plus_plus = compiler()
@@ -27,6 +28,5 @@ def build_and_run(source: str, limits: CallLimits) -> int:
     _, status = os.waitpid(pid, 0)
     if status != 0:
         return 1
-    cpu_seconds = int(limits.time_limit_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     os.execv("./program", ["program"])

@@ -14,14 +14,23 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.judge.call import Sandbox
+from rstar2_megatron.judge.call import Runner
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.output import SANDBOX_FAILED, Output, report
-from rstar2_megatron.judge.process_tree import Supervision, family, make_nice, usage_of
+from rstar2_megatron.judge.process_tree import (
+    Supervision,
+    end_group,
+    family,
+    make_nice,
+    resident_bytes,
+    usage_of,
+)
+from rstar2_megatron.judge.sandbox import Descriptors, Program, Sandbox
 from rstar2_megatron.judge.snippet import CELL_DONE, CELL_HEADER
 
 _INTERRUPT_S = 1.0  # how long an interrupted cell may take to come back
@@ -30,7 +39,7 @@ _SEND_S = (
 )
 
 
-class SessionRunner(Sandbox):
+class SessionRunner(Runner):
     """The interpreter of one session. It starts with the first cell; when it has ended, so has the session."""
 
     pid = 0
@@ -39,27 +48,34 @@ class SessionRunner(Sandbox):
     err: Output
     directory = ""
 
+    def __init__(self, *slot: Any) -> None:
+        super().__init__(*slot)
+        self.sandbox = Sandbox(self.walls, self.slot, live=True)
+        self.resident_at_start = resident_bytes(os.getpid())
+
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         limits = CallLimits.from_dict(job["limits"])
         started = time.monotonic()
         state = "kept"
         if not self.pid:
             state = "new"
-            self._start(job, limits)
+            self._open(job, limits)
         kills_before = self._limit_memory(limits)
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # what was left by the last cell belongs to nobody
-        supervision = Supervision(self.pid, started, self.own_group, self._step_back)
+        supervision = Supervision(lambda: self.pid, started, self.own_group, self._step_back)
         supervision.used_before_s = usage_of(self.pid).cpu_s
         self._signal_all(signal.SIGCONT)
         code = 0
         verdict = self._send(job)
         if verdict is None:
             deadline = started + limits.time_limit_s
-            verdict = self._watch(
-                self.pid, self.out, self.err, deadline, limits, supervision, done=self.channel.fileno()
-            )
+            with _watched(self.pid) as end:
+                ends = (end, self.channel.fileno())
+                verdict = self._watch(
+                    ends, self.out, self.err, deadline, limits, supervision, self.resident_at_start
+                )
             if supervision.niceness:  # the next call begins with its full share (an ordinary user cannot)
                 for member in family(self.pid):
                     make_nice(member, 0, self.own_group)
@@ -75,7 +91,7 @@ class SessionRunner(Sandbox):
             code = self._finish()
             if verdict is None and self._ran_out_of_memory(kills_before):
                 verdict = Outcome.MEMORY
-            elif code == SANDBOX_FAILED and stderr.startswith(self.failure_mark):
+            elif code == SANDBOX_FAILED and stderr.startswith(self.sandbox.failure_mark):
                 verdict = Outcome.INTERNAL_ERROR
             elif verdict is None and code == 0:  # os._exit(0), or a word on the channel that is not ours
                 code = 1
@@ -94,12 +110,20 @@ class SessionRunner(Sandbox):
             session=state,
         )
 
-    def _start(self, job: dict[str, Any], limits: CallLimits) -> None:
+    def _open(self, job: dict[str, Any], limits: CallLimits) -> None:
         self.directory = self._make_directory()
         self.channel, theirs = socket.socketpair()
-        self.pid, self.out, self.err = self._fork(job, limits, self.directory, theirs)
+
+        def start(program: Program, descriptors: Descriptors) -> None:
+            descriptors = descriptors._replace(channel=theirs.fileno())
+            self.pid = self.sandbox.fork(lambda: self.sandbox.become(program, descriptors))
+
+        self.out, self.err = self._start(job, limits, self.directory, start)
         theirs.close()
         self.channel.settimeout(_SEND_S)
+
+    def _cpu_seconds(self, limits: CallLimits) -> int:
+        return -1  # it serves many calls
 
     def _send(self, job: dict[str, Any]) -> Outcome | None:
         """Hand the cell over. Returns KILLED when nobody takes it."""
@@ -153,15 +177,14 @@ class SessionRunner(Sandbox):
 
         An interpreter that ends closes its descriptors first: `wait_s` lets it come to its end.
         """
-        watched = os.pidfd_open(self.pid)
-        poller = select.poll()
-        poller.register(watched, select.POLLIN)
-        ended_itself = bool(poller.poll(wait_s * 1000))
-        os.close(watched)
-        self._end(self.pid)
+        with _watched(self.pid) as end:
+            poller = select.poll()
+            poller.register(end, select.POLLIN)
+            ended_itself = bool(poller.poll(wait_s * 1000))
+        end_group(self.pid)
         _, status = os.waitpid(self.pid, 0)
-        if self.own_pid_namespace < 0:
-            self._end_orphans()
+        if not self.sandbox.namespaced:
+            self.sandbox.end_orphans()
         for stream in (self.out, self.err):
             os.close(stream.fd)
         self.channel.close()
@@ -172,6 +195,16 @@ class SessionRunner(Sandbox):
     def close(self) -> None:
         if self.pid:
             self._finish(wait_s=0.0)
+
+
+@contextlib.contextmanager
+def _watched(pid: int) -> Iterator[int]:
+    """A descriptor that becomes readable when the process ends."""
+    watched = os.pidfd_open(pid)
+    try:
+        yield watched
+    finally:
+        os.close(watched)
 
 
 def _is_alive(pid: int) -> bool:

@@ -14,12 +14,12 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rstar2_megatron.judge import linux
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.judge.linux import Step
 from rstar2_megatron.services.parent_death import die_with_parent
 
 CALL_DIRECTORY = "/tmp"
@@ -53,17 +53,17 @@ _SYSTEM_FILES = ("etc/ld.so.cache", "etc/localtime", "etc/alternatives", "etc/mi
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
-@dataclass
 class Walls:
     """Which layers stand. `missing` maps a layer to the reason why it does not."""
 
-    active: list[str] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    uid_base: int | None = None  # slot i runs as uid_base + i
-    in_user_namespace: bool = False
-    landlock: int = 0
-    covered: dict[str, str] = field(default_factory=dict)  # interpreter's directory -> its second place
+    def __init__(self) -> None:
+        self.active: list[str] = []
+        self.missing: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self.uid_base: int | None = None  # slot i runs as uid_base + i
+        self.in_user_namespace = False
+        self.landlock = 0
+        self.covered: dict[str, str] = {}  # interpreter's directory -> its second place
 
     def raised(self, layer: str) -> None:
         self.missing.pop(layer, None)
@@ -229,7 +229,8 @@ def choose_remaining_layers(walls: Walls) -> None:
     walls.raised("clean_environment")
     walls.raised("process_limit")
     if "private_root" in walls.active:
-        _try_in_child(walls, "private_tmpfs", lambda: _mount_call_directory(walls, CallLimits(), None))
+        room = Room.of(CallLimits(), CALL_DIRECTORY)
+        _try_in_child(walls, "private_tmpfs", lambda: linux.do(_directory_steps(walls, room, None)))
     _try_in_child(walls, "seccomp", _filter_calls)
 
 
@@ -243,7 +244,7 @@ def raise_inherited_layers(walls: Walls) -> None:
 def _filter_calls() -> None:
     linux.no_new_privileges()
     linux.install_inherited_filter()
-    linux.install_call_filter()
+    linux.do([linux.call_filter_step()])
 
 
 def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:
@@ -267,56 +268,66 @@ def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:
         walls.lacks(layer, why.decode(errors="replace") or "the trial process died")
 
 
-def _mount_call_directory(walls: Walls, limits: CallLimits, uid: int | None) -> None:
-    linux.unshare(linux.CLONE_NEWNS)
+class Room(NamedTuple):
+    """What is the same for most calls, so that their walls can be prepared before they come."""
+
+    directory: str  # working directory
+    disk_mb: int
+    open_files: int
+    processes: int
+
+    @classmethod
+    def of(cls, limits: CallLimits, directory: str) -> Room:
+        return cls(directory, limits.disk_mb, limits.open_files, limits.processes)
+
+
+def _directory_steps(walls: Walls, room: Room, uid: int | None) -> list[Step]:
+    """A mount namespace with a private tmpfs as working directory."""
     owner = f",uid={uid},gid={uid}" if uid is not None else ""
-    options = f"size={limits.disk_mb}m,nr_inodes=10000,mode=700{owner}"
-    linux.mount("tmpfs", CALL_DIRECTORY, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
+    options = f"size={room.disk_mb}m,nr_inodes=10000,mode=700{owner}"
+    steps = [
+        linux.unshare_step(linux.CLONE_NEWNS),
+        linux.mount_step("tmpfs", CALL_DIRECTORY, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options),
+    ]
     for path, place in walls.covered.items():
-        os.makedirs(path)
-        linux.mount(place, path, None, linux.MS_BIND)  # read-only, as the place is
+        steps.append((f"make {path}", None, os.makedirs, (path,)))
+        steps.append(linux.mount_step(place, path, None, linux.MS_BIND))  # read-only, as the place is
+    return steps
 
 
-def confine_call(
-    walls: Walls,
-    limits: CallLimits,
-    slot: int,
-    directory: str,
-    address_space: int,
-    *,
-    cpu_limit: bool = True,
-) -> None:
-    """In the call's own process, before the snippet: raise every layer that stands. OSError if one falls.
+def wall_steps(walls: Walls, slot: int, room: Room, free_fd: int) -> list[Step]:
+    """What a call's own process does before the snippet, to raise every layer that stands.
 
-    `directory` is the working directory where there is no private tmpfs; `address_space` is in bytes.
-    `cpu_limit` is off for a process that serves many calls.
+    `free_fd` is its lowest free descriptor then.
     """
     uid = None if walls.uid_base is None else walls.uid_base + slot
+    steps: list[Step] = []
     if "private_tmpfs" in walls.active:
-        _mount_call_directory(walls, limits, uid)
+        steps += _directory_steps(walls, room, uid)
         if "pid_namespace" in walls.active:
-            linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-    os.chdir(directory)
-    cpu_seconds = int(limits.time_limit_s) + 2 if cpu_limit else resource.RLIM_INFINITY
+            flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+            steps.append(linux.mount_step("proc", "/proc", "proc", flags))
+    steps.append(("chdir", None, os.chdir, (room.directory,)))
     for kind, value in (
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_AS, address_space),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_FSIZE, limits.disk_mb * MEGABYTE),
+        (resource.RLIMIT_NOFILE, room.open_files),
+        (resource.RLIMIT_FSIZE, room.disk_mb * MEGABYTE),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_NPROC, limits.processes),
+        (resource.RLIMIT_NPROC, room.processes),
     ):
-        resource.setrlimit(kind, (value, value))
+        steps.append((f"limit {kind}", None, resource.setrlimit, (kind, (value, value))))
     if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)  # from root: all capabilities go with it
+        steps += [
+            ("setgroups", None, os.setgroups, ([],)),
+            ("setresgid", None, os.setresgid, (uid, uid, uid)),
+            ("setresuid", None, os.setresuid, (uid, uid, uid)),  # from root: all capabilities go with it
+        ]
     elif walls.in_user_namespace or os.geteuid() == 0:
-        linux.drop_capabilities()
-    die_with_parent(signal.SIGKILL)
+        steps.append(("drop capabilities", None, linux.drop_capabilities, ()))
+    steps.append(("die with the parent", None, die_with_parent, (signal.SIGKILL,)))
     if "landlock" in walls.active:
-        linux.confine_writes(directory, walls.landlock)
+        steps += linux.confine_writes_steps(room.directory, walls.landlock, free_fd)
     if "seccomp" in walls.active:
-        linux.install_call_filter()
+        steps.append(linux.call_filter_step())
+    return steps

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 MEGABYTE = 1 << 20
 
@@ -28,8 +27,7 @@ def default_starts() -> int:
     return math.ceil(1.5 * len(os.sched_getaffinity(0)))
 
 
-@dataclass(frozen=True, slots=True)
-class CallLimits:
+class CallLimits(NamedTuple):
     """Limits of one call. All are enforced from outside the snippet."""
 
     time_limit_s: float = 10.0  # wall time; CPU time is bounded by it too
@@ -42,7 +40,7 @@ class CallLimits:
     compile_time_s: float = 15.0  # added to the time limit of a C++ call
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return self._asdict()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CallLimits:
@@ -70,8 +68,8 @@ class CallLimits:
             if not value > 0:
                 raise ValueError(f"{name}={options[name]!r} must be above 0")
             changed[name] = value if ceiling is None else min(value, getattr(ceiling, name))
-        return replace(self, **changed) if changed else self
+        return self._replace(**changed) if changed else self
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CallLimits:
-        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
+        return cls(**{name: values[name] for name in cls._fields if name in values})

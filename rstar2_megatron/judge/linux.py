@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import resource
 import struct
+from collections.abc import Callable, Iterable
+from typing import Any
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
@@ -49,7 +50,10 @@ _SYS_BY_MACHINE = {
     "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
     "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
 }
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
+
+# One system call that a call's process makes: its name for an error, what it has to return, the function, its arguments.
+Step = tuple[str, object, Callable[..., object], tuple[Any, ...]]
 
 
 def _check(result: int, what: str) -> int:
@@ -66,25 +70,39 @@ def _number(name: str) -> int:
         raise OSError(38, f"{name}: not known for machine type {MACHINE}") from None
 
 
+def do(steps: Iterable[Step]) -> None:
+    """Make these calls, prepared before, one after another. OSError when one does not return what it should."""
+    for what, result, call, arguments in steps:
+        if call(*arguments) != result:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare_step(flags: int) -> Step:
+    return f"unshare({flags:#x})", 0, _libc.unshare, (flags,)
+
+
 def unshare(flags: int) -> None:
-    _check(_libc.unshare(flags), f"unshare({flags:#x})")
+    do([unshare_step(flags)])
 
 
-def setns(fd: int, kind: int) -> None:
-    _check(_libc.setns(fd, kind), "setns")
+def setns_step(fd: int, kind: int) -> Step:
+    return "setns", 0, _libc.setns, (fd, kind)
+
+
+def mount_step(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> Step:
+    arguments = (
+        source.encode(),
+        target.encode(),
+        None if fstype is None else fstype.encode(),
+        ctypes.c_ulong(flags),
+        data.encode() or None,
+    )
+    return f"mount {fstype or source} on {target}", 0, _libc.mount, arguments
 
 
 def mount(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> None:
-    _check(
-        _libc.mount(
-            source.encode(),
-            target.encode(),
-            None if fstype is None else fstype.encode(),
-            ctypes.c_ulong(flags),
-            data.encode() or None,
-        ),
-        f"mount {fstype or source} on {target}",
-    )
+    do([mount_step(source, target, fstype, flags, data)])
 
 
 def unmount(target: str) -> None:
@@ -140,15 +158,20 @@ def raise_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def close_from(first: int) -> None:
+def close_from_step(first: int) -> Step:
     """Close every descriptor from `first` up. A bounded loop leaks what lies above its bound."""
-    if _libc.syscall(_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0) < 0:  # kernels before 5.9
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) >= first:
-                try:
-                    os.close(int(name))
-                except OSError:
-                    continue
+    if _libc.syscall(_SYS_CLOSE_RANGE, 0x7FFFFFFF, 0xFFFFFFFF, 0) == 0:
+        return "close_range", 0, _libc.syscall, (_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0)
+    return "close what is open", None, _close_listed_from, (first,)  # kernels before 5.9
+
+
+def _close_listed_from(first: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= first:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue
 
 
 def close_all_but(kept: set[int]) -> None:
@@ -158,7 +181,7 @@ def close_all_but(kept: set[int]) -> None:
         if fd > first and _libc.syscall(_SYS_CLOSE_RANGE, first, fd - 1, 0) < 0:  # kernels before 5.9
             os.closerange(first, fd)
         first = fd + 1
-    close_from(first)
+    do([close_from_step(first)])
 
 
 def _own_mappings() -> list[tuple[int, int, str, str]]:
@@ -265,10 +288,10 @@ _inherited_filter = _FilterProgram(DENIED_EVERYWHERE)
 _call_filter = _FilterProgram(DENIED_IN_CALLS)
 
 
-def _install(program: _FilterProgram) -> None:
+def _install_step(program: _FilterProgram) -> Step:
     if MACHINE != "x86_64":
         raise OSError(38, f"seccomp: the call table is written for x86_64, this machine is {MACHINE}")
-    _check(_libc.syscall(_number("seccomp"), 1, 0, ctypes.byref(program)), "seccomp")
+    return "seccomp", 0, _libc.syscall, (_number("seccomp"), 1, 0, ctypes.byref(program))
 
 
 def install_inherited_filter() -> None:
@@ -276,12 +299,12 @@ def install_inherited_filter() -> None:
 
     The kernel translates a filter, and tries it on each call it knows, whenever one is installed: 0.2 ms for so long a list.
     """
-    _install(_inherited_filter)
+    do([_install_step(_inherited_filter)])
 
 
-def install_call_filter() -> None:
+def call_filter_step() -> Step:
     """Refuse those too that the sandbox needs for its own work. On top of the inherited filter."""
-    _install(_call_filter)
+    return _install_step(_call_filter)
 
 
 # --------------------------------------------------------------------------------------------- landlock
@@ -295,20 +318,29 @@ def landlock_version() -> int:
     return _check(_libc.syscall(_SYS_LANDLOCK_CREATE, None, 0, 1), "landlock")
 
 
-def confine_writes(directory: str, version: int) -> None:
-    """Allow writing only below `directory` (and to /dev/null). Reading is not restricted."""
+def confine_writes_steps(directory: str, version: int, free_fd: int) -> list[Step]:
+    """Allow writing only below `directory` (and to /dev/null). Reading is not restricted.
+
+    `free_fd` is the lowest descriptor that will be free, so that each step knows what the one before has opened.
+    """
     handled = (1 << 13) - 1 & ~_LANDLOCK_READ
     if version >= 2:
         handled |= 1 << 13  # rename and link across directories
     if version >= 3:
         handled |= 1 << 14  # truncate
+    ruleset, opened = free_fd, free_fd + 1
+    call, flags = _libc.syscall, os.O_PATH | os.O_CLOEXEC
     attributes = struct.pack("<Q", handled)
-    ruleset = _check(_libc.syscall(_SYS_LANDLOCK_CREATE, attributes, 8, 0), "landlock_create_ruleset")
-    rules = ((directory, handled), ("/dev/null", _LANDLOCK_WRITE_FILE & handled))
-    for path, rights in rules:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("<Qi", rights, fd)
-        _check(_libc.syscall(_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
-        os.close(fd)
-    _check(_libc.syscall(_SYS_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")
-    os.close(ruleset)
+    steps: list[Step] = [("landlock_create_ruleset", ruleset, call, (_SYS_LANDLOCK_CREATE, attributes, 8, 0))]
+    for path, rights in ((directory, handled), ("/dev/null", _LANDLOCK_WRITE_FILE & handled)):
+        rule = struct.pack("<Qi", rights, opened)
+        steps += [
+            (f"open {path}", opened, _libc.open, (path.encode(), flags)),
+            (f"landlock_add_rule {path}", 0, call, (_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0)),
+            (f"close {path}", 0, _libc.close, (opened,)),
+        ]
+    return [
+        *steps,
+        ("landlock_restrict_self", 0, call, (_SYS_LANDLOCK_RESTRICT, ruleset, 0)),
+        ("close the ruleset", 0, _libc.close, (ruleset,)),
+    ]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 SLICE_S = 0.1  # CPU time after which a call no longer counts as a short one
 # CPU seconds used, niceness from there on: three steps halve the share of a core, each time that the use has doubled.
@@ -52,13 +52,19 @@ def family(pid: int) -> Iterator[int]:
             stack += children(current)
 
 
+def end_group(pid: int) -> None:
+    """End a process and its process group. Nothing happens to one that has ended."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)
+
+
 def resident_bytes(pid: int) -> int:
     """Raises OSError when the process has ended."""
     return int(_read(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """What a call's processes do and have used."""
 
     members: list[int]
@@ -89,8 +95,8 @@ def weigh_as(sessions: int) -> None:
 
     One step of niceness is a factor of 1.25.
     """
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(max(-20, -round(math.log(sessions, 1.25)))))
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write(str(max(-20, -round(math.log(sessions, 1.25)))))
 
 
 def make_nice(pid: int, niceness: int, own_group: bytes) -> None:
@@ -111,9 +117,12 @@ def make_nice(pid: int, niceness: int, own_group: bytes) -> None:
 class Supervision:
     """Looks at one running call now and then. Times are of the monotonic clock."""
 
-    def __init__(self, pid: int, started: float, own_group: bytes, on_step_back: Callable[[], None]) -> None:
-        """`on_step_back` is called once, when the call sleeps or waits, or has used a slice: others may start."""
-        self.pid = pid
+    def __init__(
+        self, find_pid: Callable[[], int], started: float, own_group: bytes, on_step_back: Callable[[], None]
+    ) -> None:
+        """`find_pid` is asked at the first look, which most calls do not live to see. `on_step_back` is called
+        once, when the call sleeps or waits, or has used a slice: others may start."""
+        self.find_pid = find_pid
         self.own_group = own_group
         self.on_step_back = on_step_back
         self.used_before_s = 0.0  # by a live interpreter in earlier calls
@@ -122,7 +131,7 @@ class Supervision:
         self._stepped_back = False
 
     def look(self, now: float) -> None:
-        usage = usage_of(self.pid)
+        usage = usage_of(self.find_pid())
         cpu_s = usage.cpu_s - self.used_before_s
         if not self._stepped_back and (cpu_s >= SLICE_S or not usage.is_running):
             self._stepped_back = True

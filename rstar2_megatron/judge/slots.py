@@ -85,8 +85,10 @@ class SlotPool:
         """Start the sandbox and wait for its first slot. Raises SandboxFailed."""
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rstar2_megatron.judge.zygote"]
-            + [str(n) for n in (theirs.fileno(), self.count, self.sessions)],
+            # Without `site`: what that imports to find the packages, which are named here, each call would copy.
+            [sys.executable, "-S", "-m", "rstar2_megatron.judge.zygote"]
+            + [str(n) for n in (theirs.fileno(), self.count, self.sessions)]
+            + [sys.prefix, *sys.path],
             pass_fds=[theirs.fileno()],
             cwd=_PROJECT,
             # Bound at the start, or each call would look up every function of a library that it is the first to use.

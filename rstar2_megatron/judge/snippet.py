@@ -8,7 +8,7 @@ statements before it, and each is executed once.
 from __future__ import annotations
 import __future__
 
-import ast
+import _ast
 import atexit
 import contextlib
 import functools
@@ -17,6 +17,7 @@ import json
 import linecache
 import operator
 import os
+import random
 import signal
 import socket
 import struct
@@ -24,12 +25,12 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 FILE_NAME = "source.py"
 CELL_HEADER = struct.Struct("<III")  # bytes of a cell's program, its standard input, its files as JSON
 CELL_DONE = struct.Struct("<i")  # its exit code
-_REHEARSALS = 12  # Python 3.11 specialises what has run 8 times
 _FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
@@ -46,6 +47,23 @@ class CountingFile(io.FileIO):
         return count
 
 
+@contextlib.contextmanager
+def descriptors_of_a_call() -> Iterator[None]:
+    """Meanwhile 0 is the null device, and 1 and 2 are a pipe that nobody reads, which holds 64 KB."""
+    saved = [os.dup(fd) for fd in (0, 1, 2)]
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    reader, writer = os.pipe()
+    try:
+        for source, fd in ((null, 0), (writer, 1), (writer, 2)):
+            os.dup2(source, fd)
+        yield
+    finally:
+        for fd, before in enumerate(saved):
+            os.dup2(before, fd)
+        for fd in (*saved, null, reader, writer):
+            os.close(fd)
+
+
 class Streams:
     """Text streams over descriptors 0, 1 and 2, made once in the process that calls are forked from.
 
@@ -56,12 +74,7 @@ class Streams:
     def __init__(self) -> None:
         # Kept, for the end of a stream that nobody holds any more would cost each call another 0.15 ms.
         self._replaced = sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
-        saved = [os.dup(fd) for fd in (0, 1, 2)]
-        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        reader, writer = os.pipe()
-        try:
-            for source, fd in ((null, 0), (writer, 1), (writer, 2)):
-                os.dup2(source, fd)
+        with descriptors_of_a_call():
             self.counter = CountingFile(1, "w", closefd=False)
             self.stdin = _standard_input()
             self.stdout = io.TextIOWrapper(
@@ -73,27 +86,18 @@ class Streams:
                 errors="backslashreplace",
                 line_buffering=True,
             )
-            self._rehearse()
-        finally:
-            for fd, before in enumerate(saved):
-                os.dup2(before, fd)
-            for fd in (*saved, null, reader, writer):
-                os.close(fd)
 
-    def _rehearse(self) -> None:
-        """Run cells here, so that calls find what the interpreter learns by it and need not learn and write it."""
-        for _ in range(_REHEARSALS):
-            self.use(has_input=False)
-            for program in ("import math\nx = 3\nprint(x + 1)", "1 + 1"):
-                run_cell(program, {"__name__": "__main__"}, self.counter)
-            self.stdout.flush()
-
-    def use(self, *, has_input: bool) -> CountingFile:
-        """Make them this process's standard streams. Returns stdout's counter. `has_input`: 0 is a file."""
-        sys.stdin = sys.__stdin__ = _standard_input() if has_input else self.stdin  # type: ignore[misc]
+    def use(self) -> CountingFile:
+        """Make them this process's standard streams. Returns stdout's counter."""
+        sys.stdin = sys.__stdin__ = self.stdin  # type: ignore[misc]
         sys.stdout = sys.__stdout__ = self.stdout  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = self.stderr  # type: ignore[misc]
         return self.counter
+
+
+def use_input() -> None:
+    """In a call whose standard input is a file, and not the null device that its stream was made for."""
+    sys.stdin = sys.__stdin__ = _standard_input()  # type: ignore[misc]
 
 
 def _standard_input() -> io.TextIOWrapper:
@@ -130,10 +134,10 @@ def compile_by_line(
 
 def compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.CodeType | None]:
     """Raises what `compile` raises."""
-    tree = ast.parse(source, file_name)
+    tree: Any = compile(source, file_name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
-        last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+    if tree.body and isinstance(tree.body[-1], _ast.Expr) and not source.rstrip().endswith(";"):
+        last = _ast.Expression(tree.body.pop().value)
     statements = compile(tree, file_name, "exec", dont_inherit=True)
     if last is None:
         return statements, None
@@ -193,9 +197,9 @@ def run_cell(
     return 0
 
 
-def run_program(source: str, counter: CountingFile) -> int:
+def run_program(source: str, namespace: dict[str, Any], counter: CountingFile) -> int:
     """Run a whole program as `python source.py` would end: threads joined, atexit run, streams flushed."""
-    code = run_cell(source, new_main_module(), counter)
+    code = run_cell(source, namespace, counter)
     try:
         if threading.active_count() > 1 or threading._threading_atexits:  # type: ignore[attr-defined]
             threading._shutdown()  # type: ignore[attr-defined]
@@ -206,20 +210,34 @@ def run_program(source: str, counter: CountingFile) -> int:
         _print_exception(error)
         code = code or 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):
+        try:
             stream.flush()
+        except BaseException:  # closed, or the program's own; contextlib costs each call eight pages
+            continue
     return code
+
+
+# The C function below random.seed: a method in Python would cost each call eight pages.
+_seed_random = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
+
+
+def reseed() -> None:
+    """Forked calls would all draw the same numbers: neither module reseeds itself in the child."""
+    _seed_random()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
 
 
 # -------------------------------------------------------------------------------------- live interpreters
 
 
-def memory_file(text: str) -> int:
-    """Descriptor of an anonymous file that holds `text`, to be read from its start."""
+def memory_file(content: bytes) -> int:
+    """Descriptor of an anonymous file that holds `content`, to be read from its start."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
-    data = memoryview(text.encode("utf-8", "surrogatepass"))
-    while data:
-        data = data[os.write(fd, data) :]
+    left = memoryview(content)
+    while left:
+        left = left[os.write(fd, left) :]
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
@@ -267,7 +285,7 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.stdout, sys.stderr = streams
-            _set_standard_input(stdin.decode("utf-8", "surrogatepass"))
+            _set_standard_input(stdin)
             write_files(json.loads(files))
             code = run_cell(program.decode("utf-8", "surrogatepass"), namespace, counter, f"cell_{number}.py")
             for stream in (sys.stdout, sys.stderr, *streams):
@@ -280,8 +298,8 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
         channel.sendall(CELL_DONE.pack(code))
 
 
-def _set_standard_input(text: str) -> None:
-    source = memory_file(text)
+def _set_standard_input(content: bytes) -> None:
+    source = memory_file(content)
     os.dup2(source, 0)
     os.close(source)
-    sys.stdin = sys.__stdin__ = _standard_input()  # type: ignore[misc]
+    use_input()

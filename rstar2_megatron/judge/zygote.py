@@ -3,9 +3,10 @@
 Started fresh by a worker with a clean environment:
 launcher (makes namespaces and control groups, removes them at the end)
   -> zygote (PID 1 of its namespace: when it ends, everything ends)
-    -> one slot process for each call that may run at once -> calls that need the standard library only
+    -> one slot process for each call that may run at once
+      -> its call parent -> calls that need the standard library only
     -> library zygote (numpy and sympy imported)
-      -> one twin for each slot -> calls that use such libraries
+      -> a second call parent for each slot -> calls that use such libraries
       -> one slot process for each open session -> its interpreter.
 Each call copies and ends what its parent has mapped, so the small zygote imports as little as it can: every shared
 library is five mappings (tests/judge/test_environment.py). The worker speaks with each slot over a socket of its own,
@@ -15,6 +16,8 @@ socket ends the session.
 
 from __future__ import annotations
 
+import _sitebuiltins
+import builtins
 import contextlib
 import gc
 import json
@@ -23,12 +26,13 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from rstar2_megatron.judge import cpp, isolation, linux
-from rstar2_megatron.judge.call import CallRunner, Sandbox
+from rstar2_megatron.judge.call import CallRunner
+from rstar2_megatron.judge.call_parent import CallParent, Line, make_line, serve_calls
 from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.interpreter import SessionRunner
 from rstar2_megatron.judge.isolation import Walls
@@ -38,23 +42,23 @@ from rstar2_megatron.judge.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
+_SOON_S = 0.2  # a slot that ends within this time probably cannot start
 
 
-@dataclass
 class Forker:
     """Forks slot processes and collects the dead."""
 
-    walls: Walls
-    groups: list[SlotGroup | None]
-    num_slots: int  # the first of the groups are for calls, the rest for sessions
-    scratch: str
-
-    def __post_init__(self) -> None:
+    def __init__(self, walls: Walls, groups: list[SlotGroup | None], num_slots: int, scratch: str) -> None:
+        """The first `num_slots` of the groups are for calls, the rest for sessions."""
+        self.walls = walls
+        self.groups = groups
+        self.num_slots = num_slots
+        self.scratch = scratch
         self.slots: dict[int, int] = {}  # process id -> slot
         self.others: set[int] = set()  # further children
 
-    def fork_slot(self, slot: int, sock: socket.socket, twin: socket.socket | None = None) -> None:
-        """Start a process that serves `sock`."""
+    def fork_for(self, slot: int, serve: Callable[[SlotGroup | None], NoReturn], kept: set[int]) -> None:
+        """Start a process that serves a slot, with no other descriptors than `kept` and its control group's."""
         pid = os.fork()
         if pid:
             self.slots[pid] = slot
@@ -62,16 +66,13 @@ class Forker:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(signal.SIGKILL)
-        linux.adopt_orphans()
         group = self.groups[slot]
         # The other slots' control groups are no business of this one, and each call would copy and close
         # their descriptors: three for each slot and session, with thousands of them most of a call's cost.
-        kept = {sock.fileno()} if twin is None else {sock.fileno(), twin.fileno()}
         linux.close_all_but(kept if group is None else kept | group.descriptors)
         if group is not None:
             group.join()
-        runner: type[Sandbox] = CallRunner if slot < self.num_slots else SessionRunner
-        serve_slot(sock, runner(self.walls, slot, group, self.scratch, sock), twin)
+        serve(group)
 
     def loop(self, control: socket.socket, on_control: Callable[[], None]) -> NoReturn:
         """Serve `control`, and collect the dead, for ever."""
@@ -90,7 +91,7 @@ class Forker:
             self.reap()
 
     def reap(self) -> None:
-        """Collect the dead; end what a dead slot left behind."""
+        """Collect the dead; end what they left behind."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -101,9 +102,10 @@ class Forker:
             if pid in self.others:
                 os._exit(1)  # without it nothing works: the worker starts the sandbox anew
             slot = self.slots.pop(pid, None)
+            # A slot leaves its call parent, and that one its call: each is found when the one above it is collected.
+            for orphan in set(children(os.getpid())) - self.slots.keys() - self.others:
+                os.kill(orphan, signal.SIGKILL)
             if slot is not None:
-                for orphan in set(children(os.getpid())) - self.slots.keys() - self.others:
-                    os.kill(orphan, signal.SIGKILL)
                 self.on_end(slot)
 
     def on_end(self, slot: int) -> None:
@@ -111,30 +113,47 @@ class Forker:
 
 
 class LibraryZygote(Forker):
-    """Has the libraries imported; forks twins and session slots as the zygote asks (number and socket)."""
+    """Has the libraries imported; forks call parents and session slots as the zygote asks.
+
+    It asks by a slot's number and the descriptors to serve: a line's two ends, or a session slot's socket.
+    """
 
     def serve(self, control: socket.socket) -> NoReturn:
         self.control = control
-        self.waiting: dict[int, socket.socket] = {}  # for slots whose last process has not ended yet
+        self.waiting: dict[int, list[int]] = {}  # for slots whose last process has not ended yet
         linux.adopt_orphans()
         import_libraries()
         control.send(b"ready")
         self.loop(control, self.start_slot)
 
     def start_slot(self) -> None:
-        message, fds, _, _ = socket.recv_fds(self.control, LENGTH.size, 1)
+        message, fds, _, _ = socket.recv_fds(self.control, LENGTH.size, 2)
         if not message:
             os._exit(0)
         (slot,) = LENGTH.unpack(message)
-        self.waiting[slot] = socket.socket(fileno=fds[0])
-        if slot not in self.slots.values():
+        self.waiting[slot] = fds
+        last = [pid for pid, served in self.slots.items() if served == slot]
+        if not last:
             self.on_end(slot)
+        elif slot < self.num_slots:  # its slot is gone, and nobody watches its call any more
+            os.kill(last[0], signal.SIGKILL)
 
     def on_end(self, slot: int) -> None:
-        sock = self.waiting.pop(slot, None)
-        if sock is not None:
-            self.fork_slot(slot, sock)
+        fds = self.waiting.pop(slot, None)
+        if fds is None:
+            return
+        if slot < self.num_slots:
+            line = Line(socket.socket(fileno=fds[0]), fds[1])
+            self.fork_for(slot, lambda _: serve_calls(line, self.walls, slot), set(fds))
+            line.close()
+        else:
+            sock = socket.socket(fileno=fds[0])
+            self.fork_for(slot, lambda group: self._serve_session(sock, slot, group), set(fds))
             sock.close()
+
+    def _serve_session(self, sock: socket.socket, slot: int, group: SlotGroup | None) -> NoReturn:
+        linux.adopt_orphans()
+        serve_slot(sock, SessionRunner(self.walls, slot, group, self.scratch, sock))
 
 
 class Zygote(Forker):
@@ -143,6 +162,7 @@ class Zygote(Forker):
     def serve(self, control: socket.socket) -> NoReturn:
         """Until the worker closes the control socket, or dies (the kernel then kills this process)."""
         self.control = control
+        self.started: dict[int, float] = {}  # when the process of a slot was started last
         self.library, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
@@ -167,24 +187,40 @@ class Zygote(Forker):
         if len(asked) < LENGTH.size:
             os._exit(0)
         ours, theirs = socket.socketpair()
-        self._to_library(LENGTH.unpack(asked)[0], ours)
+        self._to_library(LENGTH.unpack(asked)[0], ours.fileno())
+        ours.close()
         self._to_worker(LENGTH.unpack(asked)[0], theirs)
 
     def start_slot(self, slot: int) -> None:
+        self.started[slot] = time.monotonic()
         ours, theirs = socket.socketpair()
-        twin, twins_end = socket.socketpair()
-        self.fork_slot(slot, ours, twin)
-        self._to_library(slot, twins_end)
+        library, its_end = make_line()
+        kept = {ours.fileno(), library.messages.fileno(), library.pids}
+        self.fork_for(slot, lambda group: self._serve(ours, slot, group, library), kept)
+        self._to_library(slot, its_end.messages.fileno(), its_end.pids)
+        its_end.close()
         self._to_worker(slot, theirs)
         ours.close()
-        twin.close()
+        library.close()
+
+    def _serve(self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Line) -> NoReturn:
+        """In the slot's process: start its call parent, and serve."""
+        small, its_end = make_line()
+        if os.fork() == 0:
+            die_with_parent(signal.SIGKILL)
+            linux.close_all_but({its_end.messages.fileno(), its_end.pids})
+            serve_calls(its_end, self.walls, slot)
+        its_end.close()
+        parents = {"small": CallParent(small), "library": CallParent(library)}
+        serve_slot(sock, CallRunner(self.walls, slot, group, self.scratch, sock, **parents))
 
     def on_end(self, slot: int) -> None:
+        if time.monotonic() - self.started[slot] < _SOON_S:  # one that cannot start shall not fill the log
+            time.sleep(_SOON_S)
         self.start_slot(slot)
 
-    def _to_library(self, slot: int, sock: socket.socket) -> None:
-        socket.send_fds(self.library, [LENGTH.pack(slot)], [sock.fileno()])
-        sock.close()
+    def _to_library(self, slot: int, *descriptors: int) -> None:
+        socket.send_fds(self.library, [LENGTH.pack(slot)], descriptors)
 
     def _to_worker(self, slot: int, sock: socket.socket) -> None:
         socket.send_fds(self.control, [json.dumps({"slot": slot}).encode().ljust(64)], [sock.fileno()])
@@ -212,6 +248,8 @@ def import_standard_library() -> None:
     import string
 
     del collections, decimal, fractions, functools, itertools, math, random, string
+    builtins.exit, builtins.quit = (_sitebuiltins.Quitter(name, "Ctrl-D") for name in ("exit", "quit"))
+    builtins.help = _sitebuiltins._Helper()
 
 
 def import_libraries() -> None:
@@ -301,4 +339,6 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
 
 
 if __name__ == "__main__":
+    sys.prefix = sys.exec_prefix = sys.argv[4]
+    sys.path[:] = sys.argv[5:]
     raise SystemExit(launch(*map(int, sys.argv[1:4])))

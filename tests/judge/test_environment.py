@@ -64,11 +64,12 @@ def test_what_calls_are_forked_from_is_small() -> None:
     """Each call copies what its parent has mapped. An `import asyncio` somewhere would cost all of them a tenth more."""
     program = (
         "import sys\n"
+        f"sys.path[:] = {sys.path}\n"
         "from rstar2_megatron.judge.zygote import import_standard_library\n"
         "import_standard_library()\n"
         "heavy = {'asyncio', 'ssl', 'logging', 'shutil', 'subprocess', 'numpy', 'redis', 'orjson', 'pydantic'}\n"
-        "heavy |= {'base64', 'datetime', 'statistics', 'zlib'}\n"
+        "heavy |= {'base64', 'datetime', 'statistics', 'zlib', 'site', 'dataclasses', 'inspect', 'ast', 'platform'}\n"
         "print(sorted(heavy & sys.modules.keys()))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "[]\n", ended.stdout + ended.stderr

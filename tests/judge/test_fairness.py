@@ -176,7 +176,7 @@ async def test_a_slot_holds_no_descriptor_of_other_slots(narrow: JudgeService) -
         with contextlib.suppress(psutil.Error):  # a call of the test before that is just ending
             if len(process.parents()) > depth and not process.children():
                 held.append(process.num_fds())
-    assert len(held) >= 16  # a slot and its twin for each
+    assert len(held) >= 16  # two call parents for each slot
     assert max(held) < 20
 
 
