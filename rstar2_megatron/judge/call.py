@@ -214,9 +214,8 @@ class CallRunner(Runner):
         out, err = self._start(job, limits, directory, parent.start)
         time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
         supervision = Supervision(lambda: parent.pid, started, self.own_group, self._step_back)
-        verdict: Outcome | None = (
-            Outcome.INTERNAL_ERROR
-        )  # whatever happens here, the call does not outlive it
+        # Whatever happens here, the call does not outlive it.
+        verdict: Outcome | None = Outcome.INTERNAL_ERROR
         try:
             ends, deadline = (parent.fileno(),), started + time_limit_s
             verdict = self._watch(ends, out, err, deadline, limits, supervision, parent.resident_at_start)
