@@ -78,6 +78,11 @@ def do(steps: Iterable[Step]) -> None:
             raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
+def nothing_step() -> Step:
+    """A call that no machine refuses and that changes nothing."""
+    return "nothing", -1, _libc.close, (-1,)
+
+
 def unshare_step(flags: int) -> Step:
     return f"unshare({flags:#x})", 0, _libc.unshare, (flags,)
 

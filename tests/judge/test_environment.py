@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -58,6 +59,43 @@ def test_an_environment_under_tmp_is_seen_by_calls() -> None:
         ended = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.stdout.startswith("seen\n"), ended.stdout + ended.stderr
     assert "Read-only file system" in ended.stdout or "Permission denied" in ended.stdout
+
+
+def test_where_namespaces_and_mounts_are_refused_calls_run_all_the_same() -> None:
+    """As in a container with its engine's usual filter. The same filter that calls have stands in for it."""
+    program = """
+import asyncio, json, psutil
+from rstar2_megatron.judge import linux
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.slots import SlotPool
+
+linux.no_new_privileges()
+linux.do([linux.call_filter_step()])
+
+async def main():
+    pool = SlotPool(1)
+    await pool.start(60)
+    print(json.dumps(sorted(pool.description["isolation"]["missing"])))
+    slot = await pool.free.get()
+    endless = "import os, time\\nif os.fork() == 0:\\n    os.setsid()\\nprint('there', flush=True)\\ntime.sleep(60)"
+    for solution in ("print('small')", "import numpy\\nprint('library')", endless, "print('after')"):
+        limits = CallLimits(time_limit_s=2.0).as_dict()
+        job = {"type": "python", "solution": solution, "input": "", "limits": limits, "sub_id": "x"}
+        result = json.loads(await slot.run(json.dumps(job).encode(), 30.0))
+        print(result["outcome"], *result["stdout"].split()[:1], result["stderr"])
+    # launcher, two zygotes, the slot, its call parents; nothing of the third call, whose child has left its session
+    print(len(psutil.Process().children(recursive=True)))
+    await pool.stop()
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    missing, *results, processes = ended.stdout.splitlines()
+    assert {"pid_namespace", "network_namespace", "private_tmpfs"} <= set(json.loads(missing)), ended.stderr
+    assert [line.strip() for line in results] == ["ok small", "ok library", "timeout there", "ok after"], (
+        results
+    )
+    assert processes == "6"
 
 
 def test_what_calls_are_forked_from_is_small() -> None:
