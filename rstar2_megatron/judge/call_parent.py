@@ -68,7 +68,6 @@ def serve_calls(line: Line, walls: Walls, slot: int) -> NoReturn:
     _rehearse()
     messages, pids = line
     messages.send(_HELLO.pack(resident_bytes(os.getpid()), sandbox.failure_mark.encode()))
-
     buffer = bytearray(_LARGEST_MESSAGE)  # made here, or each call would have to find so much room
 
     def begin() -> None:

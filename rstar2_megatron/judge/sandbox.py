@@ -1,4 +1,4 @@
-"""Forks a program into the walls of one slot. What is forked from waits for nothing and reads nothing of a call."""
+"""Forks a process, raises the walls of one slot around it, and has it become the program. Only the child reads that."""
 
 from __future__ import annotations
 
