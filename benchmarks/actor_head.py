@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.memory import start_peak, status_bytes
 from benchmarks.records import write_result
-from rstar2_megatron.actor.logprob import log_prob_entropy
+from rstar2_megatron.actor.network.logprob import log_prob_entropy
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import ActorSettings
 

@@ -41,9 +41,9 @@ from benchmarks.actor_cases import (
     write_config,
 )
 from benchmarks.records import write_result
-from rstar2_megatron.actor.flops import peak_tflops
-from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import balance
+from rstar2_megatron.model.flops import peak_tflops
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.services.process import free_port
 
 RESULTS = Path(__file__).parent / "results"

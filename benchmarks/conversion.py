@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks.actor_cases import SHAPES, settings_for, write_config
 from benchmarks.memory import resident_peak_gb
 from benchmarks.records import write_result
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.services.process import free_port
 
 
@@ -99,7 +99,7 @@ def loaded(output: Path, tensor_parallel: int) -> dict[str, float]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from rstar2_megatron.actor.hf_weights import load_hf_weights
-    from rstar2_megatron.actor.model import bare, build_chunks
+    from rstar2_megatron.actor.network.model import bare, build_chunks
     from rstar2_megatron.actor.process_groups import set_seed
 
     config = ModelConfig.from_directory(output)

@@ -31,10 +31,10 @@ import psutil
 
 from benchmarks.judge_bare import bare_fork_cpu_ms
 from benchmarks.records import write_result
-from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.linux import raise_open_files
-from rstar2_megatron.judge.result import JudgeResult
-from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
+from rstar2_megatron.judge.client.result import JudgeResult
+from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from rstar2_megatron.judge.zygote import import_libraries, import_standard_library
+from rstar2_megatron.judge.sandbox.zygote import import_libraries, import_standard_library
 
 
 def _cpu_s() -> float:

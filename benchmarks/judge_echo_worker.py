@@ -17,8 +17,8 @@ import orjson
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.processes import on_signals, watch_parent
 from rstar2_megatron.judge.queue import JobQueue
-from rstar2_megatron.judge.slots import Slot, SlotPool
-from rstar2_megatron.judge.worker import Worker
+from rstar2_megatron.judge.worker.slots import Slot, SlotPool
+from rstar2_megatron.judge.worker.worker import Worker
 
 
 class EchoSlot(Slot):

@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.traces import Trace, Turn
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.records.rollout_log import trace as turns_of
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine import EngineClient
-from rstar2_megatron.rollout.engine_protocol import GenerateResult
+from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.engine.protocol import GenerateResult
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_reservation import KVBudget
 from rstar2_megatron.rollout.phase import Phase
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.rollout.stats import combine
-from rstar2_megatron.rollout.tools import STANDARD_IO
-from rstar2_megatron.rollout.work_queue import Slice, WorkQueue
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
-from rstar2_megatron.training.rollout_log import trace as turns_of
+from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 _current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar(

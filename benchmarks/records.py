@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.whole_file import replacing, write_json
+from rstar2_megatron.records.whole_file import replacing, write_json
 
 _NAMES = ("scenario", "policy", "case")
 

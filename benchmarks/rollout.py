@@ -30,20 +30,20 @@ from benchmarks.live_replay import replay
 from benchmarks.records import keep_rows
 from benchmarks.simulator import Cluster, Simulator, make_budgets
 from benchmarks.traces import Shape, Trace, recorded, synthetic
-from rstar2_megatron.judge.client import JudgeClient
-from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine import EngineClient
+from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.group_runner import run_groups
-from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
-from rstar2_megatron.rollout.tools import STANDARD_IO
+from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
     RolloutModelSettings,
     RolloutSettings,
     SamplingParams,
 )
+from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem
 
 # 12 x 16 trajectories, a response budget of 640 tokens, calls of 50 ms: a CPU's version of the paper's stage

@@ -20,7 +20,7 @@ from benchmarks.engine_speed import EngineSpeed
 from benchmarks.records import keep_rows
 from benchmarks.simulator import Cluster, Result, Simulator, make_budgets
 from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
-from rstar2_megatron.rollout.kv_budget import POLICIES
+from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
 
 
 def gpu_cluster(name: str, max_requests: int) -> Cluster:

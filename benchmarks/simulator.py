@@ -13,11 +13,11 @@ import numpy as np
 from benchmarks.engine_model import EngineModel, Request
 from benchmarks.engine_speed import EngineSpeed
 from benchmarks.traces import Trace
-from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
-from rstar2_megatron.rollout.kv_budget import make_budget
-from rstar2_megatron.rollout.kv_reservation import KVBudget
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
-from rstar2_megatron.rollout.work_queue import WorkQueue
+from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
 
 _REPORT_S = 1.0  # between an engine's reports, as in production

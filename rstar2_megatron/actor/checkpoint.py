@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from rstar2_megatron.actor.model import bare
+from rstar2_megatron.actor.network.model import bare
 
 # Handed out as copies: megatron-core writes the process group of the moment into it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}

@@ -31,7 +31,7 @@ from rstar2_megatron.actor.hf_weights import (
     Mapping,
     write_hf_directory,
 )
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 
 _LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts.experts."  # as megatron-core names the experts of all ranks, stacked

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rstar2_megatron.actor import process_groups
-from rstar2_megatron.actor.flops import peak_tflops
 from rstar2_megatron.actor.layout import Layout, check_layout
 from rstar2_megatron.actor.losses import (
     FlatLogProbs,
@@ -26,10 +25,11 @@ from rstar2_megatron.actor.losses import (
     sft_loss,
     sft_metrics,
 )
-from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.packing import Plan, make_plan, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.loss import aggregate
+from rstar2_megatron.model.flops import peak_tflops
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import (
     ActorSettings,
     AlgorithmSettings,
@@ -37,7 +37,7 @@ from rstar2_megatron.settings.schema import (
     OptimSettings,
     RunnerSettings,
 )
-from rstar2_megatron.weights_checksum import weights_checksum
+from rstar2_megatron.weights.checksum import weights_checksum
 
 if TYPE_CHECKING:
     from rstar2_megatron.actor.checkpoint import PendingSave
@@ -337,7 +337,7 @@ class MegatronActor:
         return self.policy.iter_hf_weights()
 
     def weights_checksum(self) -> dict[str, int]:
-        """Checksum of every weight by Hugging Face name (`rstar2_megatron.weights_checksum`); collective."""
+        """Checksum of every weight by Hugging Face name (`rstar2_megatron.weights.checksum`); collective."""
         return weights_checksum(self.iter_hf_weights())
 
     def export_hf(self, directory: str | Path) -> None:

@@ -15,9 +15,9 @@ from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.rollout.messages import WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
+from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import combine
-from rstar2_megatron.rollout.work_queue import WorkQueue
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import FinishReason, Group, Problem
 

@@ -21,15 +21,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.data import read_problems
 from rstar2_megatron.trajectory import Problem
-from rstar2_megatron.whole_file import write_json
 
 if TYPE_CHECKING:
     from rstar2_megatron.evaluation.sampling import SamplingSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rstar2_megatron.training.checkpoint import complete_checkpoints
+from rstar2_megatron.records.checkpoint import complete_checkpoints
 
 CONVERTED = "huggingface"  # inside a checkpoint, beside actor/ and data/: it goes when the checkpoint goes
 

@@ -25,18 +25,19 @@ from tqdm import tqdm
 
 from rstar2_megatron.evaluation.jobs import Job, Jobs, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.records.trajectory_row import trajectory_row
 from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-from rstar2_megatron.rollout.engine import EngineClient, EngineLost
+from rstar2_megatron.rollout.engine.client import EngineClient, EngineLost
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.rollout.work_queue import Slice
-from rstar2_megatron.services.code_judge import CodeJudgeService
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
@@ -47,7 +48,6 @@ from rstar2_megatron.settings.schema import (
     Settings,
 )
 from rstar2_megatron.trajectory import Problem, Trajectory
-from rstar2_megatron.trajectory_row import trajectory_row
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_turns")
 

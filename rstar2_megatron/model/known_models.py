@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 
 # name: (hidden, MLP width, layers, heads, KV heads, vocabulary, tied embeddings)
 _QWEN25 = {

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.algorithm.roc import ResampleResult
+from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, trajectory_row
+from rstar2_megatron.records.whole_file import replacing
 from rstar2_megatron.trajectory import Group, Trajectory
-from rstar2_megatron.trajectory_row import pack_floats, pack_ints, trajectory_row
-from rstar2_megatron.whole_file import replacing
 
 
 @dataclass

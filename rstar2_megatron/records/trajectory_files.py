@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rstar2_megatron.records.whole_file import replacement
 from rstar2_megatron.trajectory import Group
-from rstar2_megatron.whole_file import replacement
 
 _GROUP = TypeAdapter(Group)
 

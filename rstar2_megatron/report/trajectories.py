@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.trajectory_row import unpack_floats, unpack_ints
+from rstar2_megatron.records.trajectory_row import unpack_floats, unpack_ints
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")

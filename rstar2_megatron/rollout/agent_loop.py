@@ -11,7 +11,7 @@ import time
 from typing import Any, Protocol
 
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerateResult
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool_runner import Judge, ToolRunner
 from rstar2_megatron.rollout.turns import Interrupted, LengthCallback, Parked, Preemption, Turns

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome, Trajectory, VersionSpan
 

@@ -82,7 +82,7 @@ class BaseRun:
         A run of this name that finished, or that cannot be gone on with, is moved aside; one that was killed after
         its last step still has to finish. Raises ValueError for a bad `runner.resume_dir`.
         """
-        from rstar2_megatron.training.checkpoint import find_resume
+        from rstar2_megatron.records.checkpoint import find_resume
 
         runner = self.settings.runner
         resume = find_resume(runner.resume_dir, self.checkpoints)

@@ -19,9 +19,9 @@ from typing import Any
 
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
-from rstar2_megatron.recipe.sft import run_phase
-from rstar2_megatron.recipe.sft_data import load_sft_rows
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.sft.rows import load_sft_rows
+from rstar2_megatron.sft.training import run_phase
 
 Evaluate = Callable[[str], HeldOutResult]
 

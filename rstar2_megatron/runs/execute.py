@@ -7,13 +7,13 @@ import sys
 
 from omegaconf import DictConfig
 
-from rstar2_megatron.recipe.resolve import resolve_tiny
-from rstar2_megatron.settings.checks import check_before_start
+from rstar2_megatron.runs.base_run import BaseRun, Stopped, StopSignals
+from rstar2_megatron.runs.preflight import check_before_start
+from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
-from rstar2_megatron.settings.plan import make_plan
+from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.base_run import BaseRun, Stopped, StopSignals
-from rstar2_megatron.training.close_deadline import close_deadline
+from rstar2_megatron.tiny.resolve import resolve_tiny
 
 logger = logging.getLogger(__name__)
 _CLOSE_LIMIT_S = 75.0  # workers, engines, judge and Ray; under a recipe's grace
@@ -68,13 +68,13 @@ def _stopped(stopped: Stopped) -> int:
 def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
     """The run that `runner.task_type` asks for."""
     if settings.runner.task_type == "sft":
-        from rstar2_megatron.training.sft_run import SFTRun
+        from rstar2_megatron.runs.sft_run import SFTRun
 
         return SFTRun(settings, signals)
     if settings.runner.task_type == "difficulty_filter":
-        from rstar2_megatron.training.filter_run import FilterRun
+        from rstar2_megatron.runs.filter_run import FilterRun
 
         return FilterRun(settings, signals)
-    from rstar2_megatron.training.rl_run import RLRun
+    from rstar2_megatron.runs.rl_run import RLRun
 
     return RLRun(settings, signals)

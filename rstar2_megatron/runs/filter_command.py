@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     try:
         settings, config = load_settings(arguments.config, words)
-        from rstar2_megatron.training.run import execute
+        from rstar2_megatron.runs.execute import execute
 
         return execute(settings, config, dry_run=False)
     except ConfigError as error:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.difficulty import difficulty_report, pass_counts, render_report
+from rstar2_megatron.data.problems import drop_long_prompts, read_problems
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.runs.base_run import BaseRun, Stopped, quietly
 from rstar2_megatron.settings.placement import slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.base_run import BaseRun, Stopped, quietly
-from rstar2_megatron.training.data import DataError, drop_long_prompts, read_problems
 from rstar2_megatron.trajectory import Problem
-from rstar2_megatron.whole_file import write_json, write_jsonl
 
 
 class FilterRun(BaseRun):

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
             print(print_config(settings), end="")
             return 0
         # Imported only now: bad input is to be answered at once, not after torch has loaded.
-        from rstar2_megatron.training.run import execute
+        from rstar2_megatron.runs.execute import execute
 
         return execute(settings, config, dry_run=arguments.dry_run)
     except ConfigError as e:
@@ -100,8 +100,8 @@ def main(argv: list[str]) -> int:
 
 
 def _run_recipe(recipes: list[str], arguments: Arguments) -> int:
-    from rstar2_megatron.recipe.stages import load_recipe
-    from rstar2_megatron.training.recipe_run import execute_recipe
+    from rstar2_megatron.runs.recipe_run import execute_recipe
+    from rstar2_megatron.runs.stages import load_recipe
 
     if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:
         raise ConfigError(

@@ -12,13 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rstar2_megatron.actor.layout import check_layout
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
-from rstar2_megatron.settings.plan import GB, model_of
+from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.data import DataError, read_problems
-from rstar2_megatron.trajectory_files import rollouts_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")  # algorithm/kl.py, which imports torch

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.recipe.stages import Recipe, Stage, StagePlan
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.runs.base_run import FINISHED
+from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
-from rstar2_megatron.training.base_run import FINISHED
 from rstar2_megatron.training.metrics import MetricsFile
-from rstar2_megatron.whole_file import write_json, write_jsonl
 
 STATE = "recipe.json"
 _END_GRACE_S = 90.0  # a stage ends its workers, the engines, the judge and Ray
@@ -42,7 +42,7 @@ def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_
 
 
 def _dry_run(plan: StagePlan) -> int:
-    from rstar2_megatron.training.run import execute
+    from rstar2_megatron.runs.execute import execute
 
     for number, stage in enumerate(plan.recipe.stages, 1):
         print(_title(number, plan, stage), flush=True)
@@ -124,7 +124,7 @@ class _Runner:
         config = self.plan.root / f"{stage.name}.yaml"
         config.write_text(print_config(settings), encoding="utf-8")
         self._child = subprocess.Popen(
-            [sys.executable, "-u", "-m", "rstar2_megatron.training.main", str(config)],
+            [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", str(config)],
             preexec_fn=die_with_parent,
             start_new_session=True,  # a Ctrl-C reaches it once, through us
         )

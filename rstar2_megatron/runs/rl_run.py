@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.runs.base_run import BaseRun, StopSignals
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.base_run import BaseRun, StopSignals
 
 if TYPE_CHECKING:
-    from rstar2_megatron.training.checkpoint import UnfinishedCheckpoint
+    from rstar2_megatron.records.checkpoint import UnfinishedCheckpoint
 
 _LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
 
@@ -24,7 +24,7 @@ class RLRun(BaseRun):
     """Reinforcement learning."""
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
-        from rstar2_megatron.services.code_judge import CodeJudgeService
+        from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 
         super().__init__(settings, signals)
         self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
@@ -33,7 +33,7 @@ class RLRun(BaseRun):
 
     def train(self) -> None:
         """The whole run."""
-        from rstar2_megatron.training.cold_start import check_reference
+        from rstar2_megatron.runs.cold_start import check_reference
 
         resume = self.begin(self.settings.runner.max_steps)
         if resume:
@@ -52,10 +52,10 @@ class RLRun(BaseRun):
 
     def _start(self) -> None:
         """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
-        from rstar2_megatron.training.cold_start import find_cached
-        from rstar2_megatron.training.data import ProblemLoader, drop_long_prompts, read_problems
-        from rstar2_megatron.training.handover import takes_turns
-        from rstar2_megatron.training.rollouts import RolloutCoordinator
+        from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+        from rstar2_megatron.data.problems import ProblemLoader, drop_long_prompts, read_problems
+        from rstar2_megatron.runs.cold_start import find_cached
+        from rstar2_megatron.training.colocation import takes_turns
         from rstar2_megatron.training.trainer import Trainer
 
         settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
@@ -124,7 +124,7 @@ class RLRun(BaseRun):
 
     def _cold_start(self) -> None:
         """SFT if the YAML asks for it and the cache has none, then a fresh optimizer and the first sync."""
-        from rstar2_megatron.training.cold_start import run_cold_start
+        from rstar2_megatron.runs.cold_start import run_cold_start
 
         settings = self.settings
         if settings.runner.init_checkpoint:
@@ -165,7 +165,7 @@ class RLRun(BaseRun):
 
     def _resume(self, step: int, checkpoint: Path) -> int:
         """Load a checkpoint into actor, loader and engines; returns its step."""
-        from rstar2_megatron.training.checkpoint import load_data_state
+        from rstar2_megatron.records.checkpoint import load_data_state
         from rstar2_megatron.training.metrics import MetricsFile
 
         self._say(f"resuming from {checkpoint}")
@@ -192,11 +192,11 @@ class RLRun(BaseRun):
         from rlinf.utils.metric_logger import MetricLogger
         from rlinf.utils.runner_utils import check_progress
 
+        from rstar2_megatron.records.rollout_log import append_rollouts
+        from rstar2_megatron.records.samples import TrajectorySamples
+        from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
+        from rstar2_megatron.runs.stopping import first_that_holds
         from rstar2_megatron.training.metrics import MetricsFile, header_line, step_line, step_metrics
-        from rstar2_megatron.training.rollout_log import append_rollouts
-        from rstar2_megatron.training.samples import TrajectorySamples
-        from rstar2_megatron.training.stop import first_that_holds
-        from rstar2_megatron.trajectory_files import rollouts_path, write_groups
 
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
@@ -252,7 +252,7 @@ class RLRun(BaseRun):
         return step, condition
 
     def _save(self, step: int) -> None:
-        from rstar2_megatron.training import checkpoint
+        from rstar2_megatron.records import checkpoint
 
         state = {
             "step": step,

@@ -206,7 +206,7 @@ class StagePlan:
         if before is not None:
             words.append(override_word(MODEL_KEY, str(self.directory(before) / "model")))
         if stage.optimizer == "keep":
-            from rstar2_megatron.training.checkpoint import complete_checkpoints
+            from rstar2_megatron.records.checkpoint import complete_checkpoints
 
             assert before is not None
             checkpoints = complete_checkpoints(self.directory(before) / "checkpoints")

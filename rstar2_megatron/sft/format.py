@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rstar2_megatron.rollout.chat import TOOLS_PROMPT, TURN_END, TURN_START, defuse
-from rstar2_megatron.rollout.tools import render_schemas
+from rstar2_megatron.tools import render_schemas
 
 Segments = list[tuple[str, int]]
 _ROLES = ("system", "user", "assistant", "tool")

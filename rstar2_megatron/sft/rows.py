@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.recipe.sft_format import Segments, row_segments
+from rstar2_megatron.sft.format import Segments, row_segments
 
 _ROWS_AT_ONCE = 256
 

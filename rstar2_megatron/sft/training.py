@@ -1,7 +1,7 @@
 """Supervised fine-tuning through the Megatron actor: packed conversations, loss on the marked tokens.
 
 The same actor, packing and optimizer as in reinforcement learning are used. `run_phase` serves the tiny cold start
-and the full SFT of a recipe (`training/sft_run.py`).
+and the full SFT of a recipe (`runs/sft_run.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from tqdm import tqdm
 
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
-from rstar2_megatron.recipe.sft_data import SFTRows
 from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
+from rstar2_megatron.sft.rows import SFTRows
 
 # Steps sent to the actor in one call: a call costs about 10 ms, a tiny step not much more.
 _STEPS_PER_CALL = 10

@@ -1,6 +1,6 @@
 """Makes everything the no-GPU default starts from: tokenizer, model, problems and SFT data.
 
-    python -m rstar2_megatron.recipe.tiny_build --out DIR --seed 0
+    python -m rstar2_megatron.tiny.build --out DIR --seed 0
 
 Deterministic under its seed and cached: the directory's name holds a hash of every parameter and of the code that
 used them, it appears by one rename when it is complete, and a second call returns it as it is.
@@ -22,25 +22,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.recipe.tiny_problems import TinyProblem, stream
-from rstar2_megatron.recipe.tiny_recipe import TinyModelShape, TinyRecipe, tiny_agent_loop
-from rstar2_megatron.recipe.tiny_sft import (
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.tiny.problems import TinyProblem, stream
+from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, tiny_agent_loop
+from rstar2_megatron.tiny.sft import (
     Segments,
     TraceWriter,
     copy_rows,
     pieces,
 )
-from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.settings.schema import AgentLoopSettings
 
 # Files whose text decides what is built.
 _CODE = (
-    "tiny_build.py",
-    "tiny_model.py",
-    "tiny_problems.py",
-    "tiny_recipe.py",
-    "tiny_sft.py",
-    "tiny_tokenizer.py",
+    "build.py",
+    "model.py",
+    "problems.py",
+    "recipe.py",
+    "sft.py",
+    "tokenizer.py",
     "../rollout/chat.py",
     "../rollout/tool_response.py",
 )
@@ -151,8 +151,8 @@ def _build(
     shape: TinyModelShape,
     progress: Callable[[str], None],
 ) -> None:
-    from rstar2_megatron.recipe.tiny_model import build_model, save_model
-    from rstar2_megatron.recipe.tiny_tokenizer import save_tokenizer
+    from rstar2_megatron.tiny.model import build_model, save_model
+    from rstar2_megatron.tiny.tokenizer import save_tokenizer
 
     for directory in (paths.model, paths.train.parent, paths.copy.parent):
         directory.mkdir(parents=True)
@@ -198,7 +198,7 @@ def _endless(level: Any, rng: random.Random, excluded: set[str]) -> Iterator[Tin
 
 def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreTrainedTokenizerFast
     """Trained on conversations of a fixed seed, so that every seed's model has the same tokens."""
-    from rstar2_megatron.recipe.tiny_tokenizer import TEMPLATE_TAGS, train_tokenizer
+    from rstar2_megatron.tiny.tokenizer import TEMPLATE_TAGS, train_tokenizer
 
     rng = random.Random("tokenizer")
     bare: Any = train_tokenizer([], 256 + 3 + len(TEMPLATE_TAGS))

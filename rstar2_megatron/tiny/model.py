@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from rstar2_megatron.recipe.tiny_recipe import TinyModelShape
+from rstar2_megatron.tiny.recipe import TinyModelShape
 
 
 def build_model(

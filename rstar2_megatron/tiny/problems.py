@@ -2,7 +2,7 @@
 
 Each family is one function from a random generator and a range of number sizes to a `TinyProblem`: the
 question, its answer, and the Python that a good, a mistaken and a careless attempt would run. The code pieces
-feed the SFT traces (`tiny_sft`); RL sees only question and answer. Every question names its numbers once, and
+feed the SFT traces (`sft`); RL sees only question and answer. Every question names its numbers once, and
 the right code copies them, so that a model which can copy can learn every family.
 """
 

@@ -34,7 +34,7 @@ class TinyModelShape:
     rope_theta: float = 10000.0
     initializer_range: float = 0.05
     previous_token_score: float = 20.0
-    """Peak of the first layer's attention scores by distance (`tiny_model`); 0 leaves it random."""
+    """Peak of the first layer's attention scores by distance (`model`); 0 leaves it random."""
 
 
 @dataclass(frozen=True, slots=True)

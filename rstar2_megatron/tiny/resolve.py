@@ -17,7 +17,7 @@ def resolve_tiny(settings: Settings, progress: Callable[[str], None] = print) ->
     """
     if settings.cold_start.builder != "tiny":
         return settings
-    from rstar2_megatron.recipe.tiny_build import build_tiny
+    from rstar2_megatron.tiny.build import build_tiny
 
     paths = build_tiny(
         settings.cold_start.cache_dir,

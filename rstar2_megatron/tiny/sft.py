@@ -21,12 +21,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rstar2_megatron.judge.snippet import FILE_NAME
-from rstar2_megatron.recipe.tiny_problems import TinyProblem
-from rstar2_megatron.recipe.tiny_recipe import CopyCurriculum, Mix
+from rstar2_megatron.judge.sandbox.snippet import FILE_NAME
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_response import format_tool_response, truncate
-from rstar2_megatron.rollout.tools import STANDARD_IO
+from rstar2_megatron.tiny.problems import TinyProblem
+from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix
+from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem
 
 Segments = list[tuple[str, int]]
@@ -129,7 +129,7 @@ def answer_turn(reason: str, value: str) -> str:
 
 
 def run_trusted(code: str, seconds: float) -> Run:
-    """Run code of `tiny_problems` in this process and report as the judge would, traceback included.
+    """Run code of `problems` in this process and report as the judge would, traceback included.
 
     Only for code of our own generator: nothing limits or isolates it.
     """

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult
+from rstar2_megatron.records.whole_file import replacing
 from rstar2_megatron.trajectory import FinishReason, Group, ToolOutcome, Trajectory
-from rstar2_megatron.whole_file import replacing
 
 Metrics = dict[str, float]
 

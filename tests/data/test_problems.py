@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rstar2_megatron.data.problems import ProblemLoader, drop_long_prompts, read_problems
+from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.settings.schema import DataSettings
-from rstar2_megatron.training.data import DataError, ProblemLoader, drop_long_prompts, read_problems
 from rstar2_megatron.trajectory import Problem
 
 PROBLEMS = [Problem(str(i), [{"role": "user", "content": "x" * i}], ["1"]) for i in range(11)]

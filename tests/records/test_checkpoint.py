@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.training import checkpoint
+from rstar2_megatron.records import checkpoint
 
 
 def write_actor(directory: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path, write_groups
 from rstar2_megatron.trajectory import (
     FinishReason,
     Group,
@@ -16,7 +17,6 @@ from rstar2_megatron.trajectory import (
     Trajectory,
     VersionSpan,
 )
-from rstar2_megatron.trajectory_files import read_groups, rollouts_path, write_groups
 
 
 def group(name: str) -> Group:

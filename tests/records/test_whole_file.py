@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.whole_file import write_json, write_jsonl
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 
 def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:

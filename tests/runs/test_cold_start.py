@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.runs.cold_start import cache_dir, check_reference, find_cached
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import Settings, SFTPhaseSettings
-from rstar2_megatron.training.cold_start import cache_dir, check_reference, find_cached
 
 
 @pytest.fixture

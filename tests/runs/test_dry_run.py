@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rstar2_megatron.recipe.stages import load_recipe, recipe_names
+from rstar2_megatron.runs.main import main
+from rstar2_megatron.runs.stages import load_recipe, recipe_names
 from rstar2_megatron.settings.load import CONFIG_DIR, config_names, load, valid_keys
 from rstar2_megatron.settings.rlinf_keys import ONLY_VALUES
-from rstar2_megatron.training.main import main
 from tests.settings.loaded import loaded
 from tests.settings.rlinf_yaml import RLINF_7B
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.report.read import read_log
-from rstar2_megatron.settings.checks import logger_problems
+from rstar2_megatron.runs.preflight import logger_problems
 from rstar2_megatron.settings.load import load_settings
 from tests.e2e.runs import ROOT
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.settings.checks import check_before_start, checkpoint_bytes
+from rstar2_megatron.runs.preflight import check_before_start, checkpoint_bytes
 from rstar2_megatron.settings.load import ConfigError, load
-from rstar2_megatron.settings.plan import model_of
+from rstar2_megatron.settings.planning.plan import model_of
 from rstar2_megatron.settings.schema import Settings
 
 CONFIG = {
@@ -197,7 +197,8 @@ def test_a_dry_run_warns_of_what_is_on_another_machine() -> None:
 def test_checks_load_no_torch() -> None:
     """Bad input is answered at once, not after torch has loaded."""
     program = (
-        "import sys; from rstar2_megatron.settings import checks, load, plan; "
+        "import sys; from rstar2_megatron.runs import preflight; from rstar2_megatron.settings import load; "
+        "from rstar2_megatron.settings.planning import plan; "
         "plan.make_plan(load.load('rstar2-qwen2.5-7b-megatron').settings); "
         "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rstar2_megatron.recipe.stages import Recipe, StagePlan, load_recipe, override_word
 from rstar2_megatron.report.table import render_table
+from rstar2_megatron.runs.main import main
+from rstar2_megatron.runs.recipe_run import write_curve
+from rstar2_megatron.runs.stages import Recipe, StagePlan, load_recipe, override_word
 from rstar2_megatron.settings.load import ConfigError, load
-from rstar2_megatron.training.main import main
-from rstar2_megatron.training.recipe_run import write_curve
 
 STAGES = [
     {"name": "sft", "task": "sft", "overrides": {"sft.lr": 1e-4}},

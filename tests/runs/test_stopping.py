@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rstar2_megatron.runs.stopping import first_that_holds, span_means
 from rstar2_megatron.settings.schema import StopCondition
-from rstar2_megatron.training.stop import first_that_holds, span_means
 
 CLIP = "rollout/clip_ratio"
 

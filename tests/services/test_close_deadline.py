@@ -13,7 +13,7 @@ _PROGRAM = """
 import subprocess, sys, threading, time
 from pathlib import Path
 import psutil
-from rstar2_megatron.training.close_deadline import close_deadline
+from rstar2_megatron.services.close_deadline import close_deadline
 
 where, seconds, hangs = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "hangs"
 child = subprocess.Popen([sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '600'])"])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.recipe.sft import batches, learning_rate, phase_of
-from rstar2_megatron.recipe.sft_data import load_sft_rows
-from rstar2_megatron.recipe.tiny_build import TinyPaths
 from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
+from rstar2_megatron.sft.rows import load_sft_rows
+from rstar2_megatron.sft.training import batches, learning_rate, phase_of
+from rstar2_megatron.tiny.build import TinyPaths
 
 
 @pytest.fixture(scope="module")

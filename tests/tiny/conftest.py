@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.recipe.tiny_build import TinyPaths, build_tiny
-from rstar2_megatron.recipe.tiny_recipe import CopyCurriculum, TinyRecipe
+from rstar2_megatron.tiny.build import TinyPaths, build_tiny
+from rstar2_megatron.tiny.recipe import CopyCurriculum, TinyRecipe
 
 SMALL = TinyRecipe(
     tokenizer_conversations=600,

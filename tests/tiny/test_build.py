@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rstar2_megatron.recipe.tiny_build import TinyPaths, build_tiny
-from rstar2_megatron.recipe.tiny_recipe import TinyRecipe, tiny_agent_loop
-from tests.recipe.conftest import SMALL
+from rstar2_megatron.tiny.build import TinyPaths, build_tiny
+from rstar2_megatron.tiny.recipe import TinyRecipe, tiny_agent_loop
+from tests.tiny.conftest import SMALL
 
 
 def digests(paths: TinyPaths) -> dict[str, str]:
@@ -59,7 +59,7 @@ def test_what_changes_the_data_changes_the_directory(
     built: TinyPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "rstar2_megatron.recipe.tiny_build._build", lambda paths, *rest: paths.model.mkdir(parents=True)
+        "rstar2_megatron.tiny.build._build", lambda paths, *rest: paths.model.mkdir(parents=True)
     )
 
     def root(seed: int = 0, **change: Any) -> Path:
@@ -76,14 +76,14 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("rstar2_megatron.recipe.tiny_build._tokenizer", fail)
+    monkeypatch.setattr("rstar2_megatron.tiny.build._tokenizer", fail)
     with pytest.raises(OSError, match="disk full"):
         build_tiny(tmp_path, seed=0, recipe=SMALL, progress=lambda line: None)
     assert not list(tmp_path.iterdir())
 
 
 def test_command_line_explains_itself() -> None:
-    for command in (["-m", "rstar2_megatron.recipe.tiny_build"], ["data_process/make_tiny_dataset.py"]):
+    for command in (["-m", "rstar2_megatron.tiny.build"], ["data_process/make_tiny_dataset.py"]):
         root = Path(__file__).parents[2]
         run = subprocess.run(
             [sys.executable, *command, "--help"],

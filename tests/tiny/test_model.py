@@ -7,10 +7,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rstar2_megatron.recipe.tiny_build import TinyPaths
-from rstar2_megatron.recipe.tiny_model import build_model
-from rstar2_megatron.recipe.tiny_recipe import TinyModelShape
-from rstar2_megatron.recipe.tiny_tokenizer import TEMPLATE_TAGS, train_tokenizer
+from rstar2_megatron.tiny.build import TinyPaths
+from rstar2_megatron.tiny.model import build_model
+from rstar2_megatron.tiny.recipe import TinyModelShape
+from rstar2_megatron.tiny.tokenizer import TEMPLATE_TAGS, train_tokenizer
 
 TEXTS = [
     "Compute 12+345-6.",

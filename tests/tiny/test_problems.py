@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from rstar2_megatron.recipe.tiny_problems import FAMILIES, SIZES, TinyProblem, stream
-from rstar2_megatron.recipe.tiny_sft import run_trusted
+from rstar2_megatron.tiny.problems import FAMILIES, SIZES, TinyProblem, stream
+from rstar2_megatron.tiny.sft import run_trusted
 
 
 def take(level: str, seed: int, count: int, seen: set[str] | None = None) -> list[TinyProblem]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rstar2_megatron.recipe.tiny_build import TinyPaths
-from rstar2_megatron.recipe.tiny_problems import stream
-from rstar2_megatron.recipe.tiny_recipe import CopyCurriculum, Mix, tiny_agent_loop
-from rstar2_megatron.recipe.tiny_sft import TraceWriter, copy_rows, pieces, run_trusted
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
+from rstar2_megatron.tiny.build import TinyPaths
+from rstar2_megatron.tiny.problems import stream
+from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix, tiny_agent_loop
+from rstar2_megatron.tiny.sft import TraceWriter, copy_rows, pieces, run_trusted
 from rstar2_megatron.trajectory import Problem
 
 

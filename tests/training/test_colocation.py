@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.settings.schema import ActorSettings
-from rstar2_megatron.training.handover import MemoryHandover, takes_turns
+from rstar2_megatron.training.colocation import MemoryHandover, takes_turns
 
 
 class Recorder:

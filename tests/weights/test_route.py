@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rstar2_megatron.settings.weight_route import Place, make_route, possible_routes
+from rstar2_megatron.weights.route import Place, make_route, possible_routes
 
 EIGHT = [Place(0, (i,)) for i in range(8)]
 STRIDED = [Place(0, (i, i + 2)) for i in (0, 1, 4, 5)]  # TP 2 as RLinf places it beside an actor of TP 4

@@ -10,8 +10,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rstar2_megatron.actor.attention import PackedAttention
-from rstar2_megatron.actor.norm import RMSNorm
+from rstar2_megatron.actor.network.attention import PackedAttention
+from rstar2_megatron.actor.network.norm import RMSNorm
 
 Implementation = Literal["local", "transformer_engine"]
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rstar2_megatron.actor.attention import PackedBatch, rotary_tables
+from rstar2_megatron.actor.network.attention import PackedBatch, rotary_tables
 from rstar2_megatron.algorithm.batch import TrainSequence
 
 

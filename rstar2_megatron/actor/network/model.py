@@ -12,10 +12,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rstar2_megatron.actor.layer_spec import Implementation, block_spec
-from rstar2_megatron.actor.logprob import LogProbHead
-from rstar2_megatron.actor.microbatch import MicroBatch
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.actor.network.layer_spec import Implementation, block_spec
+from rstar2_megatron.actor.network.logprob import LogProbHead
+from rstar2_megatron.actor.network.microbatch import MicroBatch
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import ActorModelSettings
 
 

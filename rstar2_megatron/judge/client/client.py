@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import aiohttp
 import tenacity
 
-from rstar2_megatron.judge.client_batches import Batches, BrokenBatch, RefusedBatch
+from rstar2_megatron.judge.client.batches import Batches, BrokenBatch, RefusedBatch
+from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.result import JudgeResult
 
 _RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx
 _OVERLOAD = ("http_429", "queue_timeout")

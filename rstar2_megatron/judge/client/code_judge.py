@@ -7,8 +7,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.processes import PortTaken, listen
-from rstar2_megatron.judge.service import JudgeService
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 

@@ -64,7 +64,7 @@ class JudgeService:
         with self.log_path.open("ab") as output:
             self.process = subprocess.Popen(
                 command,
-                cwd=Path(__file__).resolve().parents[2],
+                cwd=Path(__file__).resolve().parents[3],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rstar2_megatron.judge import isolation
-from rstar2_megatron.judge.call_parent import CallParent
-from rstar2_megatron.judge.cgroup import SlotGroup
-from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.output import SANDBOX_FAILED, Output, report
-from rstar2_megatron.judge.process_tree import Supervision, family, own_autogroup, resident_bytes
-from rstar2_megatron.judge.sandbox import Descriptors, Program
-from rstar2_megatron.judge.snippet import memory_file
+from rstar2_megatron.judge.sandbox import isolation
+from rstar2_megatron.judge.sandbox.call_parent import CallParent
+from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
+from rstar2_megatron.judge.sandbox.isolation import Walls
+from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, own_autogroup, resident_bytes
+from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
+from rstar2_megatron.judge.sandbox.snippet import memory_file
 
 STEPPED_BACK = bytes(4)  # an empty message to the worker in mid-call: its answer comes later
 _LIBRARIES = re.compile(r"\b(numpy|sympy|mpmath|scipy|pandas|matplotlib|networkx|sklearn|statsmodels)\b")

@@ -14,12 +14,12 @@ import socket
 import struct
 from typing import Any, NamedTuple, NoReturn
 
-from rstar2_megatron.judge import linux
-from rstar2_megatron.judge.isolation import Room, Walls
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.process_tree import end_group, resident_bytes
-from rstar2_megatron.judge.sandbox import REHEARSALS, Descriptors, Program, Sandbox
-from rstar2_megatron.judge.snippet import memory_file
+from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.process_tree import end_group, resident_bytes
+from rstar2_megatron.judge.sandbox.sandbox import REHEARSALS, Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.snippet import memory_file
 
 _HELLO = struct.Struct("<q16s")  # resident bytes at the start, failure mark
 _PID = struct.Struct("<i")

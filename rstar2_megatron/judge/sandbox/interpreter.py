@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.judge.call import Runner
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.output import SANDBOX_FAILED, Output, report
-from rstar2_megatron.judge.process_tree import (
+from rstar2_megatron.judge.sandbox.call import Runner
+from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.sandbox.process_tree import (
     Supervision,
     end_group,
     family,
@@ -30,8 +30,8 @@ from rstar2_megatron.judge.process_tree import (
     resident_bytes,
     usage_of,
 )
-from rstar2_megatron.judge.sandbox import Descriptors, Program, Sandbox
-from rstar2_megatron.judge.snippet import CELL_DONE, CELL_HEADER
+from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
 
 _INTERRUPT_S = 1.0  # how long an interrupted cell may take to come back
 _SEND_S = (

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rstar2_megatron.judge import linux
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
-from rstar2_megatron.judge.linux import Step
+from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.services.parent_death import die_with_parent
 
 CALL_DIRECTORY = "/tmp"

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from rstar2_megatron.judge import cpp, isolation, linux, snippet
-from rstar2_megatron.judge.isolation import Room, Walls
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.linux import Step
-from rstar2_megatron.judge.output import SANDBOX_FAILED
-from rstar2_megatron.judge.process_tree import children
+from rstar2_megatron.judge.sandbox import cpp, isolation, linux, snippet
+from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.linux import Step
+from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED
+from rstar2_megatron.judge.sandbox.process_tree import children
 
 REHEARSALS = 12  # Python 3.11 specialises what has run 8 times
 _SET_BY_CALL = (resource.RLIMIT_CPU, resource.RLIMIT_AS)

@@ -8,8 +8,8 @@ import socket
 import struct
 from typing import Any, NoReturn
 
-from rstar2_megatron.judge.call import Runner
 from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.sandbox.call import Runner
 
 LENGTH = struct.Struct("<I")
 

@@ -9,7 +9,7 @@ launcher (makes namespaces and control groups, removes them at the end)
       -> a second call parent for each slot -> calls that use such libraries
       -> one slot process for each open session -> its interpreter.
 Each call copies and ends what its parent has mapped, so the small zygote imports as little as it can: every shared
-library is five mappings (tests/judge/test_environment.py). The worker speaks with each slot over a socket of its own,
+library is five mappings (tests/judge/sandbox/test_environment.py). The worker speaks with each slot over a socket of its own,
 which it receives over the control socket. It asks for a session's slot by sending its number; closing the slot's
 socket ends the session.
 """
@@ -30,15 +30,15 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2_megatron.judge import cpp, isolation, linux
-from rstar2_megatron.judge.call import CallRunner
-from rstar2_megatron.judge.call_parent import CallParent, Line, make_line, serve_calls
-from rstar2_megatron.judge.cgroup import GroupTree, SlotGroup
-from rstar2_megatron.judge.interpreter import SessionRunner
-from rstar2_megatron.judge.isolation import Walls
 from rstar2_megatron.judge.limits import default_starts
-from rstar2_megatron.judge.process_tree import children, weigh_as
-from rstar2_megatron.judge.slot_process import LENGTH, send_message, serve_slot
+from rstar2_megatron.judge.sandbox import cpp, isolation, linux
+from rstar2_megatron.judge.sandbox.call import CallRunner
+from rstar2_megatron.judge.sandbox.call_parent import CallParent, Line, make_line, serve_calls
+from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
+from rstar2_megatron.judge.sandbox.interpreter import SessionRunner
+from rstar2_megatron.judge.sandbox.isolation import Walls
+from rstar2_megatron.judge.sandbox.process_tree import children, weigh_as
+from rstar2_megatron.judge.sandbox.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"

@@ -19,11 +19,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.broker import Broker, Ticket
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.models import BatchSubmission, Submission
-from rstar2_megatron.judge.options import check_session_name
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
+from rstar2_megatron.judge.server.broker import Broker, Ticket
+from rstar2_megatron.judge.server.models import BatchSubmission, Submission
+from rstar2_megatron.judge.server.options import check_session_name
 
 DEFAULT_QUEUE_TIME_LIMIT_S = 50.0  # below the 60 s after which known clients give up
 _OPEN_ROUTES = ("/ping", "/health", "/ready")
@@ -310,7 +310,7 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`uvicorn rstar2_megatron.judge.app:app` makes the application from the environment on first use."""
+    """`uvicorn rstar2_megatron.judge.server.app:app` makes the application from the environment on first use."""
     if name == "app":
         return create_app()
     raise AttributeError(name)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from rstar2_megatron.judge.slots import Slot, SlotPool
+from rstar2_megatron.judge.worker.slots import Slot, SlotPool
 
 
 class SessionGone(Exception):

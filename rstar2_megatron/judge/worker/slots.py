@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.judge import isolation
+from rstar2_megatron.judge.sandbox import isolation
 
 log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
-_PROJECT = Path(__file__).resolve().parents[2]
+_PROJECT = Path(__file__).resolve().parents[3]
 
 
 class SlotDied(Exception):
@@ -86,7 +86,7 @@ class SlotPool:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             # Without `site`: what that imports to find the packages, which are named here, each call would copy.
-            [sys.executable, "-S", "-m", "rstar2_megatron.judge.zygote"]
+            [sys.executable, "-S", "-m", "rstar2_megatron.judge.sandbox.zygote"]
             + [str(n) for n in (theirs.fileno(), self.count, self.sessions)]
             + [sys.prefix, *sys.path],
             pass_fds=[theirs.fileno()],

@@ -22,8 +22,8 @@ from typing import IO, Any
 import msgspec
 import psutil
 
-from rstar2_megatron.rollout.engine_arguments import child_environment
-from rstar2_megatron.rollout.engine_protocol import (
+from rstar2_megatron.rollout.engine.arguments import child_environment
+from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
     EngineError,
     EngineLost,
@@ -73,7 +73,7 @@ class EngineChild:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "rstar2_megatron.rollout.engine_process",
+                "rstar2_megatron.rollout.engine.process",
                 str(theirs.fileno()),
                 str(os.getpid()),
                 pass_fds=[theirs.fileno()],

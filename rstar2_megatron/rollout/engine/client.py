@@ -1,6 +1,6 @@
 """`EngineClient`: one SGLang engine in a child process of its own, seen from asyncio.
 
-Every call has a deadline. A lost engine (`engine_child`) raises `EngineLost` from every waiting call; `recover()`
+Every call has a deadline. A lost engine (`child`) raises `EngineLost` from every waiting call; `recover()`
 starts it again with the current weights, a bounded number of times.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, Literal
 import msgspec
 from torch import Tensor
 
-from rstar2_megatron.rollout.engine_arguments import engine_arguments
-from rstar2_megatron.rollout.engine_child import CONTROL_TIMEOUT_S
-from rstar2_megatron.rollout.engine_protocol import (
+from rstar2_megatron.rollout.engine.arguments import engine_arguments
+from rstar2_megatron.rollout.engine.child import CONTROL_TIMEOUT_S
+from rstar2_megatron.rollout.engine.protocol import (
     EngineError,
     EngineInfo,
     EngineLost,
@@ -27,9 +27,9 @@ from rstar2_megatron.rollout.engine_protocol import (
     GenerateResult,
     GenerationTimeout,
 )
-from rstar2_megatron.rollout.engine_supervisor import SupervisedEngine
-from rstar2_megatron.rollout.shared_weights import WeightBucket, into_buckets
+from rstar2_megatron.rollout.engine.supervisor import SupervisedEngine
 from rstar2_megatron.settings.schema import RolloutSettings
+from rstar2_megatron.weights.shared_memory import WeightBucket, into_buckets
 
 _FLUSH_RETRY_S = 0.05
 

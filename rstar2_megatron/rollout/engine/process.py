@@ -4,7 +4,7 @@
 tree, so each engine lives in a process of its own. It ends with its parent, however that one ends: the socket
 closes, and a thread watches the parent's process id while the engine starts.
 
-Started by `EngineClient` as `python -m rstar2_megatron.rollout.engine_process SOCKET_FD PARENT_PID`; the first message on the
+Started by `EngineClient` as `python -m rstar2_megatron.rollout.engine.process SOCKET_FD PARENT_PID`; the first message on the
 socket is {"server_args": {...}}.
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-from rstar2_megatron.rollout.engine_protocol import (
+from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
     EngineInfo,
     EngineReport,
@@ -67,7 +67,7 @@ def _end_tree(status: int) -> NoReturn:
 def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
-    from rstar2_megatron.rollout import engine_children
+    from rstar2_megatron.rollout.engine import scheduler_entry as engine_children
 
     class TokenEngine(Engine):
         run_scheduler_process_func = staticmethod(engine_children.run_scheduler)
@@ -192,7 +192,7 @@ class _EngineServer:
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        from rstar2_megatron.rollout.weight_hooks import LOADER
+        from rstar2_megatron.rollout.engine.weight_hooks import LOADER
 
         tp_size = self._server_args["tp_size"]
         if "handles" in params:
@@ -230,7 +230,7 @@ class _EngineServer:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=params["tags"]))
 
     async def _checksums(self, params: None) -> dict[str, int]:
-        from rstar2_megatron.rollout.weight_hooks import CHECKSUM_METHOD
+        from rstar2_megatron.rollout.engine.weight_hooks import CHECKSUM_METHOD
 
         with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
             call = lambda: self._engine.collective_rpc(CHECKSUM_METHOD, path=file.name)  # noqa: E731
@@ -258,6 +258,6 @@ def _demand(result: tuple[bool, str]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     # under its real name, so that SGLang's spawned children find the functions above
-    from rstar2_megatron.rollout import engine_process
+    from rstar2_megatron.rollout.engine import process as engine_process
 
     engine_process.main()

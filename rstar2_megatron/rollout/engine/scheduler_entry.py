@@ -24,7 +24,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
         os.close(inherited_descriptor)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the parent's handler ends the parent's children
     shim.prepare_scheduler()
-    from rstar2_megatron.rollout import weight_hooks
+    from rstar2_megatron.rollout.engine import weight_hooks
     from rstar2_megatron.services import loopback
 
     loopback.register()  # SGLang's own process group meets on 127.0.0.1 too

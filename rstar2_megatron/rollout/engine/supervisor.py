@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.rollout.engine_child import EngineChild
-from rstar2_megatron.rollout.engine_protocol import EngineLost, EngineReport
+from rstar2_megatron.rollout.engine.child import EngineChild
+from rstar2_megatron.rollout.engine.protocol import EngineLost, EngineReport
 from rstar2_megatron.settings.schema import RolloutSettings
 
 

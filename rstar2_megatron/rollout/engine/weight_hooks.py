@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from rstar2_megatron.rollout.device_weights import open_device_bucket
-from rstar2_megatron.weights_checksum import weights_checksum
+from rstar2_megatron.weights.checksum import weights_checksum
+from rstar2_megatron.weights.cuda_ipc import open_device_bucket
 
 LOADER = f"{__name__}.load_shared"
 CHECKSUM_METHOD = "rstar2_write_checksums"

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_megatron.rollout.kv_reservation import CountBudget, KVBudget, Lease
-from rstar2_megatron.rollout.length_estimate import Array, LengthSurvival
+from rstar2_megatron.rollout.scheduling.kv_reservation import CountBudget, KVBudget, Lease
+from rstar2_megatron.rollout.scheduling.length_estimate import Array, LengthSurvival
 
 _FEW_LENGTHS = 512
 _LONG_WAIT = 3  # reports that a tool may take

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rstar2_megatron.rollout.length_estimate import GroupLengths
+from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 _LOADS_S = 0.5  # after which the engines' loads are weighed anew

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rstar2_megatron.actor.model_config import ModelConfig
-from rstar2_megatron.settings.known_models import known_model
+from rstar2_megatron.model.known_models import known_model
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import (
     Slots,
     collocated,

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.judge import linux
-from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.sandbox import linux
 from tests.judge.conftest import SECRET, TIME_LIMIT_S, Run
 
 PIECES = [

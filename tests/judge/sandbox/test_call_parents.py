@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rstar2_megatron.judge.client import JudgeClient
-from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
 from tests.judge.conftest import Run
-from tests.judge.test_faults import busy_slots, gone
 from tests.judge.waiting import until
+from tests.judge.worker.test_faults import busy_slots, gone
 
 LIBRARIES = ["", "import numpy\n"]  # which of a slot's two call parents is used
 
@@ -30,10 +30,10 @@ def single() -> Iterator[JudgeService]:
 def test_a_call_ended_at_any_moment_leaves_its_program_to_nobody() -> None:
     program = """
 import os, random, time
-from rstar2_megatron.judge.call_parent import CallParent, make_line, serve_calls
-from rstar2_megatron.judge.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_line, serve_calls
+from rstar2_megatron.judge.sandbox.isolation import Room, Walls
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.sandbox import Descriptors, Program
+from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
 
 ours, theirs = make_line()
 if os.fork() == 0:

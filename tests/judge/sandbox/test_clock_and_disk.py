@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.service import JudgeService
 
 # Shifts the wall clock of the processes it is loaded into by the seconds that stand in a file.
 SHIFTED_CLOCK = r"""

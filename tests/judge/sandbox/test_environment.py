@@ -18,7 +18,7 @@ def test_an_environment_behind_a_link_starts_the_sandbox(tmp_path: Path) -> None
     (tmp_path / "venv").symlink_to(sys.prefix)
     program = (
         "import asyncio\n"
-        "from rstar2_megatron.judge.slots import SlotPool\n"
+        "from rstar2_megatron.judge.worker.slots import SlotPool\n"
         "async def main():\n"
         "    pool = SlotPool(1)\n"
         "    await pool.start(60)\n"
@@ -44,8 +44,8 @@ def test_an_environment_under_tmp_is_seen_by_calls() -> None:
         (packages / "ours.pth").write_text("\n".join(ours))
         program = (
             "import asyncio, sys\n"
-            "from rstar2_megatron.judge.client import JudgeClient\n"
-            "from rstar2_megatron.judge.service import JudgeService\n"
+            "from rstar2_megatron.judge.client.client import JudgeClient\n"
+            "from rstar2_megatron.judge.client.service import JudgeService\n"
             "attempt = 'import only_here, os\\nprint(only_here.WORD)\\nopen(only_here.__file__, chr(97))'\n"
             "async def main(url):\n"
             "    async with JudgeClient(url) as client:\n"
@@ -67,7 +67,7 @@ def test_where_namespaces_and_mounts_are_refused_calls_run_all_the_same() -> Non
 import asyncio, json, psutil
 from rstar2_megatron.judge import linux
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.slots import SlotPool
+from rstar2_megatron.judge.worker.slots import SlotPool
 
 linux.no_new_privileges()
 linux.do([linux.call_filter_step()])
@@ -103,7 +103,7 @@ def test_what_calls_are_forked_from_is_small() -> None:
     program = (
         "import sys\n"
         f"sys.path[:] = {sys.path}\n"
-        "from rstar2_megatron.judge.zygote import import_standard_library\n"
+        "from rstar2_megatron.judge.sandbox.zygote import import_standard_library\n"
         "import_standard_library()\n"
         "heavy = {'asyncio', 'ssl', 'logging', 'shutil', 'subprocess', 'numpy', 'redis', 'orjson', 'pydantic'}\n"
         "heavy |= {'base64', 'datetime', 'statistics', 'zlib', 'site', 'dataclasses', 'inspect', 'ast', 'platform'}\n"

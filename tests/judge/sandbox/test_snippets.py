@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.judge.snippet import compile_by_line, compile_by_tree
+from rstar2_megatron.judge.sandbox.snippet import compile_by_line, compile_by_tree
 from tests.judge.conftest import MEMORY_MB, Run
 
 

@@ -12,12 +12,12 @@ import aiohttp
 import psutil
 import pytest
 
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.process_tree import DEMOTIONS
 from rstar2_megatron.judge.queue import JobQueue
-from rstar2_megatron.judge.service import JudgeService
-from rstar2_megatron.judge.starts import Starts
+from rstar2_megatron.judge.sandbox.process_tree import DEMOTIONS
+from rstar2_megatron.judge.worker.starts import Starts
 from rstar2_megatron.services.redis_server import RedisServer
 
 

@@ -9,9 +9,9 @@ from functools import partial
 import orjson
 import pytest
 
-from rstar2_megatron.judge import ahead, worker
-from rstar2_megatron.judge.ahead import ROUND_TRIP_S, Ahead
 from rstar2_megatron.judge.queue import Job
+from rstar2_megatron.judge.worker import ahead, worker
+from rstar2_megatron.judge.worker.ahead import ROUND_TRIP_S, Ahead
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge.in_process import judge
 from tests.judge.waiting import until

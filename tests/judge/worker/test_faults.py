@@ -17,11 +17,11 @@ import psutil
 import pytest
 from redis import Redis
 
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.processes import listen
 from rstar2_megatron.judge.queue import PREFIX, JobQueue
-from rstar2_megatron.judge.service import JudgeService, JudgeServiceError
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge import in_process
 from tests.judge.waiting import until
@@ -293,7 +293,7 @@ def test_sigterm_leaves_nothing() -> None:
 
 def test_parents_death_ends_the_service(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom rstar2_megatron.judge.service import JudgeService\n"
+        "import sys, time\nfrom rstar2_megatron.judge.client.service import JudgeService\n"
         "s = JudgeService(workers=1).start()\nprint(s.process.pid, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=os.getcwd()) as parent:

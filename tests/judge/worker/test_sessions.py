@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.service import JudgeService
 from tests.judge.conftest import MEMORY_MB, Run
 from tests.processes import command_line
 

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rstar2_megatron.rollout.engine import EngineClient
-from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, GenerationTimeout
+from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerationTimeout
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SGLangSettings
-from rstar2_megatron.weights_checksum import weights_checksum
+from rstar2_megatron.weights.checksum import weights_checksum
 from tests.processes import command_line
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
@@ -298,7 +298,7 @@ async def test_wrong_model_directory_fails_with_the_log(tmp_path: Path) -> None:
 async def test_engine_dies_with_its_parent(tiny_model: Path) -> None:
     program = (
         "import asyncio, sys\n"
-        "from tests.rollout.test_engine import EngineClient, Path, settings_for\n"
+        "from tests.rollout.engine.test_engine import EngineClient, Path, settings_for\n"
         f"asyncio.run(EngineClient(settings_for(Path({str(tiny_model)!r}))).start())\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": os.getcwd()})

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rstar2_megatron.rollout.weight_hooks import hf_tensors
+from rstar2_megatron.rollout.engine.weight_hooks import hf_tensors
 
 
 def test_stacked_experts_are_named_one_by_one() -> None:

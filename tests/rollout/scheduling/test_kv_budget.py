@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
-from rstar2_megatron.rollout.kv_budget import POLICIES, AdaptiveBudget, make_budget
-from rstar2_megatron.rollout.kv_reservation import KVBudget
-from rstar2_megatron.rollout.length_estimate import GroupLengths, LengthSurvival
+from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, AdaptiveBudget, make_budget
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths, LengthSurvival
 
 TRAJECTORIES = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 140), st.floats(0.01, 1.0)), min_size=1, max_size=40

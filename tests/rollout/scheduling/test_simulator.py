@@ -16,8 +16,8 @@ from benchmarks.engine_speed import EngineSpeed
 from benchmarks.scheduler import floor_s, gpu_cluster
 from benchmarks.simulator import Cluster, Simulator, make_budgets
 from benchmarks.traces import STAGE_8K, Shape, Turn, recorded, synthetic
-from rstar2_megatron.rollout.kv_budget import POLICIES
-from rstar2_megatron.training.rollout_log import append_rollouts
+from rstar2_megatron.records.rollout_log import append_rollouts
+from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory
 
 SPEED = EngineSpeed(0.01, 1e-4, 1e-7, 0.01, 1e-5)
