@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.records.whole_file import replacement
 from rstar2_megatron.report.table import WEIGHTS, held_out
-from rstar2_megatron.training.metrics import MetricsFile
 
 # panel: (title, y label, y limits, [(metric, label)])
 Panel = tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]]

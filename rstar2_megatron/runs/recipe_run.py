@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.runs.base_run import FINISHED
 from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
-from rstar2_megatron.training.metrics import MetricsFile
 
 STATE = "recipe.json"
 _END_GRACE_S = 90.0  # a stage ends its workers, the engines, the judge and Ray

@@ -53,7 +53,8 @@ class RLRun(BaseRun):
     def _start(self) -> None:
         """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
         from rstar2_megatron.cluster.coordinator import RolloutCoordinator
-        from rstar2_megatron.data.problems import ProblemLoader, drop_long_prompts, read_problems
+        from rstar2_megatron.data.loader import ProblemLoader
+        from rstar2_megatron.data.problems import drop_long_prompts, read_problems
         from rstar2_megatron.runs.cold_start import find_cached
         from rstar2_megatron.training.colocation import takes_turns
         from rstar2_megatron.training.trainer import Trainer
@@ -166,7 +167,7 @@ class RLRun(BaseRun):
     def _resume(self, step: int, checkpoint: Path) -> int:
         """Load a checkpoint into actor, loader and engines; returns its step."""
         from rstar2_megatron.records.checkpoint import load_data_state
-        from rstar2_megatron.training.metrics import MetricsFile
+        from rstar2_megatron.records.metrics_file import MetricsFile
 
         self._say(f"resuming from {checkpoint}")
         state = load_data_state(checkpoint)
@@ -192,11 +193,12 @@ class RLRun(BaseRun):
         from rlinf.utils.metric_logger import MetricLogger
         from rlinf.utils.runner_utils import check_progress
 
+        from rstar2_megatron.records.metrics_file import MetricsFile
         from rstar2_megatron.records.rollout_log import append_rollouts
         from rstar2_megatron.records.samples import TrajectorySamples
         from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
         from rstar2_megatron.runs.stopping import first_that_holds
-        from rstar2_megatron.training.metrics import MetricsFile, header_line, step_line, step_metrics
+        from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
 
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)

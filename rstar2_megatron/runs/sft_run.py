@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.records import checkpoint
+from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.runs.base_run import BaseRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings
 from rstar2_megatron.sft.rows import SFTRows, load_sft_rows
 from rstar2_megatron.sft.training import Metrics, phase_of, run_phase, validation_loss
-from rstar2_megatron.training.metrics import MetricsFile
 
 LOSS, VALIDATION_LOSS = "train/sft/loss", "eval/sft_loss"
 

@@ -13,7 +13,7 @@ from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.cluster.coordinator import Refill, RolloutCoordinator, RolloutPhase
-from rstar2_megatron.data.problems import ProblemLoader
+from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.rollout.phase import problems_to_refill

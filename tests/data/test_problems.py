@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.data.problems import ProblemLoader, drop_long_prompts, read_problems
+from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem

@@ -310,7 +310,7 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`uvicorn rstar2_megatron.judge.server.app:app` makes the application from the environment on first use."""
+    """`uvicorn rstar2_megatron.judge.app:app` makes the application from the environment on first use."""
     if name == "app":
         return create_app()
     raise AttributeError(name)

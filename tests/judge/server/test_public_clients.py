@@ -65,7 +65,7 @@ def test_documented_start_lines(tmp_path: Path) -> None:
         lines = [
             [
                 "uvicorn",
-                "rstar2_megatron.judge.server.app:app",
+                "rstar2_megatron.judge.app:app",
                 "--workers",
                 "2",
                 "--host",

@@ -1,0 +1,14 @@
+"""The address of the HTTP API for `uvicorn rstar2_megatron.judge.app:app`; the code is in `server/app.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rstar2_megatron.judge.server import app as server_app
+
+
+def __getattr__(name: str) -> Any:
+    """uvicorn's `app`, made from the environment on first use."""
+    if name == "app":
+        return server_app.app
+    raise AttributeError(name)
