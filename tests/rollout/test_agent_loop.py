@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.protocol import (
     EngineError,
@@ -35,7 +35,6 @@ from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, Lease
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
-from rstar2_megatron.rollout.turns import Preemption
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine_runner import EngineRunner
@@ -22,7 +22,6 @@ from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
-from rstar2_megatron.rollout.turns import Preemption
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
