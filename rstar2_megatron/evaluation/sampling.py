@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 from rstar2_megatron.evaluation.jobs import Job, Jobs, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
@@ -161,8 +163,6 @@ class _Sampler:
         self.logs = file.path.parent.resolve() / "logs"
 
     async def run(self) -> None:
-        from transformers import AutoTokenizer
-
         settings = self.settings
         if threading.current_thread() is threading.main_thread():
             task = asyncio.current_task()
@@ -206,8 +206,6 @@ class _Sampler:
                 )
 
     def _engine(self, number: int) -> EngineClient:
-        import torch
-
         settings, rollout = self.settings, self.settings.rollout
         if torch.cuda.is_available():  # the engines of one process share its devices
             arguments = {"base_gpu_id": number * rollout.tensor_parallel_size, **rollout.sglang.server_args}

@@ -38,6 +38,7 @@ def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
 
 async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     """Execute jobs until a signal."""
+    # Here, and the HTTP server below: each process loads its own part only.
     from rstar2_megatron.judge.worker.worker import Worker
 
     stop = _stop_event(arguments)

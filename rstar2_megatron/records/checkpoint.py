@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _NAME = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished"
 
@@ -76,6 +74,8 @@ def begin_save(
         shutil.rmtree(stale)
     (partial / "data").mkdir(parents=True)
     save_actor(str(partial / "actor"))
+    import torch  # here: it takes seconds, and finding checkpoints does not need it
+
     with (partial / "data" / "data.pt").open("wb") as file:
         torch.save(data_state, file)
         file.flush()
@@ -92,4 +92,6 @@ def save(
 
 def load_data_state(checkpoint: Path) -> dict[str, Any]:
     """What `save` got as `data_state`."""
+    import torch  # here, as above
+
     return torch.load(checkpoint / "data" / "data.pt", weights_only=False)

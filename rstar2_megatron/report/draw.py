@@ -104,6 +104,7 @@ def _draw(
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps to draw")
     target = Path(out) if out is not None else directory / "curves.png"
 
+    # Here: matplotlib takes a second, which tables do not need.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

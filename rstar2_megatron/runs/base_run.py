@@ -1,10 +1,9 @@
-"""What every kind of run shares: its directory, resuming, worker groups, messages, and the clean-up."""
+"""What every kind of run shares: its directory, resuming, messages, and the clean-up."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,7 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rstar2_megatron.settings.load import print_config, to_dict_config
+from rstar2_megatron.records.checkpoint import find_resume
+from rstar2_megatron.services.run_temporary import RunTemporary
+from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.schema import Settings
 
 logger = logging.getLogger(__name__)
@@ -60,16 +61,12 @@ class BaseRun:
     """Owns everything that a run starts; `close` ends all of it, at whatever point the run stopped."""
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
-        from rstar2_megatron.cluster.launch import TrainingCluster
-        from rstar2_megatron.services.run_temporary import RunTemporary
-
         self.temporary = RunTemporary()
         self.settings = settings
         self.signals = signals
         self.started = time.perf_counter()
         self.directory = Path(settings.runner.output_dir) / settings.runner.experiment_name
         self.checkpoints = self.directory / "checkpoints"
-        self.cluster = TrainingCluster(settings, to_dict_config(settings))
         self._closing: list[Callable[[], object]] = []
 
     def train(self) -> None:
@@ -82,8 +79,6 @@ class BaseRun:
         A run of this name that finished, or that cannot be gone on with, is moved aside; one that was killed after
         its last step still has to finish. Raises ValueError for a bad `runner.resume_dir`.
         """
-        from rstar2_megatron.records.checkpoint import find_resume
-
         runner = self.settings.runner
         resume = find_resume(runner.resume_dir, self.checkpoints)
         if resume and runner.resume_dir == "auto" and self._is_finished(resume[0], total_steps):
@@ -125,13 +120,10 @@ class BaseRun:
         print(f"[{time.perf_counter() - self.started:6.1f} s] {line}", flush=True)
 
     def close(self) -> None:
-        """End workers and Ray, and what subclasses started. Never raises: the reason we stop must not be hidden."""
-        # Calls that the end cuts off fail, and nobody waits for them any more: Ray would print each one's traceback.
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        """End what subclasses started. Never raises: the reason we stop must not be hidden."""
         for close in reversed(self._closing):
             quietly(close)
         self._closing.clear()
-        quietly(self.cluster.close)
         quietly(self.temporary.remove)
 
 

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
 from rstar2_megatron.settings.schema import Settings
@@ -94,8 +96,6 @@ def run_cold_start(
 
     `sync` brings the engines to the actor's weights. The cache directory appears whole or not at all.
     """
-    from transformers import AutoTokenizer
-
     final = cache_dir(settings)
     before = evaluate("held-out before SFT") if evaluate else None
     tokenizer = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 from omegaconf import DictConfig
 
@@ -40,7 +41,9 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
     run: BaseRun | None = None
     code = 1
     try:
+        started = time.perf_counter()
         run = make_run(settings, signals)
+        run.started = started  # with the seconds in which torch, Ray and RLinf load
         run.train()
         code = 0
     except Stopped as stopped:
@@ -66,7 +69,10 @@ def _stopped(stopped: Stopped) -> int:
 
 
 def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
-    """The run that `runner.task_type` asks for."""
+    """The run that `runner.task_type` asks for.
+
+    Imported here: torch, Ray and RLinf take seconds, and a dry run and bad input are answered without them.
+    """
     if settings.runner.task_type == "sft":
         from rstar2_megatron.runs.sft_run import SFTRun
 

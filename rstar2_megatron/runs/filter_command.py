@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.settings.load import ConfigError, load_settings
 
 
@@ -39,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     try:
         settings, config = load_settings(arguments.config, words)
-        from rstar2_megatron.runs.execute import execute
-
         return execute(settings, config, dry_run=False)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

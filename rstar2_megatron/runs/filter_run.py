@@ -13,19 +13,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from rstar2_megatron.data.difficulty import difficulty_report, pass_counts, render_report
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.evaluation.sampling import SamplingSettings, sample
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.runs.base_run import BaseRun, Stopped, quietly
+from rstar2_megatron.runs.base_run import BaseRun, Stopped
 from rstar2_megatron.settings.placement import slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Problem
 
 
 class FilterRun(BaseRun):
-    """Engines and judge on this node, no Ray."""
+    """Engines and judge on this node, no Ray. `sample` stops what it starts."""
 
     def train(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -38,18 +42,12 @@ class FilterRun(BaseRun):
             raise Stopped(signal.SIGTERM) from None
         self.mark_finished(0)
 
-    def close(self) -> None:
-        """Nothing is running: `sample` stops what it started. Never raises."""
-        quietly(self.temporary.remove)
-
 
 def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     """Sample, count and write pass_counts.jsonl, train.jsonl and report.json to `out`; returns the report.
 
     Raises DataError when no problem is left, and what `evaluation.sampling.sample` raises.
     """
-    from rstar2_megatron.evaluation.sampling import SamplingSettings, sample
-
     options, data = settings.difficulty_filter, settings.data
     problems = _short_problems(settings)
     spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
@@ -88,10 +86,6 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
 
 def _short_problems(settings: Settings) -> list[Problem]:
     """The problems that training would take."""
-    from transformers import AutoTokenizer
-
-    from rstar2_megatron.rollout.chat import ChatTemplate
-
     data, limit = settings.data, settings.difficulty_filter.num_problems
     problems: Sequence[Problem] = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
     problems = problems[:limit] if limit >= 0 else problems

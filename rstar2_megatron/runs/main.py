@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from rstar2_megatron.runs.execute import execute
+from rstar2_megatron.runs.recipe_run import execute_recipe
+from rstar2_megatron.runs.stages import load_recipe
 from rstar2_megatron.settings.load import ConfigError, load_settings, print_config
 
 DEFAULT_CONFIG = "rstar2-tiny-cpu"
@@ -90,9 +93,6 @@ def main(argv: list[str]) -> int:
         if arguments.print_config:
             print(print_config(settings), end="")
             return 0
-        # Imported only now: bad input is to be answered at once, not after torch has loaded.
-        from rstar2_megatron.runs.execute import execute
-
         return execute(settings, config, dry_run=arguments.dry_run)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -100,9 +100,6 @@ def main(argv: list[str]) -> int:
 
 
 def _run_recipe(recipes: list[str], arguments: Arguments) -> int:
-    from rstar2_megatron.runs.recipe_run import execute_recipe
-    from rstar2_megatron.runs.stages import load_recipe
-
     if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:
         raise ConfigError(
             f"{recipes[0]} names its configuration itself; give one recipe and no other name (got {arguments.config})"

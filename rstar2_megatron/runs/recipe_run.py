@@ -20,7 +20,10 @@ from typing import Any
 
 from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.report.table import render_table
 from rstar2_megatron.runs.base_run import FINISHED
+from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
@@ -42,8 +45,6 @@ def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_
 
 
 def _dry_run(plan: StagePlan) -> int:
-    from rstar2_megatron.runs.execute import execute
-
     for number, stage in enumerate(plan.recipe.stages, 1):
         print(_title(number, plan, stage), flush=True)
         settings = plan.settings(stage, for_plan=True)
@@ -154,8 +155,6 @@ class _Runner:
         write_json(self.state_path, self.state)
 
     def _report(self) -> None:
-        from rstar2_megatron.report.table import render_table
-
         plan = self.plan
         last = next(s for s in reversed(plan.recipe.stages) if s.task != "difficulty_filter")
         if write_curve(plan) is not None:
@@ -166,8 +165,6 @@ class _Runner:
 
 def write_curve(plan: StagePlan) -> Path | None:
     """Write metrics.jsonl, stages.json and curves.png of all reasoning stages so far; None before the first step."""
-    from rstar2_megatron.report.draw import draw_run
-
     rows: list[Mapping[str, Any]] = []
     borders: list[dict[str, Any]] = []
     for stage in plan.recipe.stages:

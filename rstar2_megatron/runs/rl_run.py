@@ -7,25 +7,42 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import AutoTokenizer
+
+from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
+from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.data.problems import drop_long_prompts, read_problems
+from rstar2_megatron.evaluation.held_out import evaluate
+from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.records import checkpoint
+from rstar2_megatron.records.checkpoint import UnfinishedCheckpoint, load_data_state
+from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.rollout_log import append_rollouts
+from rstar2_megatron.records.samples import TrajectorySamples
+from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
+from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.report.table import render_table
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-from rstar2_megatron.runs.base_run import BaseRun, StopSignals
+from rstar2_megatron.runs.base_run import StopSignals
+from rstar2_megatron.runs.cluster_run import ClusterRun
+from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start
+from rstar2_megatron.runs.stopping import first_that_holds
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
-
-if TYPE_CHECKING:
-    from rstar2_megatron.records.checkpoint import UnfinishedCheckpoint
+from rstar2_megatron.training.colocation import takes_turns
+from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
+from rstar2_megatron.training.trainer import Trainer
 
 _LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
 
 
-class RLRun(BaseRun):
+class RLRun(ClusterRun):
     """Reinforcement learning."""
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
-        from rstar2_megatron.judge.client.code_judge import CodeJudgeService
-
         super().__init__(settings, signals)
         self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
         self.last_evaluation: tuple[int, Any] = (-1, None)
@@ -33,8 +50,6 @@ class RLRun(BaseRun):
 
     def train(self) -> None:
         """The whole run."""
-        from rstar2_megatron.runs.cold_start import check_reference
-
         resume = self.begin(self.settings.runner.max_steps)
         if resume:
             check_reference(self.settings)
@@ -52,13 +67,6 @@ class RLRun(BaseRun):
 
     def _start(self) -> None:
         """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
-        from rstar2_megatron.cluster.coordinator import RolloutCoordinator
-        from rstar2_megatron.data.loader import ProblemLoader
-        from rstar2_megatron.data.problems import drop_long_prompts, read_problems
-        from rstar2_megatron.runs.cold_start import find_cached
-        from rstar2_megatron.training.colocation import takes_turns
-        from rstar2_megatron.training.trainer import Trainer
-
         settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
         data = settings.data
         self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
@@ -118,15 +126,11 @@ class RLRun(BaseRun):
         )
 
     def _template(self) -> ChatTemplate:
-        from transformers import AutoTokenizer
-
         tokenizer: Any = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
         return ChatTemplate(tokenizer, self.settings.agentloop)
 
     def _cold_start(self) -> None:
         """SFT if the YAML asks for it and the cache has none, then a fresh optimizer and the first sync."""
-        from rstar2_megatron.runs.cold_start import run_cold_start
-
         settings = self.settings
         if settings.runner.init_checkpoint:
             self._say(f"starting from {settings.runner.init_checkpoint}, optimizer included")
@@ -166,9 +170,6 @@ class RLRun(BaseRun):
 
     def _resume(self, step: int, checkpoint: Path) -> int:
         """Load a checkpoint into actor, loader and engines; returns its step."""
-        from rstar2_megatron.records.checkpoint import load_data_state
-        from rstar2_megatron.records.metrics_file import MetricsFile
-
         self._say(f"resuming from {checkpoint}")
         state = load_data_state(checkpoint)
         if self.settings.runner.init_checkpoint and self.settings.algorithm.kl_beta:
@@ -190,16 +191,6 @@ class RLRun(BaseRun):
 
         Returns the last step, and the condition that ended the run early or "".
         """
-        from rlinf.utils.metric_logger import MetricLogger
-        from rlinf.utils.runner_utils import check_progress
-
-        from rstar2_megatron.records.metrics_file import MetricsFile
-        from rstar2_megatron.records.rollout_log import append_rollouts
-        from rstar2_megatron.records.samples import TrajectorySamples
-        from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
-        from rstar2_megatron.runs.stopping import first_that_holds
-        from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
-
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
         self._closing.append(log.finish)
@@ -254,8 +245,6 @@ class RLRun(BaseRun):
         return step, condition
 
     def _save(self, step: int) -> None:
-        from rstar2_megatron.records import checkpoint
-
         state = {
             "step": step,
             "loader": self.loader.state_dict(),
@@ -286,8 +275,6 @@ class RLRun(BaseRun):
         return self.settings.evaluation.before_and_after and bool(self.held_out)
 
     def _evaluate(self, label: str) -> Any:
-        from rstar2_megatron.evaluation.held_out import evaluate
-
         directory = self.directory / "evaluation" if self.settings.evaluation.save_trajectories else None
         result = evaluate(self.coordinator, self.held_out, self.settings, label, directory)
         self._say(f"{label}: {result}")
@@ -297,9 +284,6 @@ class RLRun(BaseRun):
 
     def _finish(self, step: int) -> None:
         """Final evaluation, Hugging Face export, curves and table."""
-        from rstar2_megatron.report.curves import draw_run
-        from rstar2_megatron.report.table import render_table
-
         if self._evaluates:
             at, result = self.last_evaluation
             if result is None or at != step:

@@ -6,9 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from rstar2_megatron.cluster.runner_tools import MetricLogger
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.metrics_file import MetricsFile
-from rstar2_megatron.runs.base_run import BaseRun
+from rstar2_megatron.report.draw import draw_sft
+from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings
 from rstar2_megatron.sft.rows import SFTRows, load_sft_rows
 from rstar2_megatron.sft.training import Metrics, phase_of, run_phase, validation_loss
@@ -16,7 +20,7 @@ from rstar2_megatron.sft.training import Metrics, phase_of, run_phase, validatio
 LOSS, VALIDATION_LOSS = "train/sft/loss", "eval/sft_loss"
 
 
-class SFTRun(BaseRun):
+class SFTRun(ClusterRun):
     """Only actor workers: no engine, no judge."""
 
     def train(self) -> None:
@@ -55,8 +59,6 @@ class SFTRun(BaseRun):
         self._finish(phase)
 
     def _read(self) -> tuple[SFTRows, SFTRows | None]:
-        from transformers import AutoTokenizer
-
         settings = self.settings
         tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
         length = settings.sft.max_length or settings.runner.seq_length
@@ -65,8 +67,6 @@ class SFTRun(BaseRun):
         return rows, load_sft_rows(paths, tokenizer, length) if paths else None
 
     def _start(self, model: str, timeout: float) -> None:
-        from rlinf.utils.metric_logger import MetricLogger
-
         self._say("starting Ray, RLinf and the actor")
         self.cluster.start()
         self.signals.install()
@@ -113,8 +113,6 @@ class SFTRun(BaseRun):
         self._lap = time.perf_counter()  # validation and checkpoint are no part of the next steps
 
     def _finish(self, phase: SFTPhaseSettings) -> None:
-        from rstar2_megatron.report.draw import draw_sft
-
         model: Path = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
         curves = draw_sft(self.directory)

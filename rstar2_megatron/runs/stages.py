@@ -26,6 +26,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from rstar2_megatron.records.checkpoint import complete_checkpoints
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load
 from rstar2_megatron.settings.schema import Section, Settings
 
@@ -206,8 +207,6 @@ class StagePlan:
         if before is not None:
             words.append(override_word(MODEL_KEY, str(self.directory(before) / "model")))
         if stage.optimizer == "keep":
-            from rstar2_megatron.records.checkpoint import complete_checkpoints
-
             assert before is not None
             checkpoints = complete_checkpoints(self.directory(before) / "checkpoints")
             if not checkpoints:

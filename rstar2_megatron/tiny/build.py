@@ -151,6 +151,7 @@ def _build(
     shape: TinyModelShape,
     progress: Callable[[str], None],
 ) -> None:
+    # Here, because torch and transformers take seconds to import and a cached build needs neither.
     from rstar2_megatron.tiny.model import build_model, save_model
     from rstar2_megatron.tiny.tokenizer import save_tokenizer
 
@@ -198,7 +199,7 @@ def _endless(level: Any, rng: random.Random, excluded: set[str]) -> Iterator[Tin
 
 def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreTrainedTokenizerFast
     """Trained on conversations of a fixed seed, so that every seed's model has the same tokens."""
-    from rstar2_megatron.tiny.tokenizer import TEMPLATE_TAGS, train_tokenizer
+    from rstar2_megatron.tiny.tokenizer import TEMPLATE_TAGS, train_tokenizer  # loads transformers
 
     rng = random.Random("tokenizer")
     bare: Any = train_tokenizer([], 256 + 3 + len(TEMPLATE_TAGS))

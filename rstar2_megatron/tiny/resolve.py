@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.tiny.build import build_tiny
 
 PREFIX = "tiny:"
 
@@ -17,7 +18,6 @@ def resolve_tiny(settings: Settings, progress: Callable[[str], None] = print) ->
     """
     if settings.cold_start.builder != "tiny":
         return settings
-    from rstar2_megatron.tiny.build import build_tiny
 
     paths = build_tiny(
         settings.cold_start.cache_dir,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 _DEVICE_ARGUMENT = 6  # storage_device among the arguments of torch's rebuild_cuda_tensor
 
@@ -57,8 +58,6 @@ def unflatten(
 
 def handle_of(flat: Tensor, places: dict[str, Any]) -> bytes:
     """What another process on the same GPU needs to read the buffer; keep it alive until that one is done."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
     torch.cuda.synchronize()  # the copies into the buffer are done when the other process reads it
     rebuild, arguments = reduce_tensor(flat)
     return bytes(ForkingPickler.dumps((rebuild, arguments, places)))

@@ -34,6 +34,7 @@ def choose_implementation(wanted: str, device: str) -> Implementation:
 def block_spec(config: TransformerConfig, implementation: Implementation, vp_stage: int | None) -> Any:
     """Spec of this pipeline stage's layers and final norm."""
     if implementation == "transformer_engine":
+        # Here, because it needs TransformerEngine.
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)

@@ -85,7 +85,7 @@ class Runner:
 
     def _remove_directory(self, directory: str) -> None:
         if directory != isolation.CALL_DIRECTORY:
-            import shutil
+            import shutil  # here, as tempfile above
 
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from redis.exceptions import RedisError
@@ -19,12 +19,10 @@ from rstar2_megatron.judge.gathering import Gathering
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.server.math_answers import MathJudge
 from rstar2_megatron.judge.server.models import Submission
 from rstar2_megatron.judge.server.options import check_files, check_session, check_text
 from rstar2_megatron.judge.server.sender import Sender
-
-if TYPE_CHECKING:
-    from rstar2_megatron.judge.server.math_answers import MathJudge
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
@@ -145,9 +143,6 @@ class Broker:
 
         async def grade() -> None:
             if self._math is None:
-                # loads sympy: only where it is needed
-                from rstar2_megatron.judge.server.math_answers import MathJudge
-
                 self._math = MathJudge()
             result = await self._math.grade(sub_id, submission.solution, expected)
             if not answer.done():

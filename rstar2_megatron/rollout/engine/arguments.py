@@ -9,6 +9,7 @@ import torch
 
 import rstar2_megatron
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.rollout.engine.weight_hooks import LOADER
 from rstar2_megatron.settings.schema import RolloutSettings
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -26,8 +27,6 @@ def engine_arguments(
 
     `memory_saver` lets a GPU engine give its memory back; there is nothing of the kind on a CPU.
     """
-    from rstar2_megatron.rollout.engine.weight_hooks import LOADER
-
     arguments: dict[str, Any] = {
         "model_path": settings.model.model_path,
         "dtype": _DTYPES[settings.model.precision],

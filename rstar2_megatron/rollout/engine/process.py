@@ -25,6 +25,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
+import psutil
+
 from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
     EngineInfo,
@@ -33,6 +35,9 @@ from rstar2_megatron.rollout.engine.protocol import (
     read_message,
     write_message,
 )
+
+# torch, SGLang and what imports them are imported inside functions: the parent is watched before they load, and the CPU
+# stand-ins must be installed before SGLang is.
 
 _REPORT_INTERVAL_S = 1.0
 _PARENT_CHECK_S = 0.5
@@ -57,8 +62,6 @@ def _end_with_parent(parent: int) -> None:
 
 def _end_tree(status: int) -> NoReturn:
     """End at once with every descendant. SGLang's own shutdown waits and may hang on a broken scheduler."""
-    import psutil
-
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(status)

@@ -24,6 +24,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
         os.close(inherited_descriptor)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the parent's handler ends the parent's children
     shim.prepare_scheduler()
+    # Here, because this module is unpickled by a spawned child, which must find the stand-ins before torch or SGLang.
     from rstar2_megatron.rollout.engine import weight_hooks
     from rstar2_megatron.services import loopback
 

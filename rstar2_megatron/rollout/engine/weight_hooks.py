@@ -41,6 +41,7 @@ def install() -> None:
 
     SGLang catches what a loader raises on every path but the tensor update's, where the scheduler would die.
     """
+    # Here, because other processes import this module for its names, without SGLang.
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
