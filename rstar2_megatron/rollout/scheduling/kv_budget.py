@@ -6,7 +6,7 @@ was not released, public code has only its commented-out trace. `AdaptiveBudget`
 youngest when it did not.
 
 Pure: tokens and keys come in as arguments, no clock, no engine. The same object runs in production and in the
-simulator (`benchmarks/scheduler.py`).
+simulator (`benchmarks/rollout/scheduler.py`).
 """
 
 from __future__ import annotations

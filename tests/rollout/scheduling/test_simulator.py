@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.engine_model import EngineModel, Request
-from benchmarks.engine_speed import EngineSpeed
-from benchmarks.scheduler import floor_s, gpu_cluster
-from benchmarks.simulator import Cluster, Simulator, make_budgets
-from benchmarks.traces import STAGE_8K, Shape, Turn, recorded, synthetic
+from benchmarks.rollout.engine_model import EngineModel, Request
+from benchmarks.rollout.engine_speed import EngineSpeed
+from benchmarks.rollout.scheduler import floor_s, gpu_cluster
+from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
+from benchmarks.rollout.traces import STAGE_8K, Shape, Turn, recorded, synthetic
 from rstar2_megatron.records.rollout_log import append_rollouts
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory

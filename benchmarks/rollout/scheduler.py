@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scheduler`: the rollout policies side by side in a discrete-event simulator.
+"""`python -m benchmarks.rollout.scheduler`: the rollout policies side by side in a discrete-event simulator.
 
 The simulator (`simulator`) drives the very objects that run in production (`WorkQueue`, `EngineScheduler`, the KV
 budgets) against a model of SGLang (`engine_model`), one JSON line per scenario and policy. Columns: makespan of the
@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_speed import EngineSpeed
+from benchmarks.rollout.engine_speed import EngineSpeed
 from benchmarks.records import keep_rows
-from benchmarks.simulator import Cluster, Result, Simulator, make_budgets
-from benchmarks.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
+from benchmarks.rollout.simulator import Cluster, Result, Simulator, make_budgets
+from benchmarks.rollout.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
 
 
@@ -30,7 +30,7 @@ def gpu_cluster(name: str, max_requests: int) -> Cluster:
     return Cluster(4, EngineSpeed.of_gpu(parameters, kv_bytes, 2), kv_tokens, max_requests)
 
 
-# The 1.34 M parameter model on one of two cores: the `fit` line of `python -m benchmarks.rollout`, measured while the
+# The 1.34 M parameter model on one of two cores: the `fit` line of `python -m benchmarks.rollout.live`, measured while the
 # machine had other work (load 6); `--speed` takes the fit of another machine.
 TINY_ON_CPU = EngineSpeed(4.48e-3, 1.63e-4, 9.48e-8, 1.01e-2, 5.27e-5)
 

@@ -1,4 +1,4 @@
-"""Ten minutes of calls with a fault every 30 s: `python -m benchmarks.judge_soak`.
+"""Ten minutes of calls with a fault every 30 s: `python -m benchmarks.judge.soak`.
 
 Kills the worker, Redis and a process of the sandbox in turn while 32 clients send calls and 4 use sessions. One JSON
 line; exit code 1 when a call was lost or wrong, when memory was not flat, or when a process, mount, directory or control
@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.judge import Tree
+from benchmarks.judge.calls import Tree
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.result import JudgeResult
@@ -204,7 +204,7 @@ def _mounts() -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge_soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--fault-every-s", type=float, default=30.0)
     parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")

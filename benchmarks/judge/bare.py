@@ -1,6 +1,6 @@
 """What a program costs without a judge: a bare fork of a warm Python that runs it, no walls, no HTTP, no Redis.
 
-The yardstick of `benchmarks.judge`: CPU time of the same work differs between machines, and between hours on a shared one, so
+The yardstick of `benchmarks.judge.calls`: CPU time of the same work differs between machines, and between hours on a shared one, so
 its lines carry this number too, measured just before with as many loops as there are cores.
 """
 
@@ -42,16 +42,16 @@ def _fork_and_run(source: str, output: int) -> None:
 
 def bare_fork_cpu_ms(case: str, seconds: float = 2.0) -> float:
     """Mean CPU milliseconds of one call of `case`, with every core at it."""
-    command = [sys.executable, "-m", "benchmarks.judge_bare", case, "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "benchmarks.judge.bare", case, "--seconds", str(seconds)]
     loops = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(os.cpu_count() or 1)]
     costs = [json.loads(loop.communicate(timeout=seconds + 60)[0])["cpu_ms"] for loop in loops]
     return round(sum(costs) / len(costs), 2)
 
 
 def main() -> int:
-    from benchmarks.judge import BARE_CASES, program
+    from benchmarks.judge.calls import BARE_CASES, program
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge_bare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge.bare", description=__doc__)
     parser.add_argument("case", choices=BARE_CASES)
     parser.add_argument("--seconds", type=float, default=2.0)
     arguments = parser.parse_args()

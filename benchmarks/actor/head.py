@@ -1,9 +1,9 @@
 """Memory of the vocabulary head's forward and backward, in this process alone.
 
-    python -m benchmarks.actor_head                                  # 16,384 tokens, 151,936 words, hidden size 1536, bf16
-    python -m benchmarks.actor_head --tokens 2048                    # fewer tokens at the same chunk: what differs is linear
-    python -m benchmarks.actor_head --hidden-size 64                 # all tokens at a small hidden size
-    python -m benchmarks.actor_head --device cuda
+    python -m benchmarks.actor.head                                  # 16,384 tokens, 151,936 words, hidden size 1536, bf16
+    python -m benchmarks.actor.head --tokens 2048                    # fewer tokens at the same chunk: what differs is linear
+    python -m benchmarks.actor.head --hidden-size 64                 # all tokens at a small hidden size
+    python -m benchmarks.actor.head --device cuda
 
 What goes in (hidden states, weight, the fp32 gradient buffer that DDP holds for the weight) is counted apart from the
 peak of what the head allocates itself. Prints one JSON object. The full size is 30 TFLOP.

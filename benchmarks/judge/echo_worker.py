@@ -1,8 +1,8 @@
 """A judge worker that answers at once and runs nothing: what is left is the cost of HTTP and Redis.
 
-    python -m benchmarks.judge_echo_worker REDIS_URI
+    python -m benchmarks.judge.echo_worker REDIS_URI
 
-For `benchmarks.judge --cases overhead` only.
+For `benchmarks.judge.calls --cases overhead` only.
 """
 
 from __future__ import annotations

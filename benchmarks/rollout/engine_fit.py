@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.engine_speed import EngineSpeed
+from benchmarks.rollout.engine_speed import EngineSpeed
 from rstar2_megatron.rollout.engine.client import EngineClient
 
 _PREFILL = ((1, 64), (1, 512), (8, 64), (8, 256))  # requests, tokens of each

@@ -1,7 +1,7 @@
 """Memory and time of turning a checkpoint into a Hugging Face directory, and of loading that on one rank.
 
-    python -m benchmarks.conversion --directory /large/disk                    # 14B: needs 60 GB of disk
-    python -m benchmarks.conversion --directory /large/disk --layers 16        # the same tensors, a third of the layers
+    python -m benchmarks.actor.conversion --directory /large/disk                    # 14B: needs 60 GB of disk
+    python -m benchmarks.actor.conversion --directory /large/disk --layers 16        # the same tensors, a third of the layers
 
 Writes a checkpoint as `MegatronActor.save_checkpoint` does (random bf16 weights, the same ones in every layer, without an
 optimizer, which conversion does not read), runs `rstar2_megatron.actor.convert` on it, then loads the result as rank 0 of
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.actor_cases import SHAPES, settings_for, write_config
+from benchmarks.actor.cases import SHAPES, settings_for, write_config
 from benchmarks.memory import resident_peak_gb
 from benchmarks.records import write_result
 from rstar2_megatron.model.model_config import ModelConfig
@@ -121,7 +121,7 @@ def loaded(output: Path, tensor_parallel: int) -> dict[str, float]:
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
     """What the function, named with its arguments on a command line of its own, returns."""
     words = [str(a) for a in args]
-    command = [sys.executable, "-m", "benchmarks.conversion", "--part", function.__name__, *words]
+    command = [sys.executable, "-m", "benchmarks.actor.conversion", "--part", function.__name__, *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=3600, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="14b")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--tensor-parallel", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "conversion.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "conversion.json")
     args = parser.parse_args()
     shape = {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
     root = args.directory / f"conversion-{os.getpid()}"

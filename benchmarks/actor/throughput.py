@@ -1,11 +1,11 @@
 """How fast the Megatron actor trains, how much memory its vocabulary head takes, how evenly it packs.
 
-    python -m benchmarks.actor_throughput                 # CPU: tiny model against transformers, TP 1 against TP 2
-    python -m benchmarks.actor_throughput --head-memory   # + the head at 16,384 tokens x 151,936 words x 1536 (minutes)
-    python -m benchmarks.actor_throughput --device cuda --sweep --head-memory      # one GPU, random weights, bf16:
+    python -m benchmarks.actor.throughput                 # CPU: tiny model against transformers, TP 1 against TP 2
+    python -m benchmarks.actor.throughput --head-memory   # + the head at 16,384 tokens x 151,936 words x 1536 (minutes)
+    python -m benchmarks.actor.throughput --device cuda --sweep --head-memory      # one GPU, random weights, bf16:
         # 1.5B and 16 layers of 7B, with and without full recompute, 16,384-token micro-batches
-    python -m benchmarks.actor_throughput --device cuda --shape 7b --layers 16 [--recompute]        # one case of it
-    python -m benchmarks.actor_throughput --dry --sweep   # the GPU's code path on a CPU, tiny shapes
+    python -m benchmarks.actor.throughput --device cuda --shape 7b --layers 16 [--recompute]        # one case of it
+    python -m benchmarks.actor.throughput --dry --sweep   # the GPU's code path on a CPU, tiny shapes
 
 Both sides get the same trajectories; figures are medians. On a CPU they take turns in one process, on a GPU each has
 a process and the memory of its own; a side that runs out of memory there is reported as null. Training keeps 18 bytes a
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.actor_cases import (
+from benchmarks.actor.cases import (
     SHAPES,
     make_sequences,
     rollout_lengths,
@@ -46,7 +46,7 @@ from rstar2_megatron.model.flops import peak_tflops
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.services.process import free_port
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SWEEP: tuple[tuple[str, int | None], ...] = (("1.5b", None), ("7b", 16))
 
 
@@ -222,14 +222,14 @@ def pack_balance(ranks: int = 8) -> dict[str, float]:
 
 
 def head_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`benchmarks.actor_head` in processes of its own: with an entropy term, whose peak is the largest; on a GPU, where it
+    """`benchmarks.actor.head` in processes of its own: with an entropy term, whose peak is the largest; on a GPU, where it
     takes no time, also without one, and without DDP's buffer for the gradient of the weight.
     """
     variants = (["--entropy"], [], ["--no-buffer"]) if args.device == "cuda" else (["--entropy"],)
     size = ["--hidden-size", str(args.head_hidden_size), "--tokens", str(args.head_tokens)]
     measured = []
     for extra in variants:
-        command = [sys.executable, "-m", "benchmarks.actor_head", "--device", args.device, *size, *extra]
+        command = [sys.executable, "-m", "benchmarks.actor.head", "--device", args.device, *size, *extra]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=True)
         measured.append(json.loads(done.stdout.splitlines()[-1]))
     return measured

@@ -1,4 +1,4 @@
-"""Closed-loop benchmark of the Code Judge: `python -m benchmarks.judge`.
+"""Closed-loop benchmark of the Code Judge: `python -m benchmarks.judge.calls`.
 
 Starts the service and drives it with 1, 32, 256 and 2,000 clients; one JSON line for each case. CPU is that of
 the service's whole process tree, the clients' own left out. `overhead` leaves the sandbox out: a worker that
@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.judge_bare import bare_fork_cpu_ms
+from benchmarks.judge.bare import bare_fork_cpu_ms
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.result import JudgeResult
@@ -114,7 +114,7 @@ def _part(process: psutil.Process) -> str:
         return "redis"
     if "rstar2_megatron.judge" in words:
         return "worker" if "worker" in words else "server"
-    return "worker" if "benchmarks.judge_echo_worker" in words else "sandbox"
+    return "worker" if "benchmarks.judge.echo_worker" in words else "sandbox"
 
 
 def quantile(values: list[float], q: float) -> float | None:
@@ -194,7 +194,7 @@ def service_without_sandbox() -> Iterator[tuple[str, Tree]]:
     with RedisServer() as redis, tempfile.TemporaryDirectory() as directory:
         port_file = Path(directory) / "port.json"
         serve = ["rstar2_megatron.judge", "serve", "--redis-uri", redis.uri, "--port-file", str(port_file)]
-        echo = ["benchmarks.judge_echo_worker", redis.uri]
+        echo = ["benchmarks.judge.echo_worker", redis.uri]
         started = [subprocess.Popen([sys.executable, "-m", *command]) for command in (serve, echo)]
         try:
             deadline = time.monotonic() + 60
@@ -212,7 +212,7 @@ def service_without_sandbox() -> Iterator[tuple[str, Tree]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.judge.calls", description=__doc__)
     parser.add_argument("--against", metavar="URL", help="then drive this server, with the same cases")
     parser.add_argument("--only-against", action="store_true", help="start none of ours")
     parser.add_argument("--clients", type=int, nargs="+", help="default: 1 32 256 2000; of 64-batches 1 32")

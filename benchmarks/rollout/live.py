@@ -1,4 +1,4 @@
-"""`python -m benchmarks.rollout --model DIR`: rollout policies live on two engines, and the agent loop's own cost.
+"""`python -m benchmarks.rollout.live --model DIR`: rollout policies live on two engines, and the agent loop's own cost.
 
 1. `overhead`: generated tokens/s of the bare engine and of the agent loop over it, same requests, no tools. CPU
    microseconds per token of this process are the loop's cost where a machine is shared.
@@ -25,11 +25,11 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer
 
-from benchmarks.engine_fit import fit_speed
-from benchmarks.live_replay import replay
+from benchmarks.rollout.engine_fit import fit_speed
+from benchmarks.rollout.live_replay import replay
 from benchmarks.records import keep_rows
-from benchmarks.simulator import Cluster, Simulator, make_budgets
-from benchmarks.traces import Shape, Trace, recorded, synthetic
+from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
+from benchmarks.rollout.traces import Shape, Trace, recorded, synthetic
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.engine_model import EngineModel, Request
-from benchmarks.engine_speed import EngineSpeed
-from benchmarks.traces import Trace
+from benchmarks.rollout.engine_model import EngineModel, Request
+from benchmarks.rollout.engine_speed import EngineSpeed
+from benchmarks.rollout.traces import Trace
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
 from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget

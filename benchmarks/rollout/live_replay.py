@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.traces import Trace, Turn
+from benchmarks.rollout.traces import Trace, Turn
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.records.rollout_log import trace as turns_of
 from rstar2_megatron.rollout.agent_loop import AgentLoop
