@@ -1,7 +1,7 @@
 """What a program costs without a judge: a bare fork of a warm Python that runs it, no walls, no HTTP, no Redis.
 
-The yardstick of `benchmarks.judge.calls`: CPU time of the same work differs between machines, and between hours on a shared one, so
-its lines carry this number too, measured just before with as many loops as there are cores.
+The yardstick of `benchmarks.judge.calls`: CPU time of the same work differs between machines, and between hours on a shared
+one, so its lines carry this number too, measured just before with as many loops as there are cores.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+from benchmarks.judge.programs import BARE_CASES, program
 from rstar2_megatron.judge.sandbox.zygote import import_libraries, import_standard_library
 
 
@@ -49,8 +50,6 @@ def bare_fork_cpu_ms(case: str, seconds: float = 2.0) -> float:
 
 
 def main() -> int:
-    from benchmarks.judge.calls import BARE_CASES, program
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge.bare", description=__doc__)
     parser.add_argument("case", choices=BARE_CASES)
     parser.add_argument("--seconds", type=float, default=2.0)

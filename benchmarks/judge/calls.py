@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
 import platform
 import random
@@ -30,6 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.judge.bare import bare_fork_cpu_ms
+from benchmarks.judge.programs import BARE_CASES, program
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.result import JudgeResult
@@ -38,35 +38,12 @@ from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
-PRINT = "print({i})"
-NUMPY = "import numpy as np\na = np.arange(10000).reshape(100, 100) + {i}\nprint(int((a @ a.T).trace()))"
-# Whole roots; square roots of large numbers are three times the work.
-SYMPY = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - {sum}*x + {product}, x))"
-SURDS = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i}, x))"
-LOOP = "while True: pass  # {i}"
 CASES = ("print", "numpy", "sympy", "surds", "mix", "batch", "session", "overhead")
 OURS_ONLY = ("session", "overhead")
-BARE_CASES = ("print", "numpy", "sympy", "surds")  # told beside what the program costs in a bare fork
 BATCH_SIZE = 64
 # 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly
 CLIENTS = {case: (1, 32) if case in ("surds", "batch") else (1, 32, 256, 2000) for case in CASES}
 CALLS_A_SESSION = 8
-
-
-def program(case: str, i: int) -> str:
-    """The mix is 5% endless loops, the rest half print, half sympy."""
-    if case == "session":
-        return f"total = globals().get('total', 0) + {i}\nprint(total)"
-    if case in ("print", "batch", "overhead"):
-        return PRINT.format(i=i)
-    if case == "mix":
-        if i % 20 == 7:
-            return LOOP.format(i=i)
-        return program("print" if i % 2 else "sympy", i)
-    if case == "sympy":
-        roots = i % 997 + 1, i // 997 % 997 + 1
-        return SYMPY.format(sum=sum(roots), product=math.prod(roots))
-    return {"numpy": NUMPY, "surds": SURDS}[case].format(i=i)
 
 
 def _cpu_s(process: psutil.Process) -> float:

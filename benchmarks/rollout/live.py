@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer
 
+from benchmarks.records import keep_rows
 from benchmarks.rollout.engine_fit import fit_speed
 from benchmarks.rollout.live_replay import replay
-from benchmarks.records import keep_rows
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import Shape, Trace, recorded, synthetic
 from rstar2_megatron.judge.client.client import JudgeClient

@@ -12,7 +12,7 @@ import yaml
 
 from rstar2_megatron.tiny.build import TinyPaths, build_tiny
 from rstar2_megatron.tiny.recipe import TinyRecipe, tiny_agent_loop
-from tests.tiny.conftest import SMALL
+from tests.tiny.small import SMALL
 
 
 def digests(paths: TinyPaths) -> dict[str, str]:

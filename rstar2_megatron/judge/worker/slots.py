@@ -20,6 +20,10 @@ _LENGTH = struct.Struct("<I")
 _PROJECT = Path(__file__).resolve().parents[3]
 
 
+class IsolationMissing(RuntimeError):
+    """The machine does not give the isolation that was asked for."""
+
+
 class SlotDied(Exception):
     """The slot's process ended in the middle of a call."""
 

@@ -24,16 +24,12 @@ from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, Job, JobQueue, until_redis_answers
 from rstar2_megatron.judge.worker.ahead import ROUND_TRIP_S, Ahead
 from rstar2_megatron.judge.worker.sessions import SessionGone, Sessions
-from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
+from rstar2_megatron.judge.worker.slots import IsolationMissing, Slot, SlotDied, SlotPool
 from rstar2_megatron.judge.worker.starts import Start, Starts
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that answers so much later than the call's limit is hung
 _COMPARE_NAMES_EVERY = 30  # beats
-
-
-class IsolationMissing(RuntimeError):
-    """The machine does not give the isolation that was asked for."""
 
 
 class Worker:
