@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then lint, type check and tests. Arguments go to pytest. Without any, tests marked `long` (whole runs
-# of minutes that no other test needs) are left out; `--all`, as CI has it, runs them too.
+# Sets up what is missing, then lint, type check, import contracts (pyproject.toml) and tests. Arguments go to pytest. Without
+# any, tests marked `long` (whole runs of minutes that no other test needs) are left out; `--all`, as CI has it, runs them too.
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 if [ $# -eq 0 ]; then set -- -m "not long"; elif [ "$1" = --all ]; then shift; fi
@@ -11,6 +11,7 @@ status=0
 echo "== ruff";   $py -m ruff check . || status=1
                   $py -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format ."; status=1; }
 echo "== mypy";   $py -m mypy rstar2_megatron || status=1
+echo "== imports"; .venv/bin/lint-imports --no-logo || status=1
 # Each run of the program starts a dozen processes; with PYTHONDONTWRITEBYTECODE set, each would compile the project anew.
 $py -m compileall -q rstar2_megatron tests
 echo "== pytest"; $py -m pytest "$@" || status=1

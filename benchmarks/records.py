@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.whole_file import replacing, write_json
+from rstar2_megatron.records.whole_file import replacing, write_json
 
 _NAMES = ("scenario", "policy", "case")
 
 
 def about_this_run() -> dict[str, Any]:
     """The command, when it was, and the machine's cores and load (mean over one minute)."""
-    module = Path(sys.argv[0]).stem
+    spec = sys.modules["__main__"].__spec__  # of `python -m MODULE`
+    module = spec.name if spec is not None else Path(sys.argv[0]).stem
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%d %H:%M"),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),

@@ -7,7 +7,7 @@ with the same --out it goes on where it stopped. The conversation format, the sa
 configuration (config/NAME.yaml or a path) and the overrides, as in training.
 """
 
-from rstar2_megatron.data.difficulty_cli import main
+from rstar2_megatron.runs.filter_command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

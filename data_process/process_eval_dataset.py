@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, load
-from rstar2_megatron.whole_file import write_jsonl
+from rstar2_megatron.records.whole_file import write_jsonl
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from rstar2_megatron.actor.model import bare
+from rstar2_megatron.actor.network.model import bare
 from rstar2_megatron.actor.optimizer_state import (
     check_state_fits_weights,
     local_checksums,

@@ -4,7 +4,7 @@
 
 MODEL is the Hugging Face directory that training started from: config and tokenizer come from it. One layer's
 part of a parameter is read at a time, so peak memory is three times the embedding (as stored, as read, and in the
-output shard: 4.7 GB for a 14B model in bf16, `benchmarks.conversion`) whatever the number of layers; the layout that
+output shard: 4.7 GB for a 14B model in bf16, `benchmarks.actor.conversion`) whatever the number of layers; the layout that
 saved the checkpoint does not matter.
 """
 
@@ -32,8 +32,8 @@ from rstar2_megatron.actor.hf_weights import (
     Mapping,
     write_hf_directory,
 )
-from rstar2_megatron.actor.model_config import ModelConfig
-from rstar2_megatron.weights_checksum import check_same_weights, tensor_checksum
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.weights.checksum import check_same_weights, tensor_checksum
 
 _LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts.experts."  # as megatron-core names the experts of all ranks, stacked

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rstar2_megatron.actor.checkpoint import replace_directory
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 
 Kind = Literal["rows", "columns", "whole"]
 MAX_SHARD_BYTES = 2 * 1024**3

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rstar2_megatron.actor import process_groups
-from rstar2_megatron.actor.flops import peak_tflops
 from rstar2_megatron.actor.layout import Layout, check_layout
 from rstar2_megatron.actor.losses import (
     FlatLogProbs,
@@ -26,10 +25,12 @@ from rstar2_megatron.actor.losses import (
     sft_loss,
     sft_metrics,
 )
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.actor.offload import offload, reload
 from rstar2_megatron.actor.packing import Plan, make_plan, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.loss import aggregate
+from rstar2_megatron.model.flops import peak_tflops
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import (
     ActorSettings,
     AlgorithmSettings,
@@ -37,8 +38,10 @@ from rstar2_megatron.settings.schema import (
     OptimSettings,
     RunnerSettings,
 )
-from rstar2_megatron.weights_checksum import check_same_weights, weights_checksum
+from rstar2_megatron.weights.checksum import check_same_weights, weights_checksum
 
+# Policy, reference, optimizer, checkpoint and hf_weights import megatron-core, and so are imported inside methods: on a CPU
+# `process_groups.join` must have installed its stand-ins first.
 if TYPE_CHECKING:
     from rstar2_megatron.actor.checkpoint import PendingSave
     from rstar2_megatron.actor.reference import FrozenReference
@@ -92,7 +95,7 @@ class MegatronActor:
             init_method=self.init_method,
             device=self.device,
         )
-        from rstar2_megatron.actor.policy import Policy  # after `join`, which lets megatron-core run on CPU
+        from rstar2_megatron.actor.policy import Policy
 
         self.policy = Policy(self.model_config, self.layout, self.actor, self.model_path, self.device)
         return {
@@ -297,8 +300,6 @@ class MegatronActor:
         With keep_weights they stay, which is enough to send or export them; for anything else call `reload`
         first. What is away already stays away.
         """
-        from rstar2_megatron.actor.offload import offload
-
         wanted = {
             "weights": self.actor.offload_weight and not keep_weights,
             "grads": self.actor.offload_grad,
@@ -312,8 +313,6 @@ class MegatronActor:
 
     def reload(self) -> None:
         """Bring back what `offload` moved away."""
-        from rstar2_megatron.actor.offload import reload
-
         reload(
             self.policy.chunks,
             self.policy.optimizer,
@@ -337,7 +336,7 @@ class MegatronActor:
         return self.policy.iter_hf_weights()
 
     def weights_checksum(self) -> dict[str, int]:
-        """Checksum of every weight by Hugging Face name (`rstar2_megatron.weights_checksum`); collective."""
+        """Checksum of every weight by Hugging Face name (`rstar2_megatron.weights.checksum`); collective."""
         return weights_checksum(self.iter_hf_weights())
 
     def export_hf(self, directory: str | Path) -> None:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rstar2_megatron.actor.model import bare
-from rstar2_megatron.weights_checksum import tensor_checksum
+from rstar2_megatron.actor.network.model import bare
+from rstar2_megatron.weights.checksum import tensor_checksum
 
 Position = tuple[int, int, int]
 """(start, end, bucket) of a parameter in its buffer, in elements."""

@@ -15,16 +15,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rstar2_megatron.actor.hf_weights import iter_hf_weights, load_hf_weights
-from rstar2_megatron.actor.layer_spec import choose_implementation
 from rstar2_megatron.actor.layout import Layout
 from rstar2_megatron.actor.losses import MAXIMA, SUMS, FlatLogProbs, LossFunction
-from rstar2_megatron.actor.microbatch import PackContext, build_microbatch
-from rstar2_megatron.actor.model import bare, build_chunks, forward_log_probs
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.actor.network.layer_spec import choose_implementation
+from rstar2_megatron.actor.network.microbatch import PackContext, build_microbatch
+from rstar2_megatron.actor.network.model import bare, build_chunks, forward_log_probs
 from rstar2_megatron.actor.optimizer import build_optimizer, optimizer_step, wrap_ddp
 from rstar2_megatron.actor.packing import Plan
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cpu import megatron as cpu_megatron
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import ActorSettings, OptimSettings
 
 Wanted = Literal["trained", "all"]

@@ -14,6 +14,8 @@ from rstar2_megatron.actor.layout import Layout
 from rstar2_megatron.cpu import megatron as cpu_megatron
 from rstar2_megatron.settings.schema import ActorSettings
 
+# megatron-core is imported inside functions: `join` installs what lets it be imported without a GPU.
+
 
 def join(
     actor: ActorSettings, layout: Layout, *, rank: int, world_size: int, init_method: str, device: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rstar2_megatron.response_text import response_text
+from rstar2_megatron.algorithm.response_text import response_text
 from rstar2_megatron.trajectory import ToolOutcome, Trajectory
 
 NO_TOOL_PENALTY = 0.5  # p_err of a trajectory without a tool call (paper)

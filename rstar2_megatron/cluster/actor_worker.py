@@ -13,7 +13,7 @@ from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cluster.weights import WeightSender
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
-from rstar2_megatron.settings.weight_route import Place, WeightRoute
+from rstar2_megatron.weights.route import Place, WeightRoute
 
 # Megatron warns of what is normal here (no TransformerEngine on CPU, an unfinished checkpoint it may overwrite).
 logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -8,9 +8,18 @@ import os
 import signal
 from typing import Any
 
+import ray
+import torch
 from omegaconf import DictConfig, OmegaConf
+from rlinf.scheduler import Channel, Cluster
+from rlinf.utils.placement import ModelParallelComponentPlacement
 
+from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
+from rstar2_megatron.cluster.actor_worker import ActorWorker
+from rstar2_megatron.cluster.calls import Group
 from rstar2_megatron.cluster.ray_head import RayHead
+from rstar2_megatron.cluster.reward_worker import RewardWorker
+from rstar2_megatron.cluster.rollout_worker import RolloutWorker
 from rstar2_megatron.settings.schema import Settings
 
 logger = logging.getLogger(__name__)
@@ -43,12 +52,6 @@ class TrainingCluster:
             self._head = RayHead(num_cpus=_RAY_CPUS_PER_SLOT * max(2, os.cpu_count() or 2))
             self._head.start()
 
-        # Imported here, so that a module that only names this class does not load Ray.
-        from rlinf.scheduler import Channel, Cluster
-        from rlinf.utils.placement import ModelParallelComponentPlacement
-
-        from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
-
         for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):
             # They set their own level at every use; a plan of ours says the same in three lines.
             logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
@@ -72,18 +75,13 @@ class TrainingCluster:
         types = {
             str(self._cluster.get_node_info(rank).accelerator_type) for rank in range(self._cluster.num_nodes)
         }
-        import torch
 
         return "cuda" if torch.cuda.is_available() and not any("NO_ACCEL" in t for t in types) else "cpu"
 
     def launch_actor(self) -> Any:
-        from rstar2_megatron.cluster.actor_worker import ActorWorker
-
         return self._launch(ActorWorker, self.settings.actor.group_name, "actor", self.settings)
 
     def launch_rollout(self) -> Any:
-        from rstar2_megatron.cluster.rollout_worker import RolloutWorker
-
         return self._launch(
             RolloutWorker,
             self.settings.rollout.group_name,
@@ -94,15 +92,11 @@ class TrainingCluster:
         )
 
     def launch_reward(self) -> Any:
-        from rstar2_megatron.cluster.reward_worker import RewardWorker
-
         return self._launch(
             RewardWorker, self.settings.reward.group_name, "reward", self.settings.reward, max_concurrency=16
         )
 
     def _launch(self, worker_class: Any, name: str, component: str, *args: Any, **kwargs: Any) -> Any:
-        from rstar2_megatron.cluster.calls import Group
-
         group = worker_class.create_group(*args).launch(
             self._cluster, name=name, placement_strategy=self._placement.get_strategy(component), **kwargs
         )
@@ -112,8 +106,6 @@ class TrainingCluster:
 
     def close(self) -> None:
         """End the workers, the Ray connection and, if we started it, the Ray head."""
-        import ray
-
         for group in reversed(self._groups):
             with contextlib.suppress(Exception):
                 group.kill()

@@ -9,24 +9,26 @@ from typing import Any
 
 import psutil
 from rlinf.scheduler import Channel, Worker
+from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.outbox import Outbox
 from rstar2_megatron.cluster.weights import receive_weights
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.rollout.agent_loop import AgentLoop
-from rstar2_megatron.rollout.engine import EngineClient, MemoryTag
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_budget import make_budget
-from rstar2_megatron.rollout.kv_reservation import KVBudget
 from rstar2_megatron.rollout.messages import Ended, WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.rollout.work_queue import Slice
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import SamplingParams, Settings
-from rstar2_megatron.settings.weight_route import Place, WeightRoute
 from rstar2_megatron.trajectory import Trajectory
+from rstar2_megatron.weights.route import Place, WeightRoute
 
 
 class RolloutWorker(Worker):
@@ -45,10 +47,6 @@ class RolloutWorker(Worker):
 
     async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
         """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity."""
-        from transformers import AutoTokenizer
-
-        from rstar2_megatron.rollout.chat import ChatTemplate
-
         settings = self._settings
         start = time.perf_counter()
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)

@@ -1,7 +1,7 @@
 """The two ends of a weight sync: actor ranks send buckets, rollout workers receive them for their engines.
 
 What is announced travels by RLinf's broadcast; how the bytes themselves travel is the route's
-(`settings/weight_route.py`). A stream ends with an announcement None. Nobody is left waiting: a receiver that fails takes
+(`weights/route.py`). A stream ends with an announcement None. Nobody is left waiting: a receiver that fails takes
 the rest of the stream before it raises, a sender that fails announces (None, reason), and all receivers raise.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from rlinf.scheduler import Worker
 from torch import Tensor
 
-from rstar2_megatron.rollout.device_weights import DeviceBucket, flatten, handle_of
-from rstar2_megatron.rollout.shared_weights import OpenedBucket, SharedBucket, WeightBucket, group_tensors
-from rstar2_megatron.settings.weight_route import WeightRoute
+from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
+from rstar2_megatron.weights.route import WeightRoute
+from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket, group_tensors
 
 Groups = list[tuple[str, list[int]]]
 

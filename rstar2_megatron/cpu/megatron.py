@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+# megatron-core is imported inside functions: `install` comes before any import of it.
+
 _FACTORIES = ("tensor", "zeros", "ones", "empty_like")
 _installed = False
 _adam_repaired = False

@@ -43,7 +43,7 @@ def prepare_scheduler() -> None:
     if torch.cuda.is_available():
         return
     importlib.import_module("torch._dynamo").config.disable = True
-    from rstar2_megatron.cpu import sglang_attention
+    from rstar2_megatron.cpu import sglang_attention  # imports SGLang, so after the stand-ins
 
     sglang_attention.install()
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.whole_file import write_json
+from rstar2_megatron.records.whole_file import write_json
 
 SAVE_ROWS = 5000
 

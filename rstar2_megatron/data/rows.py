@@ -105,6 +105,7 @@ def _json_rows(path: Path, skip: int) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, columns: Sequence[str] | None, skip: int) -> Iterator[Row]:
+    # Here: pyarrow and datasets take seconds, which jsonl files do not need.
     import pyarrow
     import pyarrow.parquet as parquet
 
@@ -136,7 +137,7 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
 
     Raises DataError when the hub or the data set cannot be reached.
     """
-    import datasets
+    import datasets  # here, as pyarrow above
 
     try:
         builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)
@@ -165,7 +166,7 @@ def count_rows(paths: Iterable[Path]) -> int | None:
     total = 0
     for path in paths:
         if path.suffix == ".parquet":
-            import pyarrow.parquet as parquet
+            import pyarrow.parquet as parquet  # here, as above
 
             total += parquet.ParquetFile(path).metadata.num_rows
         elif path.suffix == ".jsonl" and path.stat().st_size < 1 << 30:

@@ -26,7 +26,7 @@ from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, Row, count_rows, file_rows, find_files, hub_rows
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
-from rstar2_megatron.whole_file import write_json, write_jsonl
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 
 @dataclass(frozen=True, slots=True)

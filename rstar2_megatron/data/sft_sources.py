@@ -24,7 +24,7 @@ from typing import Any
 
 from rstar2_megatron.data.rows import DataError, HubName, Row
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
-from rstar2_megatron.rollout.tools import STANDARD_IO, TOOL_SCHEMAS
+from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
 
 Message = dict[str, Any]
 SPECIAL = "<|"  # of special tokens: an assistant's turn that writes them would end itself

@@ -32,7 +32,7 @@ from rstar2_megatron.data.decontaminate import NGramIndex
 from rstar2_megatron.data.math_sources import SOURCES, MathSource, find_source, problem_text
 from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, HubName, Row, count_rows, file_rows, find_files, hub_rows
-from rstar2_megatron.whole_file import write_json, write_jsonl
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 DEFAULT_MAX_DIGITS = 18
 _SHOWN_NGRAMS = 20

@@ -21,19 +21,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.evaluation.scores import Scores, score, score_by
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.data import read_problems
 from rstar2_megatron.trajectory import Problem
-from rstar2_megatron.whole_file import write_json
 
+# `sampling` loads torch: seconds in which --help and bad input should have been answered.
 if TYPE_CHECKING:
     from rstar2_megatron.evaluation.sampling import SamplingSettings
-    from rstar2_megatron.evaluation.scores import Scores
 
 # The paper's protocol (arXiv 2508.20722, section 5): 16 samples, temperature 0.6, T = 30, at most 30K tokens.
 SAMPLES = 16
@@ -183,8 +185,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings, out: Path) -> int:
     """Sample what is missing, score, write and print."""
     from rstar2_megatron.evaluation.sampling import sample
-    from rstar2_megatron.evaluation.scores import score, score_by
-    from rstar2_megatron.reward.pool import GraderPool
 
     problems = [problem for members in benchmarks.values() for problem in members]
     part_of = {p.query_id: name for name, members in benchmarks.items() for p in members}

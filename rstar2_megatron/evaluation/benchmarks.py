@@ -130,7 +130,7 @@ def load(name: str, source: str | Path | None = None, seed: int = 0) -> list[Row
 
 
 def _read(benchmark: Benchmark, source: str | Path | None) -> Iterable[Mapping[str, Any]]:
-    import datasets
+    import datasets  # here: it takes seconds
 
     try:
         if source is None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rstar2_megatron.cluster.coordinator import RolloutCoordinator
 from rstar2_megatron.evaluation.samples import Sample
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
+from rstar2_megatron.records.trajectory_row import trajectory_row
+from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.rollouts import RolloutCoordinator
 from rstar2_megatron.trajectory import Problem
-from rstar2_megatron.trajectory_row import trajectory_row
-from rstar2_megatron.whole_file import write_jsonl
 
 _OF_TASKS = ("average", "pass@", "majority@", "response_length", "tool_calls")
 

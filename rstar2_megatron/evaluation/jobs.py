@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import Problem
 
 MAX_ATTEMPTS = 3  # of one sample that infrastructure spoils

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rstar2_megatron.training.checkpoint import complete_checkpoints
+from rstar2_megatron.records.checkpoint import complete_checkpoints
 
 CONVERTED = "huggingface"  # inside a checkpoint, beside actor/ and data/: it goes when the checkpoint goes
 
@@ -45,6 +45,7 @@ def hugging_face_directory(path: str | Path, base_model: str | Path | None = Non
                 f"{path} is a checkpoint outside of its run: convert it first by "
                 f"`python -m rstar2_megatron.actor.convert {path / 'actor'} BASE_MODEL OUTPUT`"
             )
+        # Here, because it loads torch and megatron-core: seconds that a Hugging Face directory does not need.
         from rstar2_megatron.actor.convert import convert
 
         print(f"converting {path} to {converted}", flush=True)

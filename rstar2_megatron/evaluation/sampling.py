@@ -21,22 +21,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 from rstar2_megatron.evaluation.jobs import Job, Jobs, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
-from rstar2_megatron.judge.client import JudgeClient
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.records.trajectory_row import trajectory_row
 from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-from rstar2_megatron.rollout.engine import EngineClient, EngineLost
+from rstar2_megatron.rollout.engine.client import EngineClient, EngineLost
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.rollout.work_queue import Slice
-from rstar2_megatron.services.code_judge import CodeJudgeService
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
@@ -47,7 +50,6 @@ from rstar2_megatron.settings.schema import (
     Settings,
 )
 from rstar2_megatron.trajectory import Problem, Trajectory
-from rstar2_megatron.trajectory_row import trajectory_row
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_turns")
 
@@ -161,8 +163,6 @@ class _Sampler:
         self.logs = file.path.parent.resolve() / "logs"
 
     async def run(self) -> None:
-        from transformers import AutoTokenizer
-
         settings = self.settings
         if threading.current_thread() is threading.main_thread():
             task = asyncio.current_task()
@@ -206,8 +206,6 @@ class _Sampler:
                 )
 
     def _engine(self, number: int) -> EngineClient:
-        import torch
-
         settings, rollout = self.settings, self.settings.rollout
         if torch.cuda.is_available():  # the engines of one process share its devices
             arguments = {"base_gpu_id": number * rollout.tensor_parallel_size, **rollout.sglang.server_args}

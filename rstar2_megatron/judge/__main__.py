@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 
+from rstar2_megatron.judge import commands
 from rstar2_megatron.judge.limits import CallLimits, default_starts
 
 log = logging.getLogger("judge")
@@ -93,7 +94,6 @@ def main(argv: list[str] | None = None) -> int:
         stream=sys.stderr,
         format="judge %(levelname)s %(name)s: %(message)s",
     )
-    from rstar2_megatron.judge import commands
 
     runners = {"all": commands.run_all, "serve": commands.run_serve, "worker": commands.run_worker}
     try:
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
             check_counts(arguments)
         limits = limits_of(arguments)
         with contextlib.suppress(ImportError):
-            import uvloop
+            import uvloop  # optional: absent where it cannot be built
 
             uvloop.install()
         asyncio.run(runners[arguments.command](arguments, limits))

@@ -15,11 +15,12 @@ import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from rstar2_megatron.judge import linux, processes
+from rstar2_megatron.judge import processes
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
+from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
-from rstar2_megatron.whole_file import write_json
 
 log = logging.getLogger("judge")
 _READY_TIMEOUT_S = 60.0
@@ -37,7 +38,8 @@ def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
 
 async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     """Execute jobs until a signal."""
-    from rstar2_megatron.judge.worker import Worker
+    # Here, and the HTTP server below: each process loads its own part only.
+    from rstar2_megatron.judge.worker.worker import Worker
 
     stop = _stop_event(arguments)
     uri = arguments.redis_uri or _DEFAULT_REDIS
@@ -206,7 +208,7 @@ async def _http_server(
 ) -> AsyncIterator[None]:
     import uvicorn
 
-    from rstar2_megatron.judge.app import create_app
+    from rstar2_megatron.judge.server.app import create_app
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager

@@ -209,6 +209,7 @@ def render_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def draw_comparison(arms: Sequence[Arm]) -> Any:
     """A matplotlib figure: reward and response length side by side, bands over seeds, caveats below."""
+    # Here: matplotlib takes a second, which tables do not need.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.whole_file import replacement
 from rstar2_megatron.report.table import WEIGHTS, held_out
-from rstar2_megatron.training.metrics import MetricsFile
-from rstar2_megatron.whole_file import replacement
 
 # panel: (title, y label, y limits, [(metric, label)])
 Panel = tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]]
@@ -104,6 +104,7 @@ def _draw(
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps to draw")
     target = Path(out) if out is not None else directory / "curves.png"
 
+    # Here: matplotlib takes a second, which tables do not need.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

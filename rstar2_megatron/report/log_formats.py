@@ -167,6 +167,7 @@ def read_console(log: Log, path: Path) -> None:
 
 def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
     """Scalars of event files, oldest file first, so that a resumed run's steps replace the lost ones."""
+    # Here: tensorboard takes a second, which other formats do not need.
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.training.metrics import MetricsFile
+from rstar2_megatron.records.metrics_file import MetricsFile
 
 SPAN = 5  # steps averaged at either end
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.trajectory_row import unpack_floats, unpack_ints
+import yaml
+
+from rstar2_megatron.records.trajectory_row import unpack_floats, unpack_ints
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
@@ -231,8 +233,6 @@ def render(page: Page, title: str) -> str:
 
 def find_tokenizer(directory: Path) -> Any:
     """The tokenizer of the run's exported model or of the model it started from; None when neither is there."""
-    import yaml
-
     candidates = [directory / "model"]  # an evaluation's directory has neither, and no log-probs either
     config = directory / "config.yaml"
     if config.is_file():
@@ -240,7 +240,7 @@ def find_tokenizer(directory: Path) -> Any:
         candidates.append(Path(model.get("model_path", "")))
     for candidate in candidates:
         if (candidate / "tokenizer.json").is_file():
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer  # here: it takes seconds
 
             return AutoTokenizer.from_pretrained(candidate)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rstar2_megatron.response_text import response_text
+from rstar2_megatron.algorithm.response_text import response_text
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.trajectory import Problem, Trajectory
 

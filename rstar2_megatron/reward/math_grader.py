@@ -20,6 +20,8 @@ from rstar2_megatron.reward.answer_text import (
     split_unit,
 )
 
+# math-verify, sympy and pylatexenc take a second to import, and most answers need none of them: they are imported in functions.
+
 MAX_ANSWER_CHARS = 4096  # longer answers are not looked at: no solution is that long
 
 CORRECT = "correct"

@@ -91,6 +91,7 @@ def grade_released(response: str, solutions: list[str]) -> str:
 
 def _math_verify_finds(response: str, solution: str) -> bool:
     """math-verify with its own search: bare expressions and LaTeX in the response, LaTeX in the boxed solution."""
+    # Here: it takes a second, and most answers do not need it.
     from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rstar2_megatron.rollout.tools import (
+from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.tools import (
     ToolSchema,
     render_schemas,
     required_parameters,
     tool_name,
     tool_schemas,
 )
-from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem
 
 TURN_START = "<|im_start|>"

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.rollout.agent_loop import AgentLoop
-from rstar2_megatron.rollout.engine_protocol import EngineError, EngineLost, EngineReport
-from rstar2_megatron.rollout.engine_scheduler import Admission, EngineScheduler
-from rstar2_megatron.rollout.turns import Preemption
-from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
+from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
 NextWork = Callable[[int], Awaitable[list[Slice] | None]]

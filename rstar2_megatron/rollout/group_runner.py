@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_reservation import KVBudget
-from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import Group, Problem, Trajectory
 
 NextProblem = Callable[[], Awaitable[Problem | None]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rstar2_megatron.rollout.work_queue import Slice, WorkQueue
+from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
 
 Tail = Literal["wait", "cut", "carry"]

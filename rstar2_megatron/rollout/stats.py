@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from rstar2_megatron.rollout.engine_protocol import EngineReport
+from rstar2_megatron.rollout.engine.protocol import EngineReport
 from rstar2_megatron.trajectory import Group, Trajectory
 
 

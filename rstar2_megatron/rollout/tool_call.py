@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rstar2_megatron.rollout.tools import ToolSchema, required_parameters, tool_name
+from rstar2_megatron.tools import ToolSchema, required_parameters, tool_name
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

@@ -12,8 +12,8 @@ from typing import Protocol
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_response import ToolRun, format_refusal, format_tool_response, truncate
-from rstar2_megatron.rollout.tools import JUPYTER
 from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import ToolCall, ToolOutcome, Trajectory
 
 # A judge's own words for what became of a call. Running out of memory or output, or being killed for it, is the

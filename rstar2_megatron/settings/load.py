@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
@@ -147,10 +150,6 @@ def _register_resolvers() -> None:
 
 
 def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-
     _register_resolvers()
     words = [_forced(word) for word in overrides]
     if directory != CONFIG_DIR:

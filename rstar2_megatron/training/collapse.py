@@ -122,6 +122,6 @@ def _empty_message(rows: Sequence[Row]) -> str:
         "or take easier problems"
     )
     return (
-        f"no step from {rows[0]['step']:.0f} to {rows[-1]['step']:.0f} had a group to train on (rejected: {counted or 'none'}); "
-        f"{remedy}. runner.max_empty_steps={len(rows)} ends a run then; 0 lets it go on"
+        f"no step from {rows[0]['step']:.0f} to {rows[-1]['step']:.0f} had a group to train on "
+        f"(rejected: {counted or 'none'}); {remedy}. runner.max_empty_steps={len(rows)} ends a run then; 0 lets it go on"
     )

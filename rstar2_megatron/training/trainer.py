@@ -12,18 +12,18 @@ from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.coordinator import Refill, RolloutCoordinator, RolloutPhase
+from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.records.samples import ShownGroup, choose_shown
+from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.rollout.phase import problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
-from rstar2_megatron.training.data import ProblemLoader
-from rstar2_megatron.training.handover import MemoryHandover
-from rstar2_megatron.training.rollouts import Refill, RolloutCoordinator, RolloutPhase
-from rstar2_megatron.training.samples import ShownGroup, choose_shown
+from rstar2_megatron.training.colocation import MemoryHandover
 from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.trajectory import Group, Problem, Trajectory
-from rstar2_megatron.trajectory_files import read_groups, rollouts_path
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Trainer:
         device: str,
         takes_turns: bool,
     ) -> None:
-        """takes_turns: actor and engines share memory and hold it one after the other (`handover`)."""
+        """takes_turns: actor and engines share memory and hold it one after the other (`colocation`)."""
         self.settings = settings
         self.actor = actor
         self.rollout = rollout

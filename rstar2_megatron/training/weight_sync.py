@@ -9,7 +9,7 @@ from pathlib import Path
 from rstar2_megatron.cluster.calls import DeadlineExceeded, WorkerFailed
 from rstar2_megatron.cluster.calls import Group as WorkerGroup
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.settings.weight_route import RouteKind, WeightRoute, make_route, possible_routes
+from rstar2_megatron.weights.route import RouteKind, WeightRoute, make_route, possible_routes
 
 logger = logging.getLogger(__name__)
 

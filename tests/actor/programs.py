@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rstar2_megatron.actor import logprob, optimizer
+from rstar2_megatron.actor import optimizer
 from rstar2_megatron.actor.megatron_actor import MegatronActor
+from rstar2_megatron.actor.network import logprob
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
-from rstar2_megatron.weights_checksum import weights_checksum
+from rstar2_megatron.weights.checksum import weights_checksum
 
 Batch = list[TrainSequence]
 
@@ -339,7 +340,7 @@ def head_gradient_in_bf16(rank: int, world_size: int, init_method: str, shared: 
 
 
 class _LocalGroup:
-    """The actor of this rank where `recipe.sft` expects a worker group."""
+    """The actor of this rank where `sft.training` expects a worker group."""
 
     def __init__(self, actor: MegatronActor) -> None:
         self._actor = actor
@@ -362,7 +363,7 @@ def fine_tune(
     start: int,
 ) -> tuple[list[float], float]:
     """Losses of an SFT phase from step `start`, with a checkpoint after step 2; the validation loss at its end."""
-    from rstar2_megatron.recipe.sft import run_phase, validation_loss
+    from rstar2_megatron.sft.training import run_phase, validation_loss
 
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:

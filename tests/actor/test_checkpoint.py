@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from rstar2_megatron.actor.convert import checkpoint_weights
-from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.optimizer import learning_rate
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import LrSchedSettings
 from tests.actor import programs
 from tests.actor.ranks import RankPool

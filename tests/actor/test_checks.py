@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.actor.layout import check_layout
-from rstar2_megatron.actor.model_config import ModelConfig
 from rstar2_megatron.actor.optimizer import learning_rate
-from rstar2_megatron.settings.known_models import known_model
+from rstar2_megatron.model.known_models import known_model
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
 from tests.actor.reference import load
 from tests.actor.tiny import SHAPE, settings

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rstar2_megatron.actor import host_optimizer
 from rstar2_megatron.actor.host_optimizer import HostAdamW
 from rstar2_megatron.actor.layout import check_layout
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 from tests.actor import programs
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.actor.attention import PackedBatch
-from rstar2_megatron.actor.microbatch import PackContext, build_microbatch, padded_lengths
+from rstar2_megatron.actor.network.attention import PackedBatch
+from rstar2_megatron.actor.network.microbatch import PackContext, build_microbatch, padded_lengths
 from rstar2_megatron.actor.packing import balance, make_plan, pack, pack_by_count, split_minibatches
 from tests.actor.tiny import sequences
 

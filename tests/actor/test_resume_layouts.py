@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.actor.convert import checkpoint_weights
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 from tests.actor import programs
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings, write_model

@@ -16,9 +16,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rstar2_megatron.actor.packing import make_plan
-from rstar2_megatron.recipe.sft import phase_of
-from rstar2_megatron.recipe.sft_data import SFTRows
 from rstar2_megatron.settings.schema import SFTSettings
+from rstar2_megatron.sft.rows import SFTRows
+from rstar2_megatron.sft.training import phase_of
 from tests.actor import programs, reference
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings

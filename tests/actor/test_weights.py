@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rstar2_megatron.actor import hf_weights
-from rstar2_megatron.weights_checksum import tensor_checksum, weights_checksum
+from rstar2_megatron.weights.checksum import tensor_checksum, weights_checksum
 from tests.actor import programs, reference
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings

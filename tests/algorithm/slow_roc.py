@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from rstar2_megatron.response_text import response_text
+from rstar2_megatron.algorithm.response_text import response_text
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import Trajectory
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rstar2_megatron.algorithm.penalty import paper_penalty, released_penalty
 from rstar2_megatron.algorithm.ragged import pad_rows
+from rstar2_megatron.algorithm.response_text import response_text
 from rstar2_megatron.algorithm.roc import (
     Rejection,
     ResampleResult,
@@ -22,7 +23,6 @@ from rstar2_megatron.algorithm.roc import (
     resample_on_correct,
     smallest,
 )
-from rstar2_megatron.response_text import response_text
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome, Trajectory
 from tests.algorithm.slow_roc import slow_paper, slow_paper_quotas, slow_released, slow_released_quotas

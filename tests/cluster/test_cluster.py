@@ -14,10 +14,10 @@ from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, Group
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 from rstar2_megatron.settings.schema import Settings, WeightSyncSettings
-from rstar2_megatron.settings.weight_route import Place, RouteKind, make_route
 from rstar2_megatron.training.gates import GateError
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.training.weight_sync import WeightSync
+from rstar2_megatron.weights.route import Place, RouteKind, make_route
 from tests.cluster.workers import Receiver, Sender
 
 

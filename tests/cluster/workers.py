@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from rstar2_megatron.cluster import weights
 from rstar2_megatron.cluster.weights import WeightSender, receive_weights
-from rstar2_megatron.settings.weight_route import Place, WeightRoute
-from rstar2_megatron.weights_checksum import weights_checksum
+from rstar2_megatron.weights.checksum import weights_checksum
+from rstar2_megatron.weights.route import Place, WeightRoute
 
 
 def _tensors() -> list[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
-from rstar2_megatron.data.difficulty_cli import main
+from rstar2_megatron.runs.filter_command import main
 from rstar2_megatron.trajectory import Problem
 
 PROBLEMS = [

@@ -14,9 +14,9 @@ from rstar2_megatron.data.rows import DataError, Row
 from rstar2_megatron.data.sft_set import Options, main, parse_source, process
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
 from rstar2_megatron.data.tool_text import json_call, python_calls, tool_schema
-from rstar2_megatron.recipe.sft_format import render_conversation
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
-from rstar2_megatron.rollout.tools import TOOL_SCHEMAS
+from rstar2_megatron.sft.format import render_conversation
+from rstar2_megatron.tools import TOOL_SCHEMAS
 
 WEATHER = {
     "name": "Get Weather",

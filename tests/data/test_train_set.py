@@ -12,10 +12,10 @@ import pyarrow.parquet as parquet
 import pytest
 
 from rstar2_megatron.data import train_set
+from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, HubName
 from rstar2_megatron.data.train_set import Input, Options, main, parse_source, process
-from rstar2_megatron.training.data import read_problems
 from tests.data.test_cleaning import DAPO
 
 

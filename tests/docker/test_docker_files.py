@@ -102,7 +102,7 @@ def test_the_judges_image_holds_all_that_it_imports() -> None:
     pins = (ROOT / "requirements" / "constraints.txt").read_text().lower().replace("_", "-")
     assert [name for name in names if f"\n{name}==" not in pins] == []
 
-    waiting = [*sorted((PACKAGE / "judge").glob("*.py")), PACKAGE / "reward" / "worker.py"]
+    waiting = [*sorted((PACKAGE / "judge").rglob("*.py")), PACKAGE / "reward" / "worker.py"]
     seen: set[Path] = set()
     needed: set[str] = set()
     while waiting:

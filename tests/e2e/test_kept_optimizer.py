@@ -15,8 +15,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory, VersionSpan
-from rstar2_megatron.trajectory_files import rollouts_path, write_groups
 from tests.e2e.runs import RunProcess, read_jsonl
 from tests.rollout.memorised import SETTINGS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rstar2_megatron.training.main import main
+from rstar2_megatron.runs.main import main
 from tests.e2e.runs import RunProcess, read_jsonl
 from tests.rollout.memorised import ANSWER, SETTINGS
 

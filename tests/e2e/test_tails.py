@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.rollout.phase import OpenGroup
 from rstar2_megatron.trajectory import FinishReason, Group
-from rstar2_megatron.trajectory_files import read_groups, rollouts_path
 from tests.e2e.runs import RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600

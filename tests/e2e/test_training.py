@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import load_file
 
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.records.trajectory_row import unpack_floats
 from rstar2_megatron.report.names import TO_VERL
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
-from rstar2_megatron.trajectory_row import unpack_floats
 from tests.e2e.runs import ROOT, RunProcess, arguments, read_jsonl
 from tests.processes import command_line
 

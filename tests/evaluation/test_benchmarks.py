@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, convert, load
+from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.reward.pool import GraderPool
-from rstar2_megatron.training.data import read_problems
-from rstar2_megatron.whole_file import write_jsonl
 from tests.e2e.runs import ROOT
 
 # Rows as the public data sets have them: types and column names; the problems are made up.

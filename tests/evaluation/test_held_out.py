@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.cluster.coordinator import RolloutPhase
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
-from rstar2_megatron.training.rollouts import RolloutPhase
 from rstar2_megatron.trajectory import FinishReason, Group, Problem
 from tests.algorithm.trajectories import trajectory
 

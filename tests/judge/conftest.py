@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rstar2_megatron.judge.service import JudgeService
+from rstar2_megatron.judge.client.service import JudgeService
 
 TIME_LIMIT_S = 3.0
 MEMORY_MB = 256

@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
-from rstar2_megatron.judge.broker import Broker, Ticket
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.models import Submission
 from rstar2_megatron.judge.queue import Job, JobQueue
-from rstar2_megatron.judge.worker import Worker
+from rstar2_megatron.judge.server.broker import Broker, Ticket
+from rstar2_megatron.judge.server.models import Submission
+from rstar2_megatron.judge.worker.worker import Worker
 from rstar2_megatron.services.redis_server import RedisServer
 
 

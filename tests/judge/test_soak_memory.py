@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.judge_soak import memory_is_flat
+from benchmarks.judge.soak import memory_is_flat
 
 
 @pytest.mark.parametrize("seed", range(5))

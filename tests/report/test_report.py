@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.report.compare import (
     Arm,
     area,
@@ -26,7 +27,6 @@ from rstar2_megatron.report.draw import points
 from rstar2_megatron.report.names import COMPARABLE, LENGTH, REWARD, TO_VERL, ours_from_verl
 from rstar2_megatron.report.read import Log, read_log
 from rstar2_megatron.report.table import mean_of, render_markdown, render_table
-from rstar2_megatron.training.metrics import MetricsFile
 
 
 def write_run(directory: Path, rewards: list[float], first_step: int = 1) -> Path:

@@ -12,6 +12,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult, resample_on_correct
+from rstar2_megatron.records.samples import TrajectorySamples, choose_shown, generated_spans
+from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, unpack_floats, unpack_ints
 from rstar2_megatron.report.trajectories import (
     Entry,
     build_page,
@@ -23,9 +25,7 @@ from rstar2_megatron.report.trajectories import (
     shaded_turns,
 )
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.training.samples import TrajectorySamples, choose_shown, generated_spans
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory
-from rstar2_megatron.trajectory_row import pack_floats, pack_ints, unpack_floats, unpack_ints
 from tests.report.chromium import document, needs_chromium, screenshot
 from tests.rollout.tiny import make_model
 

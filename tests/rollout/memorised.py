@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.tools import STANDARD_IO
 from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem
 
 SETTINGS = AgentLoopSettings(

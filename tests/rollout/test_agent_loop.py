@@ -17,12 +17,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoTokenizer
 
-from rstar2_megatron.judge.client import JudgeClient, JudgeUnavailable
+from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
+from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.result import JudgeResult
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine_protocol import (
+from rstar2_megatron.rollout.engine.protocol import (
     EngineError,
     EngineLost,
     EngineReport,
@@ -30,14 +30,13 @@ from rstar2_megatron.rollout.engine_protocol import (
     GenerationTimeout,
 )
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.group_runner import run_groups
-from rstar2_megatron.rollout.kv_budget import POLICIES, make_budget
-from rstar2_megatron.rollout.kv_reservation import KVBudget, Lease
-from rstar2_megatron.rollout.tools import JUPYTER, STANDARD_IO
-from rstar2_megatron.rollout.turns import Preemption
-from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, Lease
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
+from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
 
 ANSWER = "so</reason><answer>\\boxed{4}</answer>"

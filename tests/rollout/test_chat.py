@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-from rstar2_megatron.rollout.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_schemas
 from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_schemas
 from rstar2_megatron.trajectory import Problem
 
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine import EngineClient
+from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
-from rstar2_megatron.rollout.kv_budget import AdaptiveBudget
-from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import AdaptiveBudget
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
     RolloutModelSettings,

@@ -12,19 +12,18 @@ import pytest_asyncio
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from rstar2_megatron.judge.client import JudgeClient
-from rstar2_megatron.judge.service import JudgeService
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine import EngineClient
+from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.engine_scheduler import EngineScheduler
 from rstar2_megatron.rollout.group_runner import run_groups
-from rstar2_megatron.rollout.kv_budget import make_budget
-from rstar2_megatron.rollout.tools import JUPYTER
-from rstar2_megatron.rollout.turns import Preemption
-from rstar2_megatron.rollout.work_queue import Slice
+from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
+from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
 from tests.rollout.test_agent_loop import ParkableEngine

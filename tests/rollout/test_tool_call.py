@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rstar2_megatron.rollout.tool_call import CallStatus, parse_tool_calls
-from rstar2_megatron.rollout.tools import STANDARD_IO, tool_schemas
+from rstar2_megatron.tools import STANDARD_IO, tool_schemas
 
 SCHEMAS = tool_schemas([STANDARD_IO])
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.settings.known_models import known_model
+from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
-from rstar2_megatron.settings.plan import (
+from rstar2_megatron.settings.planning.plan import (
     Plan,
     host_memory,
     kv_bytes_per_token,

@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.algorithm.roc import resample_on_correct
+from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.training.metrics import (
-    MetricsFile,
-    header_line,
-    rollout_metrics,
-    step_line,
-    step_metrics,
-)
+from rstar2_megatron.training.metrics import header_line, rollout_metrics, step_line, step_metrics
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory
 from tests.algorithm.trajectories import trajectory
 

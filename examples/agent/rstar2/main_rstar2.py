@@ -2,7 +2,7 @@
 
 import sys
 
-from rstar2_megatron.training.main import main
+from rstar2_megatron.runs.main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

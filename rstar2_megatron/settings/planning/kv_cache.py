@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.planning.memory import GB
 from rstar2_megatron.settings.schema import Settings
 

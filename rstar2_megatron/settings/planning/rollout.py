@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import GB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.actor.model_config import ModelConfig
+from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots
 from rstar2_megatron.settings.planning.memory import host_memory, training_memory
 from rstar2_megatron.settings.planning.table import Plan, gb_text

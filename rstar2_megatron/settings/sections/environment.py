@@ -36,7 +36,7 @@ class RewardSettings(Section):
 
 class AgentLoopSettings(Section):
     tools: list[str] = ["python_code_with_standard_io"]
-    """Tools offered to the model, of those in rollout/tools.py."""
+    """Tools offered to the model, of those in tools.py."""
     use_data_system_prompt: bool = False
     """A system message in the data replaces the system prompt (it must then describe the tools itself)."""
     max_assistant_turns: int = Field(5, ge=1)

@@ -83,7 +83,7 @@ class RunnerSettings(Section):
     save_trajectories_per_step: int = Field(8, ge=0)
     """Trajectories of each step written to trajectories.jsonl, rounded up to whole groups; 0 writes none."""
     save_rollouts: bool = False
-    """Lengths, turns and tool times of every trajectory to rollouts.jsonl, for `python -m benchmarks.scheduler`."""
+    """Lengths, turns and tool times of every trajectory to rollouts.jsonl, for `python -m benchmarks.rollout.scheduler`."""
     save_rollout_tokens: bool = False
     """Write every trajectory of each step, token for token, to rollouts/step_N.jsonl.gz of the run."""
     replay_rollouts: str | None = None

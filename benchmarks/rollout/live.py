@@ -1,0 +1,267 @@
+"""`python -m benchmarks.rollout.live --model DIR`: rollout policies live on two engines, and the agent loop's own cost.
+
+1. `overhead`: generated tokens/s of the bare engine and of the agent loop over it, same requests, no tools. CPU
+   microseconds per token of this process are the loop's cost where a machine is shared.
+2. `live`, `simulated` and `prediction`, one line of each per policy: traces, synthetic or of a recorded step (`--trace`),
+   replayed on two real engines with real tool calls (`live_replay`); what the trajectories did there, in the simulator
+   with an engine model fitted to these engines; makespan predicted against seen. A synthetic step comes after another one,
+   which is not measured: in training the budgets know the lengths of the step before (`--first-step`: of none).
+   `prediction all` says how far they are apart, and whether the simulator puts the policies in the order that was seen.
+
+Each line is a JSON object; `load` is the machine's load average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from transformers import AutoTokenizer
+
+from benchmarks.records import keep_rows
+from benchmarks.rollout.engine_fit import fit_speed
+from benchmarks.rollout.live_replay import replay
+from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
+from benchmarks.rollout.traces import Shape, Trace, recorded, synthetic
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.group_runner import run_groups
+from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
+from rstar2_megatron.settings.schema import (
+    AgentLoopSettings,
+    RolloutModelSettings,
+    RolloutSettings,
+    SamplingParams,
+)
+from rstar2_megatron.tools import STANDARD_IO
+from rstar2_megatron.trajectory import Problem
+
+# 12 x 16 trajectories, a response budget of 640 tokens, calls of 50 ms: a CPU's version of the paper's stage
+_SHAPE = Shape(
+    12,
+    16,
+    640,
+    180,
+    0.7,
+    mean_calls=1.5,
+    max_turns=5,
+    prompt_tokens=(60, 120),
+    tool_tokens=(10, 40),
+    tool_median_s=0.05,
+)
+
+
+_rows: list[dict[str, Any]] = []  # that were printed
+
+
+def line(case: str, **values: Any) -> None:
+    row = {"case": case, **values, "load": round(os.getloadavg()[0], 1)}
+    _rows.append(row)
+    print(json.dumps(row), flush=True)
+
+
+async def overhead(engine: EngineClient, template: ChatTemplate, options: argparse.Namespace) -> None:
+    """The same prompts, lengths and concurrency through the engine and through the loop."""
+    problems = [
+        Problem(f"q{i}", [{"role": "user", "content": f"What is {i}+{7 * i}?"}], [str(8 * i)])
+        for i in range(options.groups)
+    ]
+    count = options.groups * options.group_size
+
+    async def bare() -> int:
+        prompts = [template.prompt_ids(p) for p in problems for _ in range(options.group_size)]
+        parameters = {
+            "temperature": 1.0,
+            "max_new_tokens": options.tokens,
+            "stop_token_ids": template.stop_token_ids,
+        }
+        results = await asyncio.gather(*(engine.generate(ids, parameters, timeout_s=600) for ids in prompts))
+        return sum(len(result.token_ids) for result in results)
+
+    async def looped() -> int:
+        iterator = iter(problems)
+
+        async def next_problem() -> Problem | None:
+            return next(iterator, None)
+
+        settings = template.settings.model_copy(update={"max_assistant_turns": 1})
+        loop = AgentLoop(
+            engine,
+            NoJudge(),
+            template,
+            settings,
+            SamplingParams(max_new_tokens=options.tokens),
+            max_context_tokens=engine.max_context_tokens,
+            timeout_s=600,
+        )
+        budget = make_budget("least_requests", engine.kv_capacity_tokens, count)
+        groups = run_groups(next_problem, loop, budget, group_size=options.group_size)
+        return sum([t.num_trained_tokens async for g in groups for t in g.trajectories])
+
+    await bare()  # warm-up
+    rates: dict[str, list[float]] = {"bare": [], "loop": []}
+    for repeat in range(options.repeat):  # in pairs, so that a change of load meets both
+        for name, work in (("bare", bare), ("loop", looped)):
+            await engine.flush_cache()
+            cpu, start = sum(psutil.Process().cpu_times()[:2]), time.monotonic()
+            tokens = await work()
+            seconds = time.monotonic() - start
+            cpu = sum(psutil.Process().cpu_times()[:2]) - cpu
+            rates[name].append(tokens / seconds)
+            line(
+                f"overhead {name} {repeat}",
+                tokens=tokens,
+                tokens_per_second=round(tokens / seconds),
+                loop_cpu_us_per_token=round(cpu / tokens * 1e6, 1),
+            )
+    pairs = sorted(loop / bare for loop, bare in zip(rates["loop"], rates["bare"], strict=True))
+    line(
+        "overhead",
+        loop_to_bare=round(statistics.median(pairs), 3),
+        pairs=[round(ratio, 3) for ratio in pairs],
+    )
+
+
+class NoJudge:
+    """With one turn no tool is ever called."""
+
+    async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> Any:
+        raise RuntimeError("the benchmark of the overhead calls no tools")
+
+    def expect_session(self, session: str) -> None: ...
+
+    async def close_session(self, session: str) -> None: ...
+
+
+async def policies(
+    engines: list[EngineClient],
+    judge: JudgeClient,
+    template: ChatTemplate,
+    traces: list[Trace],
+    earlier: list[Trace],
+    options: argparse.Namespace,
+) -> None:
+    """Every policy live, and what the simulator makes of the same trajectories. `earlier` is the step before, if any."""
+    speed = await fit_speed(engines)
+    line("fit", **{name: float(f"{value:.3g}") for name, value in vars(speed).items()})
+    cluster = Cluster(len(engines), speed, options.kv_tokens, options.max_running)
+    seen: dict[str, float] = {}
+    predicted: dict[str, float] = {}
+    for policy in POLICIES:
+        budgets = [make_budget(policy, engine.kv_capacity_tokens, options.max_running) for engine in engines]
+        simulated_budgets = make_budgets(cluster, policy)
+        for step in (earlier, traces):
+            if not step:
+                continue
+            for engine in engines:
+                await engine.flush_cache()
+            live, done = await replay(
+                step,
+                engines,
+                judge,
+                template,
+                template.settings,
+                policy=policy,
+                budgets=budgets,
+                slice_size=options.slice_size,
+            )
+            simulated = Simulator(done, cluster, policy, options.slice_size, simulated_budgets).run()
+        line("live", policy=policy, **live)
+        line("simulated", policy=policy, **vars(simulated))
+        seen[policy], predicted[policy] = live["makespan_s"], simulated.makespan_s
+        line("prediction", policy=policy, **_compared(seen[policy], predicted[policy]))
+    ratios = [predicted[policy] / seen[policy] for policy in POLICIES]
+    line(
+        "prediction all",
+        predicted_to_seen=[round(min(ratios), 3), round(statistics.median(ratios), 3), round(max(ratios), 3)],
+        fastest_first_seen=sorted(POLICIES, key=lambda policy: seen[policy]),
+        fastest_first_predicted=sorted(POLICIES, key=lambda policy: predicted[policy]),
+    )
+
+
+def _compared(seen_s: float, predicted_s: float) -> dict[str, float]:
+    return {
+        "seen_makespan_s": seen_s,
+        "predicted_makespan_s": predicted_s,
+        "predicted_to_seen": round(predicted_s / seen_s, 3),
+    }
+
+
+async def run(options: argparse.Namespace) -> None:
+    settings = RolloutSettings(
+        model=RolloutModelSettings(model_path=options.model, precision="fp32"),
+        max_total_tokens=options.kv_tokens,
+        max_running_requests=options.max_running,
+        cpu_threads=options.threads,
+    )
+    if options.trace:
+        traces = recorded(options.trace, options.max_response_tokens)
+        earlier = []
+    else:
+        traces = synthetic(_SHAPE, options.seed)
+        earlier = [] if options.first_step else synthetic(_SHAPE, options.seed + 1)
+    engines = [EngineClient(settings, seed=i, name=f"engine {i}", context_length=2048) for i in range(2)]
+    wording = AgentLoopSettings(
+        system_prompt=STANDARD_IO,
+        user_prefix="",
+        max_assistant_turns=1 + max(len(trace.turns) for trace in traces),
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    template = ChatTemplate(tokenizer, wording)
+    service = JudgeService(workers=options.judge_workers, time_limit_s=4.0)
+    await asyncio.to_thread(service.start)
+    judge = JudgeClient(service.url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
+    try:
+        await asyncio.gather(*(engine.start() for engine in engines))
+        if "overhead" in options.cases:
+            await overhead(engines[0], template, options)
+        if "policies" in options.cases:
+            await policies(engines, judge, template, traces, earlier, options)
+    finally:
+        for engine in engines:
+            await engine.close()
+        await judge.close()
+        await asyncio.to_thread(service.stop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face directory with weights and tokenizer")
+    parser.add_argument(
+        "--cases", nargs="*", default=["overhead", "policies"], choices=["overhead", "policies"]
+    )
+    parser.add_argument("--groups", type=int, default=16, help="of the overhead's requests")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=160, help="response budget of the overhead's requests")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--kv-tokens", type=int, default=8192, help="KV cache of each engine")
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--slice-size", type=int, default=4)
+    parser.add_argument("--judge-workers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
+    parser.add_argument("--first-step", action="store_true", help="nothing is known of their lengths yet")
+    parser.add_argument(
+        "--trace", type=Path, help="rollouts.jsonl of a real run, instead of synthetic traces"
+    )
+    parser.add_argument("--max-response-tokens", type=int, default=256, help="of the recorded run")
+    parser.add_argument("--out", type=Path, help="JSON file that the lines are added to")
+    options = parser.parse_args()
+    asyncio.run(run(options))
+    keep_rows(options.out, _rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""One packed micro-batch as tensors: tokens, segment layout, and the tokens whose log-probs are wanted.
+
+Shapes: t tokens on this rank (of t * cp in all), n wanted tokens on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rstar2_megatron.actor.network.attention import PackedBatch, rotary_tables
+from rstar2_megatron.algorithm.batch import TrainSequence
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """`rows`, `targets` and the per-token tensors after them have one entry per wanted token of this rank."""
+
+    input_ids: Tensor  # [1, t]
+    positions: Tensor  # [1, t]
+    packed: PackedSeqParams
+    rows: Tensor  # [n] place in [t] whose output predicts the wanted token
+    targets: Tensor  # [n] the wanted token's id
+    sequence: Tensor  # [n] index of its sequence in the list given
+    place: Tensor  # [n] index of the token in its sequence
+    advantages: Tensor  # [n]
+    rollout_logprobs: Tensor  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class PackContext:
+    """What a micro-batch's layout depends on besides its sequences."""
+
+    head_dim: int
+    rope_theta: float
+    dtype: torch.dtype
+    device: str
+    tensor_parallel: int
+    sequence_parallel: bool
+    context_parallel: int
+    context_rank: int
+    implementation: Literal["local", "transformer_engine"]
+
+    @property
+    def segment_multiple(self) -> int:
+        """Context parallelism cuts a segment into 2 * cp chunks: each rank gets a front and a back one."""
+        return 2 * self.context_parallel if self.context_parallel > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """Sequence parallelism cuts a rank's tokens into equal parts."""
+        return self.context_parallel * self.tensor_parallel if self.sequence_parallel else 1
+
+
+def padded_lengths(lengths: Sequence[int], context: PackContext) -> list[int]:
+    """Segment lengths with the padding that CP and SP need; SP's goes to the last segment."""
+    multiple = context.segment_multiple
+    padded = [-(-n // multiple) * multiple for n in lengths]
+    while sum(padded) % context.total_multiple:
+        padded[-1] += multiple
+    return padded
+
+
+def local_places(length: int, cp: int, rank: int) -> Tensor:
+    """Positions of a padded segment that CP rank `rank` holds: chunk `rank` and chunk `2 cp - 1 - rank`.
+
+    This pairing gives every rank the same share of the causal triangle.
+    """
+    if cp == 1:
+        return torch.arange(length)
+    chunk = length // (2 * cp)
+    last = 2 * cp - 1 - rank
+    return torch.cat(
+        [torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(last * chunk, (last + 1) * chunk)]
+    )
+
+
+def build_microbatch(
+    sequences: Sequence[TrainSequence],
+    indices: Sequence[int],
+    context: PackContext,
+    wanted: Literal["trained", "all"] = "trained",
+) -> MicroBatch:
+    """Pack `sequences[i] for i in indices`; `wanted` "all" asks for every token that has a predecessor.
+
+    Without indices the result is the smallest legal micro-batch with nothing wanted: a rank that has no work
+    runs it to join the collectives of those that have.
+    """
+    members = [sequences[i] for i in indices]
+    tokens = [m.input_ids for m in members] or [[0]]
+    lengths = [len(ids) for ids in tokens]
+    padded = padded_lengths(lengths, context)
+    cp, rank = context.context_parallel, context.context_rank
+
+    ids, positions, rows, targets, owner, place = [], [], [], [], [], []
+    first_row = 0
+    for number, (segment_ids, length, full) in enumerate(zip(tokens, lengths, padded)):
+        flat = torch.zeros(full, dtype=torch.long)
+        flat[:length] = torch.tensor(segment_ids, dtype=torch.long)
+        places = local_places(full, cp, rank)
+        ids.append(flat[places])
+        positions.append(places)
+        if members:
+            mask = torch.zeros(full + 1, dtype=torch.bool)
+            mask[1:length] = (
+                torch.tensor(members[number].loss_mask[1:], dtype=torch.bool) if wanted == "trained" else True
+            )
+            local = torch.nonzero(mask[places + 1]).squeeze(-1)
+            predicted = places[local] + 1
+            rows.append(local + first_row)
+            targets.append(flat[predicted])
+            owner.append(torch.full((len(local),), indices[number], dtype=torch.long))
+            place.append(predicted)
+        first_row += len(places)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+
+    all_positions = torch.cat(positions)
+    owners, places_ = joined(owner), joined(place)
+    counts = [len(x) for x in owner]
+    advantages = torch.tensor([m.advantage for m in members], dtype=torch.float32)
+    rollout = [torch.tensor(m.rollout_logprobs, dtype=torch.float32)[p] for m, p in zip(members, place)]
+    device = context.device
+    return MicroBatch(
+        input_ids=torch.cat(ids)[None].to(device),
+        positions=all_positions[None].to(device),
+        packed=_layout(padded, all_positions, context),
+        rows=joined(rows).to(device),
+        targets=joined(targets).to(device),
+        sequence=owners,
+        place=places_,
+        advantages=advantages.repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device),
+        rollout_logprobs=(torch.cat(rollout) if rollout else torch.zeros(0)).to(device),
+    )
+
+
+def _layout(lengths: list[int], positions: Tensor, context: PackContext) -> PackedSeqParams:
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if context.implementation == "transformer_engine":
+        edges = edges.to(context.device)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=edges,
+            cu_seqlens_kv=edges,
+            cu_seqlens_q_padded=edges,
+            cu_seqlens_kv_padded=edges,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+    device = context.device
+    cos, sin = rotary_tables(positions.to(device), context.head_dim, context.rope_theta, context.dtype)
+    packed = PackedBatch(
+        qkv_format="sbhd", cos=cos, sin=sin, lengths=tuple(lengths), max_seqlen_q=max(lengths)
+    )
+    if context.context_parallel > 1:
+        packed.context_mask = _context_mask(lengths, context).to(device)
+        return packed
+    if device == "cuda":
+        packed.cu_seqlens_q = edges.to(device)
+    longest = max(lengths)
+    if min(lengths) != longest:  # equal lengths are a batch as they stand
+        starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+        segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        slot = segment * longest + positions
+        slot_token = torch.zeros(len(lengths) * longest, dtype=torch.long)
+        slot_token[slot] = starts[segment] + positions
+        packed.slot_token, packed.token_slot = slot_token.to(device), slot.to(device)
+    return packed
+
+
+def _context_mask(lengths: list[int], context: PackContext) -> Tensor:
+    """[t, t * cp] True where this rank's query may see a key; keys in the order of the CP gather."""
+    cp = context.context_parallel
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor([n // cp for n in lengths]))
+    places = [torch.cat([local_places(n, cp, rank) for n in lengths]) for rank in range(cp)]
+    same = segment[:, None] == segment.repeat(cp)[None]
+    return same & (places[context.context_rank][:, None] >= torch.cat(places)[None])

@@ -1,0 +1,184 @@
+"""The policy as a megatron-core GPTModel: configuration, construction, forward to log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rstar2_megatron.actor.network.layer_spec import Implementation, block_spec
+from rstar2_megatron.actor.network.logprob import LogProbHead
+from rstar2_megatron.actor.network.microbatch import MicroBatch
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.settings.schema import ActorModelSettings
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage answers log-probs and entropies of the trained tokens, never full logits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            # Same parameters, names, sharding and tied-embedding marks, another forward: GPTModel offers no
+            # way to choose the class of its output layer.
+            self.output_layer.__class__ = LogProbHead
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        head: dict[str, Any] = kwargs[
+            "loss_mask"
+        ]  # the one keyword GPTModel.forward passes through untouched
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
+        result = self.output_layer(hidden_states, weight, **head)
+        assert isinstance(result, Tensor)
+        return result
+
+
+def transformer_config(
+    model: ModelConfig, settings: ActorModelSettings, implementation: Implementation, device: str
+) -> TransformerConfig:
+    """megatron-core's configuration for this model and layout."""
+    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+    pipeline = settings.pipeline_model_parallel_size
+    interleaved = (settings.virtual_pipeline_model_parallel_size or 1) > 1
+    fused = device == "cuda"
+    engine = implementation == "transformer_engine"
+    recomputes_layers = settings.recompute_granularity == "full"  # the two keys beside it are only for that
+
+    def leave(weight: Tensor) -> Tensor:  # every weight is read from the Hugging Face directory
+        return weight
+
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        qk_layernorm=model.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=leave,
+        output_layer_init_method=leave,
+        embedding_init_method=leave,
+        use_cpu_initialization=False,
+        tensor_model_parallel_size=settings.tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=settings.virtual_pipeline_model_parallel_size
+        if interleaved
+        else None,
+        context_parallel_size=settings.context_parallel_size,
+        sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=True,  # DDP then sums gradients; the loss arrives normalised
+        # Packed micro-batches differ in length, so stages tell each other shapes. megatron-core wants this
+        # dispatcher named for it even in dense models; interleaving is silently wrong with batched p2p.
+        variable_seq_lengths=pipeline > 1,
+        moe_token_dispatcher_type="alltoall",
+        **_expert_fields(model, settings, grouped=engine),
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
+        deallocate_pipeline_outputs=pipeline > 1,
+        recompute_granularity=settings.recompute_granularity,
+        recompute_method=settings.recompute_method if recomputes_layers else None,
+        recompute_num_layers=settings.recompute_num_layers if recomputes_layers else None,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=False,
+        persist_layer_norm=engine,
+        apply_rope_fusion=engine,
+        gradient_accumulation_fusion=engine,
+    )
+
+
+def _expert_fields(model: ModelConfig, settings: ActorModelSettings, *, grouped: bool) -> dict[str, Any]:
+    """Mixture of experts as Qwen3 has it: softmax over all experts in fp32, the best k, no dropped token.
+
+    mcore takes the softmax over the chosen k alone, which is the same as rescaling (`norm_topk_prob`).
+    grouped: one GEMM for all experts of a rank (TransformerEngine); otherwise one after the other.
+    """
+    if not model.is_moe:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_ffn_hidden_size": model.expert_intermediate_size,
+        "moe_router_pre_softmax": not model.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": grouped,
+        "expert_model_parallel_size": settings.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def build_chunks(
+    model: ModelConfig, settings: ActorModelSettings, implementation: Implementation, device: str
+) -> tuple[TransformerConfig, list[Any]]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), weights not yet loaded."""
+    config = transformer_config(model, settings, implementation, device)
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks: list[Any] = []
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage} if virtual else {}
+        chunk = PolicyModel(
+            config,
+            block_spec(config, implementation, vp_stage),
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=model.tie_word_embeddings,
+            # The local spec rotates inside its attention (see PackedBatch).
+            position_embedding_type="rope" if implementation == "transformer_engine" else "none",
+            rotary_base=model.rope_theta,  # type: ignore[arg-type]
+            vp_stage=vp_stage,
+        )
+        chunk.to(device)
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                # Their gradients are summed over the expert data-parallel group, also where EP is 1, which
+                # makes checkpoints of all layouts alike (megatron-core marks them so at EP > 1 only).
+                parameter.allreduce = False
+        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+    return config, chunks
+
+
+def bare(chunk: Any) -> Any:
+    """The PolicyModel inside its DDP and Float16Module wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def forward_log_probs(chunk: Any, batch: MicroBatch, temperature: float, chunk_tokens: int) -> Tensor:
+    """Run a stage: hidden states, or on the last one fp32 [2, n], log-probs and entropies of the targets."""
+    head = {
+        "rows": batch.rows,
+        "targets": batch.targets,
+        "temperature": temperature,
+        "chunk_tokens": chunk_tokens,
+    }
+    output = chunk(batch.input_ids, batch.positions, None, packed_seq_params=batch.packed, loss_mask=head)
+    assert isinstance(output, Tensor)
+    return output

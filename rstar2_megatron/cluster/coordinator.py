@@ -1,0 +1,192 @@
+"""One rollout phase: problems in, graded groups out, over the rollout channel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from rstar2_megatron.algorithm.early_stop import cut_rule
+from rstar2_megatron.cluster.calls import ChannelReader, PendingCall
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.rollout.messages import WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.phase import OpenGroup, Phase
+from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.stats import combine
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.trajectory import FinishReason, Group, Problem
+
+_LAST_MESSAGES_S = 60.0
+
+# asked with the groups that are complete and how many are not: more problems for this phase, or none
+Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
+
+
+@dataclass
+class RolloutPhase:
+    """Graded groups in the order of their problems, with the engines' figures added up."""
+
+    groups: list[Group]
+    seconds: float
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutCoordinator:
+    """The driver's end of the rollout channel: hands out work as engines ask, collects what ends."""
+
+    def __init__(self, channel: Any, rollout: WorkerGroup, reward: WorkerGroup, settings: Settings) -> None:
+        self.carried: list[OpenGroup] = []
+        """Groups that the last training phase left unfinished (rollout.tail=carry); part of a checkpoint."""
+        self._channel = channel
+        self._rollout = rollout
+        self._settings = settings
+        self._timeout_s = settings.runner.step_timeout_s
+        self._inbox = ChannelReader(channel, TO_DRIVER)
+        self._grading: PendingCall = reward.start("serve", channel)
+        self._num_reward_workers = len(reward)
+        self._phases = 0
+
+    def run(
+        self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None
+    ) -> RolloutPhase:
+        """Roll out `spec.samples` trajectories of each problem and grade them.
+
+        Engines ask for slices of groups, so a quick engine takes more of them. `spec.tail` says whether every
+        trajectory is waited for; `refill` is asked for more problems whenever a group is complete. Raises
+        WorkerFailed, WorkerLost or DeadlineExceeded; never waits longer than `runner.step_timeout_s`.
+        """
+        self._phases += 1
+        spec = replace(spec, phase=self._phases)
+        phase = self._open(problems, spec)
+        start = time.monotonic()
+        pending = self._rollout.start("generate", self._channel, spec)
+        run = _PhaseRun(self._channel, phase, spec.phase, len(self._rollout), refill)
+
+        def check() -> None:
+            pending.check()
+            self._grading.check()
+
+        def receive() -> None:
+            left = self._timeout_s - (time.monotonic() - start)
+            run.handle(self._inbox.get(left, while_waiting=check), time.monotonic())
+            bar.n, bar.total = len(run.complete), len(run.complete) + phase.num_open
+            bar.refresh()
+
+        with tqdm(total=phase.num_open, desc=label, unit="group", leave=False, disable=None) as bar:
+            while not phase.over:
+                receive()
+            run.end()
+            if phase.num_open:
+                self._rollout.call("end_phase", spec.tail == "cut", timeout_s=_LAST_MESSAGES_S)
+            left = self._timeout_s - (time.monotonic() - start)
+            workers = pending.result(left if phase.num_open else min(left, _LAST_MESSAGES_S))
+            while phase.reported < sum(sums["reported"] for sums in workers):
+                receive()
+        groups, carried = phase.finish()
+        if spec.goes_on:
+            self.carried = carried
+        seconds = time.monotonic() - start
+        stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
+        return RolloutPhase(groups, seconds, stats)
+
+    def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> Phase:
+        rollout = self._settings.rollout
+        phase = Phase(
+            WorkQueue(rollout.scheduler, len(self._rollout), rollout.slice_size),
+            spec.samples,
+            tail=spec.tail,
+            may_cut=cut_rule(self._settings.algorithm.down_sampling, rollout.cut_share),
+            carry_share=rollout.carry_share,
+            max_carry_age=rollout.max_carry_age,
+        )
+        carried = self.carried if spec.goes_on else []
+        phase.add([*carried, *(OpenGroup(problem, spec.samples) for problem in problems)])
+        return phase
+
+    def restore(self, carried: list[OpenGroup]) -> None:
+        """Go on with a checkpoint's unfinished groups. A trajectory whose live interpreter is gone starts anew."""
+        for group in carried:
+            group.parked = {index: t for index, t in group.parked.items() if not t.session}
+        self.carried = carried
+
+    def close(self) -> None:
+        """Let the reward workers end their loop, and this process stop reading."""
+        for _ in range(self._num_reward_workers):
+            self._channel.put(None, key=ENDED)
+        self._inbox.close()
+
+
+class _PhaseRun:
+    """Messages of one phase, in and out."""
+
+    def __init__(
+        self, channel: Any, phase: Phase, number: int, num_engines: int, refill: Refill | None
+    ) -> None:
+        self.complete: list[Group] = []
+        self._channel = channel
+        self._phase = phase
+        self._number = number
+        self._num_engines = num_engines
+        self._refill = refill
+        self._hungry: list[WorkRequest] = []  # without an answer
+        self._tail_since: float | None = None  # an engine has room and there is nothing left for it
+        self._refilled = 0
+        self._ended = False
+
+    def handle(self, message: Any, now: float) -> None:
+        """A WorkRequest, or a list of Ended. Those of an earlier phase are void."""
+        if isinstance(message, WorkRequest):
+            if message.phase == self._number:
+                self._hungry.append(message)
+        else:
+            for ended in message:
+                if ended.phase == self._number:
+                    group = self._phase.ended(ended.engine, ended.group, ended.trajectory, now)
+                    if group is not None:
+                        self.complete.append(group)
+                        self._ask_for_more()
+        if self._ended:
+            return
+        self._hungry = [request for request in self._hungry if not self._serve(request, now)]
+        if self._hungry and not self._phase.queue.left and self._tail_since is None:
+            self._tail_since = now
+
+    def _serve(self, request: WorkRequest, now: float) -> bool:
+        work = self._phase.take(request.engine, request.room, now)
+        if work:
+            self._channel.put(WorkAnswer(self._number, work), key=work_key(request.engine))
+        return bool(work)
+
+    def _ask_for_more(self) -> None:
+        if self._refill is None or self._ended:
+            return
+        more = self._refill(self.complete, self._phase.num_open)
+        if more:
+            self._phase.add_problems(more)
+            self._refilled += len(more)
+            self._tail_since = None
+
+    def end(self) -> None:
+        """Every engine is told that the phase is over, now or when it asks; nothing is handed out after it."""
+        self._ended = True
+        for engine in range(self._num_engines):
+            self._channel.put(WorkAnswer(self._number, None), key=work_key(engine))
+
+    def stats(
+        self, seconds: float, groups: Sequence[Group], carried: Sequence[OpenGroup]
+    ) -> dict[str, float]:
+        """What only the driver knows."""
+        since = self._tail_since
+        cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
+        return {
+            "tail_seconds": 0.0 if since is None else max(0.0, time.monotonic() - since),
+            "refilled_problems": float(self._refilled),
+            "cut_trajectories": float(cut),
+            "carried_groups": float(len(carried)),
+            "carried_trajectories": float(sum(len(group.parked) for group in carried)),
+        }

@@ -1,0 +1,108 @@
+"""Problems from jsonl.
+
+A row is `{"prompt": [{"role": ..., "content": ...}, ...], "solutions": [...], "query_id": ..., "task": ...}`.
+`prompt` may also be a string (one user message); `query_id` and `task` may be absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.trajectory import Problem
+
+
+def read_problems(
+    paths: Iterable[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions"
+) -> list[Problem]:
+    """All problems of the jsonl files, in order. Raises DataError with file and line number.
+
+    A row without `query_id` gets `{file stem}-{line}`; a `query_id` that occurs twice is an error, because
+    groups are told apart by it.
+    """
+    problems: list[Problem] = []
+    seen: dict[str, str] = {}
+    paths = list(paths)
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise DataError(f"data file {path} does not exist")
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                problem = parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}")
+                if problem.query_id in seen:
+                    raise DataError(
+                        f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; "
+                        "make them unique"
+                    )
+                seen[problem.query_id] = where
+                problems.append(problem)
+    if not problems:
+        raise DataError(
+            f"no problems in {', '.join(map(str, paths)) or '(no files)'}; give jsonl files with one problem a line"
+        )
+    return problems
+
+
+def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
+    """One jsonl row. Raises DataError that begins with `where`."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    for key in (prompt_key, answer_key):
+        if key not in row:
+            raise DataError(f"{where}: row without {key!r}; it has {', '.join(sorted(row)) or 'nothing'}")
+    solutions = row[answer_key]
+    if isinstance(solutions, str | int | float):
+        solutions = [solutions]
+    if not isinstance(solutions, list) or not solutions or any(isinstance(s, list | dict) for s in solutions):
+        raise DataError(f"{where}: {answer_key!r} must be a non-empty list of answers, got {solutions!r}")
+    known = {prompt_key, answer_key, "query_id", "task"}
+    return Problem(
+        query_id=str(row.get("query_id", default_id)),
+        prompt=_messages(row[prompt_key], where, prompt_key),
+        solutions=[str(s) for s in solutions],
+        task=str(row.get("task", "math")),
+        extra={key: value for key, value in row.items() if key not in known},
+    )
+
+
+def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{where}: {key!r} must be a string or a non-empty list of messages")
+    messages = []
+    for message in prompt:
+        fits = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not fits:
+            raise DataError(f"{where}: a message needs 'role' and 'content' as text, got {message!r}")
+        messages.append({"role": message["role"], "content": message["content"]})
+    if all(message["role"] != "user" for message in messages):
+        raise DataError(f"{where}: {key!r} has no user message")
+    return messages
+
+
+def drop_long_prompts(
+    problems: Sequence[Problem], prompt_length: Callable[[Problem], int], max_prompt_length: int
+) -> tuple[list[Problem], int]:
+    """(problems whose rendered prompt has at most `max_prompt_length` tokens, how many were dropped).
+
+    Raises DataError when none is left.
+    """
+    lengths = [prompt_length(problem) for problem in problems]
+    kept = [p for p, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
+    if problems and not kept:
+        raise DataError(
+            f"every prompt is longer than data.max_prompt_length={max_prompt_length} tokens (shortest "
+            f"{min(lengths)}); raise it"
+        )
+    return kept, len(problems) - len(kept)

@@ -1,0 +1,323 @@
+"""Async client of the Code Judge: ours or the public server.
+
+A judge that is away costs waiting only: infrastructure failures are retried with jitter until
+`max_outage_s` has passed, under the same `sub_id`, so that our server runs the call once. What the snippet
+itself did wrong (error, timeout, memory) is a result and never retried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import aiohttp
+import tenacity
+
+from rstar2_megatron.judge.client.batches import Batches, BrokenBatch, RefusedBatch
+from rstar2_megatron.judge.client.result import JudgeResult
+from rstar2_megatron.judge.outcome import Outcome
+
+_RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx
+_OVERLOAD = ("http_429", "queue_timeout")
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 2.0
+
+
+class JudgeUnavailable(RuntimeError):
+    """The judge gave no result for `max_outage_s` (or `max_overload_s`). Never the snippet's fault."""
+
+
+class JudgeRejected(RuntimeError):
+    """The judge refused the request itself (HTTP 4xx): a wrong URL, token or field."""
+
+
+class _TryAgain(Exception):
+    """An infrastructure failure; the text says which."""
+
+    def __init__(self, kind: str, detail: str, wait_s: float = 0.0) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.wait_s = wait_s
+
+
+class JudgeClient:
+    """One connection pool; at most `max_concurrency` calls in flight. Belongs to the loop it is used in.
+
+    Calls made within `batch_window_s` travel together, at most `batch_size` (1: each alone).
+    `max_outage_s` bounds how long a judge that gives no answer is waited for, `max_overload_s` one that
+    answers but has no room (429, queue_timeout). `token` is JUDGE_TOKEN's value where it is not given.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        time_limit_s: float = 4.0,
+        request_timeout_s: float = 60.0,
+        max_outage_s: float = 120.0,
+        max_overload_s: float = 600.0,
+        max_concurrency: int = 128,
+        batch_size: int = 32,
+        batch_window_s: float = 0.002,
+        token: str | None = None,
+        client_id: str | None = None,
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url {base_url!r}: give http://HOST:PORT")
+        self.base_url = base_url.rstrip("/")
+        self.time_limit_s = time_limit_s
+        self.request_timeout_s = request_timeout_s
+        self.max_outage_s = max_outage_s
+        self.max_overload_s = max_overload_s
+        self.max_concurrency = max_concurrency
+        self._headers = {}
+        # as the server's; RLinf hands it to workers on all nodes
+        token = token or os.environ.get("JUDGE_TOKEN")
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        if client_id:
+            self._headers["X-Client-Id"] = client_id
+        self._counts: Counter[str] = Counter()
+        self._outage_seconds = 0.0
+        self._down_since: float | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._gate: asyncio.Semaphore | None = None
+        self._batches = Batches(self._open, self.base_url, batch_size, batch_window_s)
+        self._sessions: dict[str, bool] = {}  # name -> the judge has said that it is open
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    async def run(
+        self,
+        code: str,
+        stdin: str = "",
+        *,
+        kind: str = "python",
+        expected_output: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
+        session: str | None = None,
+    ) -> JudgeResult:
+        """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
+
+        `files` lie in its working directory. Calls with the same `session` (choose a unique name) share one
+        live interpreter, from the first until `close_session`; they run in the order they are sent. Should the
+        judge lose it in between, the next call is an infrastructure outcome, SESSION_LOST: never a program that
+        runs without the names it was promised. A program that ends its own interpreter (memory, os._exit) gets
+        `result.session == "lost"`, and the next call a new one.
+        """
+        try:
+            (code + stdin).encode()
+        except (
+            UnicodeEncodeError
+        ) as error:  # a lone surrogate: no request can carry it, no interpreter read it
+            self._counts.update(("calls", f"outcome_{Outcome.ERROR}"))
+            return JudgeResult(Outcome.ERROR, "", f"UnicodeEncodeError: {error}\n", 1, 0.0)
+        submission = self._submission(code, stdin, kind, expected_output, options)
+        if files:
+            submission["options"]["files"] = {path: _wire_content(content) for path, content in files.items()}
+        if session is not None:
+            submission["options"]["session"] = session
+            is_open = self._sessions.setdefault(session, False)
+            submission["options"]["session_must_exist"] = str(is_open).lower()
+        self._counts["calls"] += 1
+        if self._gate is None:
+            self._gate = asyncio.Semaphore(self.max_concurrency)
+        async with self._gate:
+            (result,) = await self._persist("/run", submission)
+            if result.outcome is Outcome.INTERNAL_ERROR and not (session and self._sessions.get(session)):
+                self._counts["retries"] += 1  # once more, as a new job
+                self._counts["internal_errors"] += 1
+                (result,) = await self._persist("/run", {**submission, "sub_id": uuid.uuid4().hex})
+        self._counts[f"outcome_{result.outcome}"] += 1
+        if session is not None:
+            self._note_session(session, result)
+        return result
+
+    def _note_session(self, session: str, result: JudgeResult) -> None:
+        if result.session in ("new", "kept"):
+            self._sessions[session] = True
+        elif result.session == "lost" or result.is_infrastructure:
+            self._sessions[session] = False
+        elif result.outcome is not Outcome.INVALID_INPUT:
+            raise JudgeRejected(
+                f"the judge at {self.base_url} keeps no sessions (the public server does not)"
+            )
+
+    def expect_session(self, session: str) -> None:
+        """Another client opened it: should it be gone, the next call is SESSION_LOST, not a fresh interpreter."""
+        self._sessions[session] = True
+
+    async def close_session(self, session: str) -> None:
+        """End a session's interpreter. Never raises for a judge that is away: its time to live ends it too."""
+        if self._sessions.pop(session, None) is None:
+            return
+        try:
+            async with self._open().delete(f"{self.base_url}/session/{session}") as response:
+                await response.read()
+        except (TimeoutError, aiohttp.ClientError):
+            self._counts["sessions_left_to_expire"] += 1
+
+    async def run_batch(self, codes: list[str], *, kind: str = "python") -> list[JudgeResult]:
+        """Run programs together in one request (`/run/long-batch`): all are answered, in order, or none.
+
+        As slow as its slowest call; `run` is the better choice for calls that need not come together.
+        """
+        submissions = [self._submission(code, "", kind, None, None) for code in codes]
+        self._counts["calls"] += len(codes)
+        results = await self._persist("/run/long-batch", {"type": "batch", "submissions": submissions})
+        self._counts.update(f"outcome_{result.outcome}" for result in results)
+        return results
+
+    def _submission(
+        self,
+        code: str,
+        stdin: str,
+        kind: str,
+        expected_output: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        submission: dict[str, Any] = {
+            "sub_id": uuid.uuid4().hex,
+            "type": kind,
+            "solution": code,
+            "input": stdin,
+            "options": {"time_limit_s": str(self.time_limit_s), **(options or {})},
+        }
+        if expected_output is not None:
+            submission["expected_output"] = expected_output
+        return submission
+
+    async def _persist(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
+        """Try until there is an answer or `max_outage_s` is over."""
+        backoff = tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
+        failing_since: dict[bool, float] = {}  # by whether the judge was overloaded or away
+        attempts = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_TryAgain),
+            wait=lambda state: max(backoff(state), _asked_wait_s(state)),
+            reraise=True,
+        )
+        async for attempt in attempts:
+            with attempt:
+                started = time.monotonic()
+                try:
+                    return await self._attempt(route, body)
+                except _TryAgain as failure:
+                    self._counts["retries"] += 1
+                    self._counts[f"failed_{failure.kind}"] += 1
+                    overloaded = failure.kind in _OVERLOAD
+                    if overloaded:  # it is there
+                        failing_since.pop(False, None)
+                    limit_s = self.max_overload_s if overloaded else self.max_outage_s
+                    if time.monotonic() - failing_since.setdefault(overloaded, started) >= limit_s:
+                        raise JudgeUnavailable(
+                            f"no result from the judge at {self.base_url} for {limit_s:.0f} s "
+                            f"(last: {failure}): is it running, with enough workers? See {self.base_url}/status"
+                        ) from failure
+                    raise
+        raise AssertionError("the loop above returns or raises")
+
+    async def _attempt(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
+        try:
+            if route == "/run":
+                fields = await self._batches.run(body)
+            else:
+                async with self._open().post(f"{self.base_url}{route}", json=body) as response:
+                    if response.status != 200:
+                        raise RefusedBatch(response.status, response.headers, (await response.text())[:300])
+                    fields = await response.json()
+        except RefusedBatch as refusal:
+            self._refuse(route, refusal)
+        except (TimeoutError, BrokenBatch, aiohttp.ClientError) as error:
+            self._down()
+            kind = "timeout" if isinstance(error, TimeoutError) else "connection"
+            raise _TryAgain(kind, f"{type(error).__name__}: {error}") from error
+        self._up()
+        results = [JudgeResult.from_wire(item) for item in fields.get("results", [fields])]
+        if any(result.outcome is Outcome.QUEUE_TIMEOUT for result in results):
+            raise _TryAgain("queue_timeout", "not started in time")
+        return results
+
+    def _refuse(self, route: str, refusal: RefusedBatch) -> NoReturn:
+        """Raise for an answer that is not 200."""
+        if refusal.status >= 500 or refusal.status in _RETRIED_STATUS:
+            if refusal.status >= 500:
+                self._down()
+            asked = refusal.headers.get("Retry-After", "")
+            wait_s = min(float(asked), 10.0) if asked.replace(".", "", 1).isdigit() else 0.0
+            raise _TryAgain(f"http_{refusal.status}", str(refusal), wait_s)
+        raise JudgeRejected(f"{self.base_url}{route}: {refusal}")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.max_concurrency, keepalive_timeout=60.0),
+                timeout=aiohttp.ClientTimeout(total=self.request_timeout_s, sock_connect=5.0),
+                headers=self._headers,
+                trust_env=False,
+            )
+        return self._session
+
+    # ------------------------------------------------------------------------------------------ others
+
+    async def wait_until_ready(self, timeout_s: float = 60.0) -> None:
+        """Until the judge answers /ping. Raises JudgeUnavailable."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                async with self._open().get(f"{self.base_url}/ping") as response:
+                    if response.status == 200:
+                        return
+                    what = f"HTTP {response.status}"
+            except (TimeoutError, aiohttp.ClientError) as error:
+                what = f"{type(error).__name__}: {error}"
+            if time.monotonic() > deadline:
+                raise JudgeUnavailable(
+                    f"the judge at {self.base_url} did not answer in {timeout_s:.0f} s ({what})"
+                )
+            await asyncio.sleep(0.1)
+
+    def _down(self) -> None:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            self._counts["outages"] += 1
+
+    def _up(self) -> None:
+        if self._down_since is not None:
+            self._outage_seconds += time.monotonic() - self._down_since
+            self._down_since = None
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """calls, retries, outages, outage_seconds, failed_KIND, outcome_NAME since the start."""
+        running = 0.0 if self._down_since is None else time.monotonic() - self._down_since
+        totals: dict[str, float] = {"calls": 0, "retries": 0, "outages": 0}
+        return {**totals, **self._counts, "outage_seconds": self._outage_seconds + running}
+
+    async def close(self) -> None:
+        """Close the connections. Safe to call twice."""
+        await self._batches.close()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> JudgeClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def _wire_content(content: str | bytes) -> str | dict[str, str]:
+    return content if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
+
+
+def _asked_wait_s(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome is not None else None
+    return error.wait_s if isinstance(error, _TryAgain) else 0.0

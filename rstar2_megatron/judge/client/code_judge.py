@@ -1,0 +1,93 @@
+"""The Code Judge of a run: started on loopback, or the running one that the YAML names."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.processes import PortTaken, listen
+from rstar2_megatron.services.redis_server import check_redis
+from rstar2_megatron.settings.schema import CodeJudgeSettings
+
+_SILENCE_S = 8.0  # how long a judge that the YAML names, which ought to be up already, may keep silent
+
+
+class ServiceError(RuntimeError):
+    """A service that a run needs does not answer."""
+
+
+class CodeJudgeService:
+    """A judge of our own, or a check that the named one answers."""
+
+    def __init__(self, settings: CodeJudgeSettings, log_path: Path, start_timeout_s: float = 60.0) -> None:
+        self.settings = settings
+        self._own: JudgeService | None = None
+        if settings.host_addr is None:
+            self._own = JudgeService(
+                port=settings.host_port or 0,
+                redis_uri=settings.redis_uri,
+                workers=settings.num_workers,
+                time_limit_s=settings.time_limit_s,
+                memory_mb=settings.memory_mb,
+                start_timeout_s=start_timeout_s,
+                log_path=log_path,
+            )
+
+    def begin(self) -> None:
+        """Start without waiting, so that it comes up beside everything else.
+
+        What the YAML names is looked at before: a mistake there shows before Ray and the engines have started.
+        Raises ServiceError, RedisUnavailable.
+        """
+        if self._own is None:
+            self._wait_for_named()
+            return
+        if self.settings.redis_uri:
+            check_redis(self.settings.redis_uri)
+        if self.settings.host_port:
+            self._check_port(self.settings.host_port)
+        self._own.begin()
+
+    def wait_ready(self) -> str:
+        """Block until it answers; returns its URL. Raises JudgeServiceError."""
+        return self._named_url if self._own is None else self._own.wait_ready()
+
+    @property
+    def _named_url(self) -> str:
+        return f"http://{self.settings.host_addr}:{self.settings.host_port or 8088}"
+
+    def _wait_for_named(self) -> None:
+        deadline = time.monotonic() + _SILENCE_S
+        while not _answers(self._named_url):
+            if time.monotonic() > deadline:
+                raise ServiceError(
+                    f"the Code Judge named by tools.codejudge.host_addr={self.settings.host_addr} at "
+                    f"{self._named_url} does not answer; start it (python -m rstar2_megatron.judge all --host ... "
+                    "--port ...) or set tools.codejudge.host_addr=null to have one started here"
+                )
+            time.sleep(0.1)
+
+    def _check_port(self, port: int) -> None:
+        try:
+            listen("127.0.0.1", port).close()
+        except PortTaken as error:
+            raise ServiceError(
+                f"the Code Judge cannot have tools.codejudge.host_port={port} ({error.reason}): stop what uses it, name "
+                "another, or null for a free one"
+            ) from None
+
+    def stop(self) -> None:
+        """End the service if it is ours. Safe to call twice."""
+        if self._own is not None:
+            self._own.stop()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ping", timeout=2) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False

@@ -1,0 +1,117 @@
+"""Starts `python -m rstar2_megatron.judge all` as a child process and stops it again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rstar2_megatron.services.owned_directory import make_owned_directory
+from rstar2_megatron.services.parent_death import die_with_parent
+from rstar2_megatron.services.process import terminate_tree
+
+
+class JudgeServiceError(RuntimeError):
+    """The service did not start; the message carries its own words."""
+
+
+class JudgeService:
+    """A Code Judge of this run's own: HTTP, Redis (unless `redis_uri` names one) and execution slots.
+
+    `start()`, or `begin()` and later `wait_ready()` so that it comes up beside other things. Start it from the main
+    thread: the kernel ends it with the thread that started it.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        redis_uri: str | None = None,
+        workers: int = 2,
+        time_limit_s: float = 4.0,
+        memory_mb: int = 512,
+        start_timeout_s: float = 60.0,
+        log_path: str | Path | None = None,
+        extra_arguments: tuple[str, ...] = (),
+    ) -> None:
+        self.arguments = ["--host", host, "--port", str(port), "--workers", str(workers)]
+        self.arguments += ["--time-limit-s", str(time_limit_s), "--memory-mb", str(memory_mb)]
+        if redis_uri:
+            self.arguments += ["--redis-uri", redis_uri]
+        self.arguments += extra_arguments
+        self.start_timeout_s = start_timeout_s
+        self.log_path = Path(log_path) if log_path else None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+        self.redis_uri = redis_uri or ""
+        self._directory: Path | None = None  # log and port file, where no log_path is given
+        self._deadline = 0.0
+
+    def begin(self) -> None:
+        """Start without waiting."""
+        self._deadline = time.monotonic() + self.start_timeout_s
+        if self.log_path is None:
+            self._directory = make_owned_directory("rstar2-judge-start-")
+            self.log_path = self._directory / "judge.log"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "rstar2_megatron.judge", "all", *self.arguments]
+        command += ["--port-file", str(self._port_file)]
+        with self.log_path.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=Path(__file__).resolve().parents[3],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def _port_file(self) -> Path:
+        assert self.log_path is not None
+        return self.log_path.with_suffix(".json")
+
+    def wait_ready(self) -> str:
+        """Block until it answers. Returns its URL. Raises JudgeServiceError with what it said."""
+        assert self.process is not None and self.log_path is not None, "wait_ready() before begin()"
+        while not self._port_file.exists():
+            code = self.process.poll()
+            if code is not None or time.monotonic() > self._deadline:
+                words = self.log_path.read_text(errors="replace")[-2000:].strip()
+                self.stop()
+                what = f"ended with code {code}" if code is not None else "was not ready in time"
+                raise JudgeServiceError(f"the Code Judge {what}\n{words}")
+            time.sleep(0.01)
+        told = json.loads(self._port_file.read_text())
+        self.url, self.redis_uri = told["url"], told["redis_uri"]
+        return self.url
+
+    def start(self) -> JudgeService:
+        """Start and wait until ready. Raises JudgeServiceError."""
+        self.begin()
+        self.wait_ready()
+        return self
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self) -> None:
+        """End the service with all its processes. Safe to call twice."""
+        if self.process is not None and self.process.poll() is None:
+            terminate_tree(self.process.pid, grace_s=20.0)
+            self.process.wait(timeout=5.0)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = self.log_path = None
+
+    def __enter__(self) -> JudgeService:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()

@@ -1,0 +1,244 @@
+"""One call: hand its program over, watch, end everything it started, report. Runs in a slot process.
+
+The watcher waits for the process's end and not for the pipes': a daemon that keeps stdout open must not hold the
+slot. A PID namespace ends all descendants with the call; without one, the call parent adopts and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.sandbox import isolation
+from rstar2_megatron.judge.sandbox.call_parent import CallParent
+from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
+from rstar2_megatron.judge.sandbox.isolation import Walls
+from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, own_autogroup, resident_bytes
+from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
+from rstar2_megatron.judge.sandbox.snippet import memory_file
+
+STEPPED_BACK = bytes(4)  # an empty message to the worker in mid-call: its answer comes later
+_LIBRARIES = re.compile(r"\b(numpy|sympy|mpmath|scipy|pandas|matplotlib|networkx|sklearn|statsmodels)\b")
+
+
+def uses_libraries(job: dict[str, Any]) -> bool:
+    """A guess that decides the cost only: an import that it misses is done by the program itself."""
+    return job["type"] == "python" and _LIBRARIES.search(job["solution"]) is not None
+
+
+class Runner:
+    """Runs the jobs of one slot, one after another: watches and ends their processes."""
+
+    def __init__(
+        self,
+        walls: Walls,
+        slot: int,
+        group: SlotGroup | None,
+        scratch: str,
+        worker: socket.socket | None = None,
+    ) -> None:
+        """`scratch` holds working directories where there is no private tmpfs; `worker` becomes readable when
+        nobody wants the running call any more, and is told when the call steps back (see Supervision)."""
+        self.walls = walls
+        self.slot = slot
+        self.group = group
+        self.scratch = scratch
+        self.worker = worker
+        self.own_group = own_autogroup()
+        self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Run `job` (type, solution, input, expected_output, files, limits) and return a SubmissionResult."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what lives on between calls."""
+
+    def _limit_memory(self, limits: CallLimits) -> int:
+        """Set the group's limit. Returns how often the kernel has enforced it so far."""
+        if self.group is None:
+            return 0
+        self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
+        return self.group.kills()
+
+    def _ran_out_of_memory(self, kills_before: int) -> bool:
+        return self.group is not None and self.group.kills() > kills_before
+
+    def _make_directory(self) -> str:
+        if "private_tmpfs" in self.walls.active:
+            return isolation.CALL_DIRECTORY
+        import tempfile  # here, because what it imports is no part of a call behind all walls
+
+        directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
+        if self.walls.uid_base is not None:
+            os.chown(directory, self.walls.uid_base + self.slot, -1)
+        return directory
+
+    def _remove_directory(self, directory: str) -> None:
+        if directory != isolation.CALL_DIRECTORY:
+            import shutil  # here, as tempfile above
+
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _start(
+        self,
+        job: dict[str, Any],
+        limits: CallLimits,
+        directory: str,
+        start: Callable[[Program, Descriptors], Any],
+    ) -> tuple[Output, Output]:
+        """Have `start` begin the job's program with new pipes. Returns what it writes to them."""
+        stdin = self.null
+        if job.get("input"):
+            stdin = memory_file(job["input"].encode("utf-8", "surrogatepass"))
+        out_reader, out_writer = os.pipe()
+        err_reader, err_writer = os.pipe()
+        program = Program(
+            job["type"],
+            job["solution"],
+            job.get("files"),
+            stdin != self.null,
+            isolation.Room.of(limits, directory),
+            self._cpu_seconds(limits),
+            limits.memory_mb * MEGABYTE,
+        )
+        try:
+            start(program, Descriptors(stdin, out_writer, err_writer))
+        finally:
+            for fd in (out_writer, err_writer, *([stdin] if stdin != self.null else [])):
+                os.close(fd)
+        kept = limits.output_limit_mb * MEGABYTE
+        return Output(out_reader, kept), Output(err_reader, kept)
+
+    def _cpu_seconds(self, limits: CallLimits) -> int:
+        """CPU time after which the kernel ends the process: its wall time is watched here, this stands behind it."""
+        return int(limits.time_limit_s) + 2
+
+    def _watch(
+        self,
+        ends: tuple[int, ...],
+        out: Output,
+        err: Output,
+        deadline: float,
+        limits: CallLimits,
+        supervision: Supervision,
+        resident_at_start: int,
+    ) -> Outcome | None:
+        """Wait until one of the descriptors `ends` becomes readable.
+
+        `resident_at_start` is what each of its processes inherited, in bytes. Returns why the call has to be ended,
+        or None when it came to its end by itself.
+        """
+        cancellation = -1 if self.worker is None else self.worker.fileno()
+        poller = select.poll()
+        streams = {out.fd: out, err.fd: err}
+        for fd in (*ends, cancellation):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        reads_streams = False  # not before the first look: most calls end sooner, and their pipes hold 64 KB
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return Outcome.TIMEOUT
+            if now >= supervision.next_look:
+                supervision.look(now)
+                most = limits.memory_mb * MEGABYTE * 1.5
+                if self.group is None and memory_used(supervision.find_pid(), resident_at_start) > most:
+                    return Outcome.MEMORY
+                if not reads_streams:
+                    reads_streams = True
+                    for fd in streams:
+                        poller.register(fd, select.POLLIN)
+            wait_s = max(0.0, min(deadline, supervision.next_look) - now)
+            for fd, _ in poller.poll(wait_s * 1000 + 1):
+                if fd in ends:
+                    return None
+                if fd == cancellation:
+                    return Outcome.KILLED
+                if not streams[fd].read():
+                    poller.unregister(fd)
+                elif streams[fd].is_too_much:
+                    return Outcome.OUTPUT_LIMIT
+
+    def _step_back(self) -> None:
+        """Tell the worker that this call sleeps, or is no short one: another may start beside it."""
+        if self.worker is not None:
+            with contextlib.suppress(OSError):
+                self.worker.sendall(STEPPED_BACK)
+
+
+def memory_used(pid: int, resident_at_start: int) -> int:
+    """Resident bytes of a call's processes beyond what each inherited."""
+    total = 0
+    for member in family(pid):
+        with contextlib.suppress(OSError, ValueError):
+            total += max(0, resident_bytes(member) - resident_at_start)
+    return total
+
+
+class CallRunner(Runner):
+    """Runs each call in a process of its own, forked from one of two call parents.
+
+    `small` has the standard library imported, `library` numpy and sympy too: a call that has no use for them costs 1 ms
+    less from the small one.
+    """
+
+    def __init__(self, *slot: Any, small: CallParent, library: CallParent) -> None:
+        super().__init__(*slot)
+        self.small = small
+        self.library = library
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        limits = CallLimits.from_dict(job["limits"])
+        kills_before = self._limit_memory(limits)
+        directory = self._make_directory()
+        try:
+            return self._run(job, limits, directory, kills_before)
+        finally:
+            self._remove_directory(directory)
+
+    def _run(
+        self, job: dict[str, Any], limits: CallLimits, directory: str, kills_before: int
+    ) -> dict[str, Any]:
+        started = time.monotonic()
+        parent = self.library if uses_libraries(job) else self.small
+        out, err = self._start(job, limits, directory, parent.start)
+        time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
+        supervision = Supervision(lambda: parent.pid, started, self.own_group, self._step_back)
+        # Whatever happens here, the call does not outlive it.
+        verdict: Outcome | None = Outcome.INTERNAL_ERROR
+        try:
+            ends, deadline = (parent.fileno(),), started + time_limit_s
+            verdict = self._watch(ends, out, err, deadline, limits, supervision, parent.resident_at_start)
+        finally:
+            if verdict is not None:
+                parent.end_call()
+            end = parent.take_end()
+        cost = time.monotonic() - started
+        out.close()
+        err.close()
+        if verdict is None and self._ran_out_of_memory(kills_before):
+            verdict = Outcome.MEMORY
+        code = os.waitstatus_to_exitcode(end.status)
+        stderr = err.text()
+        if code == SANDBOX_FAILED and stderr.startswith(parent.failure_mark):
+            verdict = Outcome.INTERNAL_ERROR
+        return report(
+            job,
+            limits,
+            code,
+            verdict,
+            cost=cost,
+            stdout=out.text(),
+            stderr=stderr,
+            peak_memory_bytes=end.peak_memory_bytes,
+        )

@@ -1,0 +1,183 @@
+"""The process that a slot's calls are forked from, and the slot's end of the line to it.
+
+A process that forks has each page that it writes copied afterwards. So the slot, which reads, watches and reports,
+does not fork: it hands a program to its call parent, which forks, waits for the end and says how it was. That saves each
+call nearly 200 page faults. And no program or output ever gets into the memory that later calls inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import os
+import socket
+import struct
+from typing import Any, NamedTuple, NoReturn
+
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.process_tree import end_group, resident_bytes
+from rstar2_megatron.judge.sandbox.sandbox import REHEARSALS, Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.snippet import memory_file
+
+_HELLO = struct.Struct("<q16s")  # resident bytes at the start, failure mark
+_PID = struct.Struct("<i")
+_END = struct.Struct("<iq")  # wait status, largest resident size in KB
+_LARGEST_MESSAGE = 1 << 15  # bytes; a longer program goes through a file of its own
+_FDS = {12: struct.Struct("3i"), 16: struct.Struct("4i")}
+_FOUR_FDS = socket.CMSG_SPACE(16)
+_HAS_ENDED = "the call parent has ended"
+
+
+class End(NamedTuple):
+    """How a call's process ended."""
+
+    status: int  # as os.waitpid
+    peak_memory_bytes: int
+
+
+class Line(NamedTuple):
+    """One end of the line between a slot and a call parent: messages, and beside them process ids.
+
+    An id is written to a pipe that the slot reads when it needs it: a message would wake it for each call.
+    """
+
+    messages: socket.socket
+    pids: int  # writing end in the call parent, reading end in the slot
+
+    def close(self) -> None:
+        self.messages.close()
+        os.close(self.pids)
+
+
+def make_line() -> tuple[Line, Line]:
+    """The slot's end and the call parent's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    return Line(ours, reader), Line(theirs, writer)
+
+
+def serve_calls(line: Line, walls: Walls, slot: int) -> NoReturn:
+    """Fork a call whenever a program has come, until the slot closes the line.
+
+    The loop touches as little as it can. The program itself is read by the child.
+    """
+    linux.adopt_orphans()
+    sandbox = Sandbox(walls, slot)
+    _rehearse()
+    messages, pids = line
+    messages.send(_HELLO.pack(resident_bytes(os.getpid()), sandbox.failure_mark.encode()))
+    buffer = bytearray(_LARGEST_MESSAGE)  # made here, or each call would have to find so much room
+
+    def begin() -> None:
+        sandbox.become(*_receive(messages, buffer))
+
+    while messages.recv(1, socket.MSG_PEEK):
+        pid = sandbox.fork(begin)
+        os.write(pids, _PID.pack(pid))
+        _, status, usage = os.wait4(pid, 0)
+        if not sandbox.namespaced:
+            sandbox.end_orphans()
+        if status:
+            _drop_unread(messages)
+        messages.send(_END.pack(status, usage.ru_maxrss))
+    os._exit(0)
+
+
+def _rehearse() -> None:
+    """Receive programs from itself, for the reason that the sandbox rehearses."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = Program("python", "", None, False, Room.of(CallLimits(), "/"), 0, 0)
+    for _ in range(REHEARSALS):
+        _send(ours, program, Descriptors(0, 1, 2))
+        _, received = _receive(theirs, bytearray(_LARGEST_MESSAGE))
+        for fd in received[:3]:
+            os.close(fd)
+    ours.close()
+    theirs.close()
+
+
+def _send(messages: socket.socket, program: Program, descriptors: Descriptors) -> None:
+    body = marshal.dumps((*program[:4], tuple(program.room), *program[5:]))
+    fds = [fd for fd in descriptors if fd >= 0]
+    if len(body) <= _LARGEST_MESSAGE:
+        socket.send_fds(messages, [body], fds)
+        return
+    file = memory_file(body)
+    try:
+        socket.send_fds(messages, [b"\0"], [*fds, file])
+    finally:
+        os.close(file)
+
+
+def _receive(messages: socket.socket, buffer: bytearray) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """In the child: the program that the slot has sent, as the bare tuple of a Program, and its descriptors."""
+    _, ((_, _, packed),), _, _ = messages.recvmsg_into([buffer], _FOUR_FDS)
+    fds = _FDS[len(packed)].unpack(packed)
+    if len(fds) == 3:
+        return marshal.loads(buffer), fds
+    with open(fds[3], "rb") as file:
+        return marshal.loads(file.read()), fds[:3]
+
+
+def _drop_unread(messages: socket.socket) -> None:
+    """A child that was ended before it read its program must not leave it to the next one."""
+    with contextlib.suppress(BlockingIOError):
+        messages.recv(1, socket.MSG_DONTWAIT)
+
+
+class CallParent:
+    """The slot's end: starts one call at a time and learns how it ended. EOFError when the call parent has died."""
+
+    def __init__(self, line: Line) -> None:
+        self._messages, self._pids = line
+        hello = self._receive(_HELLO)
+        self.resident_at_start: int = hello[0]
+        self.failure_mark: str = hello[1].decode()
+        self._pid = 0
+
+    def fileno(self) -> int:
+        """Becomes readable when the call has ended."""
+        return self._messages.fileno()
+
+    def start(self, program: Program, descriptors: Descriptors) -> None:
+        """Returns before the call's process is there."""
+        self._pid = 0
+        try:
+            _send(self._messages, program, descriptors)
+        except ConnectionError:
+            raise EOFError(_HAS_ENDED) from None
+
+    @property
+    def pid(self) -> int:
+        """The running call's process id; waits until it has one. Not for a call whose end was taken."""
+        if not self._pid:
+            told = os.read(self._pids, _PID.size)
+            if not told:
+                raise EOFError(_HAS_ENDED)
+            (self._pid,) = _PID.unpack(told)
+        return self._pid
+
+    def take_end(self) -> End:
+        """Wait for the call's end."""
+        status, peak_kb = self._receive(_END)
+        _ = self.pid  # read, or the next call would be taken for this one
+        return End(status, peak_kb * 1024)
+
+    def end_call(self) -> None:
+        """End the call's process, and its process group where no PID namespace does that.
+
+        Nothing happens to one that has ended. The call parent may have reaped it a moment ago, but before its number
+        is given out again, thousands of processes have to start.
+        """
+        end_group(self.pid)
+
+    def _receive(self, form: struct.Struct) -> tuple[Any, ...]:
+        try:
+            message = self._messages.recv(form.size)
+        except ConnectionError:
+            message = b""
+        if not message:
+            raise EOFError(_HAS_ENDED)
+        return form.unpack(message)

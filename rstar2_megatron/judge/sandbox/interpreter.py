@@ -1,0 +1,222 @@
+"""A session's live interpreter: one walled process that runs cell after cell. Runs in a slot process.
+
+Between two cells everything the session started is stopped (SIGSTOP), so that an idle session uses no CPU. A
+cell that passes its time limit is interrupted as by Ctrl-C and keeps its names; one that cannot be interrupted
+ends the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.sandbox.call import Runner
+from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.sandbox.process_tree import (
+    Supervision,
+    end_group,
+    family,
+    make_nice,
+    resident_bytes,
+    usage_of,
+)
+from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
+
+_INTERRUPT_S = 1.0  # how long an interrupted cell may take to come back
+_SEND_S = (
+    5.0  # the interpreter reads nothing else, so a cell that does not go in is an interpreter that hangs
+)
+
+
+class SessionRunner(Runner):
+    """The interpreter of one session. It starts with the first cell; when it has ended, so has the session."""
+
+    pid = 0
+    channel: socket.socket
+    out: Output
+    err: Output
+    directory = ""
+
+    def __init__(self, *slot: Any) -> None:
+        super().__init__(*slot)
+        self.sandbox = Sandbox(self.walls, self.slot, live=True)
+        self.resident_at_start = resident_bytes(os.getpid())
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        limits = CallLimits.from_dict(job["limits"])
+        started = time.monotonic()
+        state = "kept"
+        if not self.pid:
+            state = "new"
+            self._open(job, limits)
+        kills_before = self._limit_memory(limits)
+        for stream in (self.out, self.err):
+            stream.drain()
+            stream.clear()  # what was left by the last cell belongs to nobody
+        supervision = Supervision(lambda: self.pid, started, self.own_group, self._step_back)
+        supervision.used_before_s = usage_of(self.pid).cpu_s
+        self._signal_all(signal.SIGCONT)
+        code = 0
+        verdict = self._send(job)
+        if verdict is None:
+            deadline = started + limits.time_limit_s
+            with _watched(self.pid) as end:
+                ends = (end, self.channel.fileno())
+                verdict = self._watch(
+                    ends, self.out, self.err, deadline, limits, supervision, self.resident_at_start
+                )
+            if supervision.niceness:  # the next call begins with its full share (an ordinary user cannot)
+                for member in family(self.pid):
+                    make_nice(member, 0, self.own_group)
+        done = self._collect(0.0 if verdict is None else self._interrupt())
+        self._signal_all(signal.SIGSTOP)
+        cost = time.monotonic() - started
+        for stream in (self.out, self.err):
+            stream.drain()
+        stderr = self.err.text()
+        peak_memory_bytes = _peak_memory_bytes(self.pid)
+        if done is None or self._ran_out_of_memory(kills_before):
+            state = "lost"
+            code = self._finish()
+            if verdict is None and self._ran_out_of_memory(kills_before):
+                verdict = Outcome.MEMORY
+            elif code == SANDBOX_FAILED and stderr.startswith(self.sandbox.failure_mark):
+                verdict = Outcome.INTERNAL_ERROR
+            elif verdict is None and code == 0:  # os._exit(0), or a word on the channel that is not ours
+                code = 1
+            stderr += "\nThe interpreter has ended: names of earlier calls are gone.\n"
+        else:
+            code = done
+        return report(
+            job,
+            limits,
+            code,
+            verdict,
+            cost=cost,
+            stdout=self.out.text(),
+            stderr=stderr,
+            peak_memory_bytes=peak_memory_bytes,
+            session=state,
+        )
+
+    def _open(self, job: dict[str, Any], limits: CallLimits) -> None:
+        self.directory = self._make_directory()
+        self.channel, theirs = socket.socketpair()
+
+        def start(program: Program, descriptors: Descriptors) -> None:
+            descriptors = descriptors._replace(channel=theirs.fileno())
+            self.pid = self.sandbox.fork(lambda: self.sandbox.become(program, descriptors))
+
+        self.out, self.err = self._start(job, limits, self.directory, start)
+        theirs.close()
+        self.channel.settimeout(_SEND_S)
+
+    def _cpu_seconds(self, limits: CallLimits) -> int:
+        return -1  # it serves many calls
+
+    def _send(self, job: dict[str, Any]) -> Outcome | None:
+        """Hand the cell over. Returns KILLED when nobody takes it."""
+        texts = (job["solution"], job.get("input") or "", json.dumps(job.get("files") or {}))
+        parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+        try:
+            self.channel.sendall(CELL_HEADER.pack(*map(len, parts)) + b"".join(parts))
+        except OSError:
+            return Outcome.KILLED if _is_alive(self.pid) else None
+        return None
+
+    def _interrupt(self) -> float:
+        """As Ctrl-C. Returns how long to wait for the cell to come back."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGINT)
+        return _INTERRUPT_S
+
+    def _collect(self, wait_s: float) -> int | None:
+        """The exit code that the interpreter told, or None when it told none and has to be given up."""
+        if wait_s:
+            deadline = time.monotonic() + wait_s
+            poller = select.poll()
+            for fd in (self.channel.fileno(), self.out.fd, self.err.fd):
+                poller.register(fd, select.POLLIN)
+            while (left := deadline - time.monotonic()) > 0:
+                ready = [fd for fd, _ in poller.poll(left * 1000 + 1)]
+                if self.channel.fileno() in ready:
+                    break
+                for stream in (self.out, self.err):  # a full pipe would hold the cell back
+                    if stream.fd in ready and not stream.read():
+                        poller.unregister(stream.fd)
+        self.channel.setblocking(False)
+        try:
+            told = self.channel.recv(CELL_DONE.size + 1)
+        except OSError:
+            return None
+        finally:
+            self.channel.settimeout(_SEND_S)
+        # The program can write here too: whatever is not one exit code ends its session.
+        return CELL_DONE.unpack(told)[0] & 0xFF if len(told) == CELL_DONE.size else None
+
+    def _signal_all(self, number: int) -> None:
+        """To every process of the session, parents first; twice, for what was forked meanwhile."""
+        for _ in range(2 if number == signal.SIGSTOP else 1):
+            for pid in family(self.pid):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+
+    def _finish(self, wait_s: float = 0.1) -> int:
+        """End the session's processes. Returns the interpreter's exit code, negative for a signal.
+
+        An interpreter that ends closes its descriptors first: `wait_s` lets it come to its end.
+        """
+        with _watched(self.pid) as end:
+            poller = select.poll()
+            poller.register(end, select.POLLIN)
+            ended_itself = bool(poller.poll(wait_s * 1000))
+        end_group(self.pid)
+        _, status = os.waitpid(self.pid, 0)
+        if not self.sandbox.namespaced:
+            self.sandbox.end_orphans()
+        for stream in (self.out, self.err):
+            os.close(stream.fd)
+        self.channel.close()
+        self._remove_directory(self.directory)
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status) if ended_itself else -signal.SIGKILL
+
+    def close(self) -> None:
+        if self.pid:
+            self._finish(wait_s=0.0)
+
+
+@contextlib.contextmanager
+def _watched(pid: int) -> Iterator[int]:
+    """A descriptor that becomes readable when the process ends."""
+    watched = os.pidfd_open(pid)
+    try:
+        yield watched
+    finally:
+        os.close(watched)
+
+
+def _is_alive(pid: int) -> bool:
+    """False for a process that has ended and waits to be reaped, too."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def _peak_memory_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,333 @@
+"""The walls around a call, built once for all slots where possible and for each call where needed.
+
+Once (zygote): user namespace for an ordinary user; PID, network, IPC and host-name namespaces; a root file
+system that holds only the interpreter and system libraries, read-only. For each call: own PID and mount
+namespace, a private tmpfs as working directory, resource limits, the slot's own uid, landlock, and seccomp for the calls
+that the sandbox itself needs (all others are refused from the zygote on).
+What the machine refuses is written down in `Walls.missing`, shown in /status and the log, never passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox.linux import Step
+from rstar2_megatron.services.parent_death import die_with_parent
+
+CALL_DIRECTORY = "/tmp"
+_UNCOVERED = "/uncovered"  # second place of what lies under the first, where a call's own tmpfs hides it
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": CALL_DIRECTORY,
+    "TMPDIR": CALL_DIRECTORY,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "MPLBACKEND": "Agg",
+}
+# `full` means all of these; landlock comes on top, for a file system that is read-only already.
+REQUIRED_LAYERS = (
+    "own_uid",
+    "pid_namespace",
+    "network_namespace",
+    "ipc_namespace",
+    "private_root",
+    "private_tmpfs",
+    "memory_cgroup",
+    "process_limit",
+    "seccomp",
+    "clean_environment",
+)
+_SYSTEM_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_SYSTEM_FILES = ("etc/ld.so.cache", "etc/localtime", "etc/alternatives", "etc/mime.types")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+class Walls:
+    """Which layers stand. `missing` maps a layer to the reason why it does not."""
+
+    def __init__(self) -> None:
+        self.active: list[str] = []
+        self.missing: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self.uid_base: int | None = None  # slot i runs as uid_base + i
+        self.in_user_namespace = False
+        self.landlock = 0
+        self.covered: dict[str, str] = {}  # interpreter's directory -> its second place
+
+    def raised(self, layer: str) -> None:
+        self.missing.pop(layer, None)
+        if layer not in self.active:
+            self.active.append(layer)
+
+    def lacks(self, layer: str, why: object) -> None:
+        if layer in self.active:
+            self.active.remove(layer)
+        self.missing[layer] = str(why)
+
+    @property
+    def level(self) -> str:
+        if all(layer in self.active for layer in REQUIRED_LAYERS):
+            return "full"
+        return "partial" if len(self.active) > 2 else "minimal"
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "level": self.level,
+            "active": sorted(self.active),
+            "missing": dict(sorted(self.missing.items())),
+            "notes": dict(sorted(self.notes.items())),
+        }
+
+
+def enter_namespaces(walls: Walls) -> None:
+    """In the launcher: new namespaces for the zygote that is forked next (and all it starts)."""
+    wanted = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+    layers = ("pid_namespace", "network_namespace", "ipc_namespace")
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        if uid != 0:
+            raise PermissionError(1, "not root")
+        linux.unshare(wanted)
+    except OSError as as_root:
+        try:
+            linux.unshare(linux.CLONE_NEWUSER | wanted)
+            with contextlib.suppress(FileNotFoundError):
+                Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+            walls.in_user_namespace = True
+        except OSError as error:
+            for layer in layers:
+                walls.lacks(layer, f"{as_root}; {error}")
+            return
+    for layer in layers:
+        walls.raised(layer)
+
+
+def choose_uids(walls: Walls, slots: int, owner: int) -> None:
+    """One uid a slot, in a range derived from the launcher's process id so that two services differ."""
+    if os.geteuid() != 0:
+        walls.lacks("own_uid", f"not root: calls run as uid {os.geteuid()} in a user namespace")
+        walls.notes["process_limit"] = "one uid for all slots: the limit is shared between them"
+        return
+    if walls.in_user_namespace:
+        walls.lacks("own_uid", "root without the right to make namespaces: only one uid is mapped")
+        return
+    mapped = max(
+        int(line.split()[0]) + int(line.split()[2])
+        for line in Path("/proc/self/uid_map").read_text().splitlines()
+    )
+    if mapped > 2_100_000_000:
+        walls.uid_base = 1_000_000_000 + (owner % 1_000_000) * 1000
+    else:
+        walls.uid_base = 20_000 + (owner * 64) % 30_000
+    if walls.uid_base + slots > mapped:
+        walls.lacks("own_uid", f"uids up to {mapped} only")
+        walls.uid_base = None
+        return
+    walls.raised("own_uid")
+
+
+def build_private_root(walls: Walls) -> None:
+    """In the zygote: a root file system with system libraries and the interpreter, nothing else, read-only."""
+    try:
+        linux.unshare(linux.CLONE_NEWNS)
+        linux.mount("none", "/", None, linux.MS_PRIVATE | linux.MS_REC)
+        walls.covered = _pivot_into_view()
+        walls.raised("private_root")
+    except OSError as error:
+        walls.lacks("private_root", error)
+        walls.lacks("private_tmpfs", error)
+
+
+def _interpreter_directories() -> list[Path]:
+    """Prefixes of the interpreter and its packages that the system directories do not hold."""
+    candidates = [Path(sys.base_prefix).resolve(), Path(sys.prefix), Path(sys.prefix).resolve()]
+    candidates += [Path(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    kept: list[Path] = []
+    for path in candidates:
+        inside = any(path == other or other in path.parents for other in [Path("/usr"), *kept])
+        if path.is_dir() and not inside:
+            kept.append(path)
+    return kept
+
+
+def _pivot_into_view() -> dict[str, str]:
+    """Returns the interpreter's directories that a call's own tmpfs will cover, with where else they are."""
+    # A .venv may be a link to one elsewhere; resolved here, because the view has no links to follow.
+    interpreter = {path: path.resolve() for path in _interpreter_directories()}
+    base = CALL_DIRECTORY  # any directory will do: in this mount namespace only, a tmpfs covers it
+    linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
+    os.makedirs(f"{base}/new")
+    os.makedirs(f"{base}/old")
+    linux.pivot_root(base, f"{base}/old")
+    os.chdir("/")
+    old, new = Path("/old"), Path("/new")
+    linux.mount("tmpfs", "/new", "tmpfs", linux.MS_NOSUID, "size=1m,mode=755")
+    for name in _SYSTEM_DIRECTORIES:
+        source = old / name
+        if source.is_symlink():
+            (new / name).symlink_to(os.readlink(source))
+        elif source.is_dir():
+            (new / name).mkdir()
+            linux.bind_read_only(str(source), str(new / name))
+    covered: dict[str, str] = {}
+    for path, source in interpreter.items():
+        places = [path]
+        if Path(CALL_DIRECTORY) in path.parents:
+            places.append(Path(_UNCOVERED) / str(len(covered)))
+            covered[str(path)] = str(places[-1])
+        for place in places:
+            target = new / place.relative_to("/")
+            target.mkdir(parents=True, exist_ok=True)
+            linux.bind_read_only(str(old / source.relative_to("/")), str(target))
+    for name in ("etc", "dev", "proc", "tmp"):
+        (new / name).mkdir(exist_ok=True)
+    for name in _SYSTEM_FILES:
+        source, target = old / name, new / name
+        if source.is_dir():
+            target.mkdir()
+            linux.bind_read_only(str(source), str(target))
+        elif source.is_file():
+            target.touch()
+            linux.bind_read_only(str(source.resolve()), str(target))
+    (new / "etc/passwd").write_text("root:x:0:0::/:/bin/false\n")
+    for name in _DEVICES:
+        (new / "dev" / name).touch()
+        linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", None, linux.MS_BIND)
+    (new / "dev/shm").symlink_to(CALL_DIRECTORY)
+    (new / "dev/fd").symlink_to("/proc/self/fd")
+    linux.mount("proc", "/new/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    (new / "old").mkdir()
+    os.chdir("/new")
+    linux.pivot_root("/new", "/new/old")
+    os.chdir("/")
+    linux.unmount("/old")
+    os.rmdir("/old")
+    linux.mount("none", "/", None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
+    return covered
+
+
+def choose_remaining_layers(walls: Walls) -> None:
+    """In the zygote: the layers that each call raises for itself, tried for real in a throw-away child."""
+    try:
+        walls.landlock = linux.landlock_version()
+        walls.raised("landlock")
+    except OSError as error:
+        walls.lacks("landlock", error)
+    walls.raised("clean_environment")
+    walls.raised("process_limit")
+    if "private_root" in walls.active:
+        room = Room.of(CallLimits(), CALL_DIRECTORY)
+        _try_in_child(walls, "private_tmpfs", lambda: linux.do(_directory_steps(walls, room, None)))
+    _try_in_child(walls, "seccomp", _filter_calls)
+
+
+def raise_inherited_layers(walls: Walls) -> None:
+    """In the zygote, last: what every process that it starts shall have, and it can do with itself."""
+    linux.no_new_privileges()
+    if "seccomp" in walls.active:
+        linux.install_inherited_filter()
+
+
+def _filter_calls() -> None:
+    linux.no_new_privileges()
+    linux.install_inherited_filter()
+    linux.do([linux.call_filter_step()])
+
+
+def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        why = b""
+        try:
+            attempt()
+        except OSError as error:
+            why = str(error).encode()
+        os.write(writer, why or b"\0")
+        os._exit(0)
+    os.close(writer)
+    why = os.read(reader, 4096)
+    os.close(reader)
+    os.waitpid(child, 0)
+    if why == b"\0":
+        walls.raised(layer)
+    else:
+        walls.lacks(layer, why.decode(errors="replace") or "the trial process died")
+
+
+class Room(NamedTuple):
+    """What is the same for most calls, so that their walls can be prepared before they come."""
+
+    directory: str  # working directory
+    disk_mb: int
+    open_files: int
+    processes: int
+
+    @classmethod
+    def of(cls, limits: CallLimits, directory: str) -> Room:
+        return cls(directory, limits.disk_mb, limits.open_files, limits.processes)
+
+
+def _directory_steps(walls: Walls, room: Room, uid: int | None) -> list[Step]:
+    """A mount namespace with a private tmpfs as working directory."""
+    owner = f",uid={uid},gid={uid}" if uid is not None else ""
+    options = f"size={room.disk_mb}m,nr_inodes=10000,mode=700{owner}"
+    steps = [
+        linux.unshare_step(linux.CLONE_NEWNS),
+        linux.mount_step("tmpfs", CALL_DIRECTORY, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options),
+    ]
+    for path, place in walls.covered.items():
+        steps.append((f"make {path}", None, os.makedirs, (path,)))
+        steps.append(linux.mount_step(place, path, None, linux.MS_BIND))  # read-only, as the place is
+    return steps
+
+
+def wall_steps(walls: Walls, slot: int, room: Room, free_fd: int) -> list[Step]:
+    """What a call's own process does before the snippet, to raise every layer that stands.
+
+    `free_fd` is its lowest free descriptor then.
+    """
+    uid = None if walls.uid_base is None else walls.uid_base + slot
+    steps: list[Step] = []
+    if "private_tmpfs" in walls.active:
+        steps += _directory_steps(walls, room, uid)
+        if "pid_namespace" in walls.active:
+            flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+            steps.append(linux.mount_step("proc", "/proc", "proc", flags))
+    steps.append(("chdir", None, os.chdir, (room.directory,)))
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, room.open_files),
+        (resource.RLIMIT_FSIZE, room.disk_mb * MEGABYTE),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_NPROC, room.processes),
+    ):
+        steps.append((f"limit {kind}", None, resource.setrlimit, (kind, (value, value))))
+    if uid is not None:
+        steps += [
+            ("setgroups", None, os.setgroups, ([],)),
+            ("setresgid", None, os.setresgid, (uid, uid, uid)),
+            ("setresuid", None, os.setresuid, (uid, uid, uid)),  # from root: all capabilities go with it
+        ]
+    elif walls.in_user_namespace or os.geteuid() == 0:
+        steps.append(("drop capabilities", None, linux.drop_capabilities, ()))
+    steps.append(("die with the parent", None, die_with_parent, (signal.SIGKILL,)))
+    if "landlock" in walls.active:
+        steps += linux.confine_writes_steps(room.directory, walls.landlock, free_fd)
+    if "seccomp" in walls.active:
+        steps.append(linux.call_filter_step())
+    return steps

@@ -1,0 +1,314 @@
+"""Between HTTP requests and the queue: who waits for which job, until when, and what if Redis went away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from redis.exceptions import RedisError
+
+from rstar2_megatron.judge.gathering import Gathering
+from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.server.math_answers import MathJudge
+from rstar2_megatron.judge.server.models import Submission
+from rstar2_megatron.judge.server.options import check_files, check_session, check_text
+from rstar2_megatron.judge.server.sender import Sender
+
+log = logging.getLogger(__name__)
+_OUTPUT_CEILING = MEGABYTE
+_GRACE_S = 15.0 + 2 * LEASE_S  # beyond the limits of a call that is done twice
+_CHECK_S = 5.0
+_CACHED = (str(Outcome.OK), str(Outcome.ERROR))
+_OUTCOME_MARK = b'"outcome":'  # cannot occur inside a JSON string: its quotes would be escaped there
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One submission on its way: the job's key (None when it was answered at once) and its result JSON."""
+
+    sub_id: str
+    key: str | None
+    answer: asyncio.Future[bytes]
+    time_limit_s: float = 0.0
+
+
+class Broker:
+    """Submits jobs and waits for their answers."""
+
+    def __init__(
+        self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache_s: float = 0.0
+    ) -> None:
+        """`cache_s` is how long the result of a call may stand for identical ones; 0: never."""
+        self.queue = queue
+        self.limits = limits
+        self.cache_s = cache_s
+        self.queue_time_limit_s = queue_time_limit_s
+        self.name = uuid.uuid4().hex
+        self.waiting: dict[str, list[asyncio.Future[bytes]]] = {}
+        self.payloads: dict[str, bytes] = {}
+        self.outcomes: Counter[str] = Counter()
+        self._sender = Sender(queue, self.name)
+        self._cached_as: dict[str, str] = {}  # job key -> name of its program in the result cache
+        self._math: MathJudge | None = None
+        self._grading: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())]
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks, *self._grading, *self._sender.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._math is not None:
+            await asyncio.to_thread(self._math.close)
+        await self.queue.close()
+
+    # ---------------------------------------------------------------------------------------- requests
+
+    async def submit(self, submissions: list[Submission], client: str) -> list[Ticket]:
+        """Queue submissions. Raises QueueFull when they do not fit."""
+        tickets = [self._ticket(submission, client) for submission in submissions]
+        if self._cached_as:
+            await self._answer_from_cache(tickets)
+        jobs = [(t.key, self.payloads[t.key]) for t in tickets if t.key in self.payloads]
+        if jobs:
+            try:
+                await self._sender.send(jobs)
+            except BaseException:
+                self._forget(tickets)
+                raise
+        return tickets
+
+    def _ticket(self, submission: Submission, client: str) -> Ticket:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        sub_id = submission.sub_id or uuid.uuid4().hex
+        options = submission.options or {}
+        try:
+            limits = self.limits.with_options(options, ceiling=self._ceiling())
+            session, must_exist = check_session(options, submission.type)
+            files = check_files(options, submission.type)
+            check_text(submission.solution, submission.input, submission.expected_output)
+        except ValueError as error:
+            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, str(error)))
+            return Ticket(sub_id, None, answer)
+        if submission.type == "math":
+            self._grade(submission, sub_id, answer)
+            return Ticket(sub_id, None, answer)
+        request: dict[str, Any] = {
+            "sub_id": sub_id,
+            "type": submission.type,
+            "solution": submission.solution,
+            "input": submission.input,
+            "expected_output": submission.expected_output,
+            "limits": limits.as_dict(),
+        }
+        if files:
+            request["files"] = files
+        place = ""
+        if session is not None:
+            request |= {"session": session, "session_must_exist": must_exist}
+            place = f"{'=' if must_exist else '@'}{session}"
+        if submission.sub_id is None:
+            key = f"{client}/u{sub_id}{place}"
+        else:  # the same id with the same content is the same job, for as long as its answer is kept
+            digest = hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()
+            key = f"{client}/k{digest}{place}"
+        if self.cache_s and session is None:
+            program = orjson.dumps({**request, "sub_id": None})
+            self._cached_as[key] = hashlib.blake2b(program, digest_size=16).hexdigest()
+        request["queued_at"] = time.time()
+        self.waiting.setdefault(key, []).append(answer)
+        self.payloads.setdefault(key, orjson.dumps(request))
+        compile_s = limits.compile_time_s if submission.type == "cpp" else 0.0
+        return Ticket(sub_id, key, answer, limits.time_limit_s + compile_s)
+
+    def _grade(self, submission: Submission, sub_id: str, answer: asyncio.Future[bytes]) -> None:
+        if submission.expected_output is None:
+            why = "a submission of type math needs expected_output"
+            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, why))
+            return
+        expected = submission.expected_output
+
+        async def grade() -> None:
+            if self._math is None:
+                self._math = MathJudge()
+            result = await self._math.grade(sub_id, submission.solution, expected)
+            if not answer.done():
+                answer.set_result(orjson.dumps(result))
+            self.outcomes[result["outcome"]] += 1
+
+        task = asyncio.create_task(grade())
+        self._grading.add(task)
+        task.add_done_callback(self._grading.discard)
+
+    async def _answer_from_cache(self, tickets: list[Ticket]) -> None:
+        asked = [t for t in tickets if t.key in self._cached_as]
+        try:
+            found = await self.queue.cached([self._cached_as[t.key] for t in asked if t.key])
+        except (RedisError, OSError) as error:
+            log.warning("the result cache cannot be read: %s", error)
+            return
+        for ticket, answer in zip(asked, found, strict=True):
+            if answer is not None and ticket.key is not None:
+                result = orjson.loads(answer) | {"sub_id": ticket.sub_id, "queue_seconds": 0.0}
+                self._settle(ticket.key, orjson.dumps(result))
+
+    async def _remember(self, answers: list[tuple[str, bytes]]) -> None:
+        """Keep results for identical calls: what the program itself did, never a limit or a fault of ours."""
+        kept = [
+            (self._cached_as[k], a) for k, a in answers if k in self._cached_as and outcome_of(a) in _CACHED
+        ]
+        if kept:
+            await self.queue.remember(kept, self.cache_s)
+
+    def _ceiling(self) -> CallLimits:
+        return CallLimits(
+            time_limit_s=self.limits.time_limit_s,
+            memory_mb=self.limits.memory_mb,
+            output_chars=_OUTPUT_CEILING,
+        )
+
+    async def wait(self, ticket: Ticket, started: float) -> bytes:
+        """The result JSON of a ticket submitted at monotonic time `started`; never later than its limits."""
+        left = started + self.queue_time_limit_s - time.monotonic()
+        await asyncio.wait([ticket.answer], timeout=max(0.0, left))
+        if not ticket.answer.done() and ticket.key is None:
+            ticket.answer.set_result(self._make(ticket.sub_id, Outcome.QUEUE_TIMEOUT, "no grader was free"))
+        if not ticket.answer.done() and ticket.key is not None:
+            if await self._withdraw(ticket.key):
+                self._settle(
+                    ticket.key,
+                    self._make(
+                        ticket.sub_id,
+                        Outcome.QUEUE_TIMEOUT,
+                        f"not started within {self.queue_time_limit_s:.0f} s",
+                    ),
+                )
+            else:
+                await asyncio.wait([ticket.answer], timeout=2 * ticket.time_limit_s + _GRACE_S)
+        if not ticket.answer.done() and ticket.key is not None:
+            why = "no answer from any worker within the call's limits"
+            self._settle(ticket.key, self._make(ticket.sub_id, Outcome.INTERNAL_ERROR, why))
+        return ticket.answer.result()
+
+    async def _withdraw(self, key: str) -> bool:
+        try:
+            async with asyncio.timeout(5.0):
+                return (await self.queue.withdraw([key]))[0]
+        except (RedisError, TimeoutError, OSError):
+            return False
+
+    async def abandon(self, tickets: list[Ticket]) -> None:
+        """The client has gone away: cancel what nobody else waits for."""
+        gone = self._forget(tickets)
+        if gone:
+            try:
+                await self.queue.cancel(gone)
+            except (RedisError, OSError) as error:
+                log.warning("cancelling %d abandoned jobs failed: %s", len(gone), error)
+
+    def _forget(self, tickets: list[Ticket]) -> list[str]:
+        """Drop unanswered tickets. Returns the keys that nobody waits for any more."""
+        gone = []
+        for ticket in tickets:
+            if ticket.key is None or ticket.answer.done():
+                continue
+            others = [f for f in self.waiting.get(ticket.key, []) if f is not ticket.answer]
+            if others:
+                self.waiting[ticket.key] = others
+            else:
+                self.waiting.pop(ticket.key, None)
+                self.payloads.pop(ticket.key, None)
+                self._cached_as.pop(ticket.key, None)
+                gone.append(ticket.key)
+        return gone
+
+    # ----------------------------------------------------------------------------------------- answers
+
+    def _make(self, sub_id: str | None, outcome: Outcome, why: str) -> bytes:
+        session = "lost" if outcome is Outcome.SESSION_LOST else None
+        return orjson.dumps(make_result(sub_id, outcome, stderr=why, session=session))
+
+    def _settle(self, key: str, answer: bytes) -> None:
+        self.payloads.pop(key, None)
+        self._cached_as.pop(key, None)
+        for future in self.waiting.pop(key, []):
+            if not future.done():
+                future.set_result(answer)
+                self.outcomes[outcome_of(answer)] += 1
+
+    async def _read_replies(self) -> None:
+        gathering = Gathering(time.monotonic())
+        while True:
+            try:
+                answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
+                gathering.read(len(answers), time.monotonic())
+                if self._cached_as:
+                    await self._remember(answers)
+            except Exception as error:  # whatever it is, requests wait for this reader
+                log.warning("reading answers failed (%s), waiting for Redis", error)
+                await asyncio.sleep(0.05)
+                with contextlib.suppress(Exception):
+                    await until_redis_answers("answers", self.queue.redis.ping)
+                    await self._submit_pending_again()
+                continue
+            for key, answer in answers:
+                if answer == POISON:
+                    why = "the worker of this job died twice"
+                    answer = self._make(self._sub_id(key), Outcome.INTERNAL_ERROR, why)
+                elif answer == LOST:
+                    why = "the session is open on no worker: its time to live is over, or its worker ended"
+                    answer = self._make(self._sub_id(key), Outcome.SESSION_LOST, why)
+                self._settle(key, answer)
+            if pause_s := gathering.pause_s(len(self.waiting)):
+                await asyncio.sleep(pause_s)
+
+    def _sub_id(self, key: str) -> str | None:
+        payload = self.payloads.get(key)
+        return orjson.loads(payload)["sub_id"] if payload else None
+
+    async def _submit_pending_again(self) -> None:
+        """Whatever Redis forgot is queued again; what it knows is left as it is (job keys are unique)."""
+        jobs = list(self.payloads.items())
+        for start in range(0, len(jobs), 256):
+            part = jobs[start : start + 256]
+            try:
+                await self.queue.enqueue(self.name, part)
+            except Exception as error:
+                log.warning("submitting %d pending jobs again failed: %s", len(part), error)
+
+    async def _check_pending(self) -> None:
+        """An answer that was lost on the wire shows as a job that Redis no longer knows: do it again."""
+        missing_before: set[str] = set()
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            try:
+                missing = set(await self.queue.unknown(list(self.payloads)))
+                lost = [(k, self.payloads[k]) for k in missing & missing_before if k in self.payloads]
+                if lost:
+                    log.warning("%d jobs were lost by Redis and are queued again", len(lost))
+                    await self.queue.enqueue(self.name, lost)
+                missing_before = missing
+            except Exception as error:  # Redis is away: the reader of answers tells and waits
+                log.debug("checking pending jobs failed: %s", error)
+
+
+def outcome_of(answer: bytes) -> str:
+    """The outcome named in a result's JSON, found without parsing all of it."""
+    start = answer.find(_OUTCOME_MARK)
+    if start < 0:
+        return "unknown"
+    begin = answer.index(b'"', start + len(_OUTCOME_MARK)) + 1
+    return answer[begin : answer.index(b'"', begin)].decode()

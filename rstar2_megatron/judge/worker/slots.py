@@ -1,0 +1,192 @@
+"""A worker's slots: the sandbox processes it starts, and the sockets it speaks to them through."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.judge.sandbox import isolation
+
+log = logging.getLogger(__name__)
+_LENGTH = struct.Struct("<I")
+_PROJECT = Path(__file__).resolve().parents[3]
+
+
+class IsolationMissing(RuntimeError):
+    """The machine does not give the isolation that was asked for."""
+
+
+class SlotDied(Exception):
+    """The slot's process ended in the middle of a call."""
+
+
+class SandboxFailed(RuntimeError):
+    """The sandbox processes did not start."""
+
+
+class Slot:
+    """One call at a time, through one socket."""
+
+    def __init__(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.index = index
+        self._reader = reader
+        self._writer = writer
+
+    async def run(
+        self, job: bytes, deadline_s: float, on_step_back: Callable[[], None] = lambda: None
+    ) -> bytes:
+        """Run a job (JSON) and return its result (JSON). Raises SlotDied.
+
+        `on_step_back` is called when the call sleeps or turns out to be a long one: another may start beside it.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                self._writer.write(_LENGTH.pack(len(job)) + job)
+                while True:
+                    (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                    if size:
+                        return await self._reader.readexactly(size)
+                    on_step_back()
+        except (asyncio.IncompleteReadError, OSError) as error:
+            self.close()
+            raise SlotDied(f"slot {self.index} ended in mid-call ({type(error).__name__})") from None
+
+    def cancel(self) -> None:
+        """End the running call; its (worthless) result still comes."""
+        self._writer.write(_LENGTH.pack(0))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class SlotPool:
+    """Starts the sandbox, hands out free slots, takes in new ones when the zygote replaces a dead one.
+
+    Slots for sessions are numbered behind the others and started on demand (`open_session_slot`).
+    """
+
+    def __init__(self, count: int, sessions: int = 0) -> None:
+        self.count = count
+        self.sessions = sessions
+        self.free: asyncio.Queue[Slot] = asyncio.LifoQueue()  # the last one used is the one in the caches
+        self._session_slots = list(range(count, count + sessions))  # numbers that no session uses
+        self.on_free: Callable[[], None] = lambda: None  # a slot of a fresh process is free
+        self._opening: dict[int, asyncio.Future[Slot]] = {}
+        self.description: dict[str, Any] = {}
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, timeout_s: float = 60.0) -> None:
+        """Start the sandbox and wait for its first slot. Raises SandboxFailed."""
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            # Without `site`: what that imports to find the packages, which are named here, each call would copy.
+            [sys.executable, "-S", "-m", "rstar2_megatron.judge.sandbox.zygote"]
+            + [str(n) for n in (theirs.fileno(), self.count, self.sessions)]
+            + [sys.prefix, *sys.path],
+            pass_fds=[theirs.fileno()],
+            cwd=_PROJECT,
+            # Bound at the start, or each call would look up every function of a library that it is the first to use.
+            env=isolation.ENVIRONMENT | {"LD_BIND_NOW": "1"},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        self._control = ours
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                (size,) = _LENGTH.unpack(await self._receive(loop, _LENGTH.size))
+                self.description = json.loads(await self._receive(loop, size))
+                loop.add_reader(ours.fileno(), self._on_control)
+                first = await self.free.get()
+                self.free.put_nowait(first)
+        except (TimeoutError, EOFError) as error:
+            await self.stop()
+            raise SandboxFailed(f"the sandbox did not start in {timeout_s:.0f} s ({error!r})") from None
+
+    async def _receive(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:
+        assert self._control is not None
+        data = b""
+        while len(data) < size:
+            part = await loop.sock_recv(self._control, size - len(data))
+            if not part:
+                raise EOFError("the sandbox ended at its start; its error is above")
+            data += part
+        return data
+
+    def _on_control(self) -> None:
+        assert self._control is not None
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, 64, 8)
+        except BlockingIOError:
+            return
+        if not message:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            log.error("the sandbox has ended")
+            return
+        task = asyncio.ensure_future(self._adopt(json.loads(message)["slot"], fds[0]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _adopt(self, index: int, fd: int) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
+        slot = Slot(index, reader, writer)
+        if index < self.count:
+            self.free.put_nowait(slot)
+            self.on_free()
+        elif index in self._opening:
+            self._opening.pop(index).set_result(slot)
+        else:
+            slot.close()
+
+    @property
+    def session_room(self) -> int:
+        """Sessions that may be opened now."""
+        return len(self._session_slots)
+
+    async def open_session_slot(self, timeout_s: float = 10.0) -> Slot:
+        """A slot for one session. Raises SlotDied when the sandbox does not start it."""
+        assert self._control is not None
+        index = self._session_slots.pop(0)
+        waiting = self._opening[index] = asyncio.get_running_loop().create_future()
+        try:
+            self._control.send(_LENGTH.pack(index))
+            async with asyncio.timeout(timeout_s):
+                return await waiting
+        except (TimeoutError, OSError) as error:
+            self._opening.pop(index, None)
+            self._session_slots.append(index)
+            raise SlotDied(f"session slot {index} did not start ({error!r})") from None
+
+    def close_session_slot(self, slot: Slot) -> None:
+        """End a session's process; its number goes to the next session."""
+        slot.close()
+        self._session_slots.append(slot.index)
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def stop(self) -> None:
+        """End the sandbox with all its processes. Safe to call twice."""
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                await asyncio.to_thread(self._process.wait, 10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()

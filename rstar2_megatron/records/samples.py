@@ -1,0 +1,117 @@
+"""trajectories.jsonl: a few groups of each step, whole, for people and for the trajectory page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.algorithm.roc import ResampleResult
+from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, trajectory_row
+from rstar2_megatron.records.whole_file import replacing
+from rstar2_megatron.trajectory import Group, Trajectory
+
+
+@dataclass
+class ShownGroup:
+    """One group that is written whole, with what resampling made of it."""
+
+    group: Group
+    result: ResampleResult
+    actor_logprobs: list[list[float]] | None = None
+    """One entry per response token of each of `trajectories`, before the update; None when the step had none."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """In the order that `result` counts them."""
+        return self.group.usable
+
+
+def choose_shown(
+    groups: Sequence[Group], resampled: Sequence[ResampleResult], at_least: int
+) -> list[ShownGroup]:
+    """Whole groups with at least so many trajectories, those that are trained on before rejected ones.
+
+    They come in the order of the step.
+    """
+    pairs = list(enumerate(zip(groups, resampled, strict=True)))
+    pairs.sort(key=lambda pair: (pair[1][1].rejected, pair[0]))
+    chosen: list[int] = []
+    count = 0
+    for number, (group, _) in pairs:
+        if count >= at_least:
+            break
+        chosen.append(number)
+        count += len(group.usable)
+    return [ShownGroup(groups[number], resampled[number]) for number in sorted(chosen)]
+
+
+class TrajectorySamples:
+    """Appends the shown groups of each step, one line a trajectory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, step: int, shown: Sequence[ShownGroup]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            for group in shown:
+                for row in group_rows(step, group):
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def truncate_after(self, step: int) -> None:
+        """Drop samples of steps after `step`, which a resumed run does again."""
+        if not self.path.exists():
+            return
+        with self.path.open(encoding="utf-8") as old, replacing(self.path) as new:
+            for line in old:
+                try:
+                    if json.loads(line)["step"] <= step:
+                        new.write(line)
+                except ValueError:
+                    break  # a kill cut this line short
+
+
+def group_rows(step: int, shown: ShownGroup) -> list[dict[str, Any]]:
+    """Rows of a group: `trajectory_row`, and why each trajectory was kept or dropped.
+
+    `logprob_diff` is actor minus engine for each token of `generated` (start, end) spans of the response, `token_ids` the
+    ids of the response; both packed.
+    """
+    result = shown.result
+    kept = set(result.indices)
+    rows = []
+    for index, trajectory in enumerate(shown.trajectories):
+        row = {"step": step, **trajectory_row(shown.group.problem, trajectory), "kept": index in kept}
+        row["rejected"] = result.reason.value or None
+        if result.penalties:
+            penalty = result.penalties[index]
+            row["penalty"] = {
+                "error": penalty.error,
+                "format": penalty.answer_format,
+                "answers": penalty.num_answers,
+            }
+        spans = generated_spans(trajectory.loss_mask)
+        row["generated"] = spans
+        row["token_ids"] = pack_ints(trajectory.response_ids)
+        if shown.actor_logprobs is not None:
+            ours, theirs = shown.actor_logprobs[index], trajectory.rollout_logprobs
+            row["logprob_diff"] = pack_floats(
+                [ours[i] - theirs[i] for start, end in spans for i in range(start, end)]
+            )
+        rows.append(row)
+    return rows
+
+
+def generated_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, end) of each run of generated tokens."""
+    spans = []
+    start = None
+    for i, trained in enumerate([*loss_mask, 0]):
+        if trained and start is None:
+            start = i
+        elif not trained and start is not None:
+            spans.append((start, i))
+            start = None
+    return spans

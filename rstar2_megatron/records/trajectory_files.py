@@ -1,0 +1,61 @@
+"""Whole groups on disk, token for token: what a step trained on, to replay, simulate or compare.
+
+`trajectories.jsonl` holds a few samples for people; these files hold everything. One gzip file a step, one group a
+line. Nothing here imports torch, Ray or SGLang.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from rstar2_megatron.records.whole_file import replacement
+from rstar2_megatron.trajectory import Group
+
+_GROUP = TypeAdapter(Group)
+
+
+def rollouts_path(directory: str | Path, step: int) -> Path:
+    """The file of training step `step` (1, 2, ...) in a directory of saved rollouts."""
+    return Path(directory) / f"step_{step:06d}.jsonl.gz"
+
+
+def write_groups(path: Path, groups: Sequence[Group]) -> None:
+    """Write `groups` whole or not at all: a kill leaves at most a `.unfinished` file beside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacement(path) as partial, gzip.open(partial, "wb", compresslevel=3) as file:
+        for group in groups:
+            file.write(_GROUP.dump_json(group) + b"\n")
+
+
+def iterate_groups(path: Path) -> Iterator[Group]:
+    """The groups of a file in order, one in memory at a time.
+
+    Raises FileNotFoundError, or ValueError that names file and line for a row that is no group.
+    """
+    with gzip.open(path, "rb") as file:
+        line_number = 0
+        while True:
+            line_number += 1
+            try:
+                line = file.readline()
+                if not line:
+                    return
+                group = _GROUP.validate_json(line)
+                for trajectory in group.trajectories:
+                    trajectory.check()
+            except ValidationError as e:
+                first = e.errors()[0]
+                where = ".".join(str(part) for part in first["loc"]) or "the row"
+                raise ValueError(f"{path}, line {line_number}: {where}: {first['msg']}") from e
+            except (EOFError, gzip.BadGzipFile, ValueError) as e:
+                raise ValueError(f"{path}, line {line_number}: {e}") from e
+            yield group
+
+
+def read_groups(path: Path) -> list[Group]:
+    """All groups of a file; errors as in `iterate_groups`."""
+    return list(iterate_groups(path))

@@ -1,0 +1,80 @@
+"""From the YAML's rollout section to SGLang's arguments and the child's environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rstar2_megatron
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.rollout.engine.weight_hooks import LOADER
+from rstar2_megatron.settings.schema import RolloutSettings
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_CPU_KV_TOKENS = 65536
+
+
+def engine_arguments(
+    settings: RolloutSettings,
+    *,
+    seed: int = 0,
+    context_length: int | None = None,
+    memory_saver: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` has the last word.
+
+    `memory_saver` lets a GPU engine give its memory back; there is nothing of the kind on a CPU.
+    """
+    arguments: dict[str, Any] = {
+        "model_path": settings.model.model_path,
+        "dtype": _DTYPES[settings.model.precision],
+        "skip_tokenizer_init": True,
+        "tp_size": settings.tensor_parallel_size,
+        "max_running_requests": settings.max_running_requests,
+        "mem_fraction_static": settings.gpu_memory_utilization,
+        "custom_weight_loader": [LOADER],
+        "weight_version": "0",
+        "random_seed": seed,
+        "sleep_on_idle": True,  # otherwise the scheduler spins on a core while the actor trains
+        "grammar_backend": "none",
+        "schedule_policy": "lpm",  # rollouts of a group arrive together: compute their prompt once
+        "log_level": "warning",
+    }
+    if context_length is not None:
+        # SGLang refuses more than the model was made for; the few tokens of room that callers add may be just that.
+        longest = ModelConfig.from_directory(settings.model.model_path).max_position_embeddings
+        arguments["context_length"] = min(context_length, longest)
+    if settings.max_total_tokens is not None:
+        arguments["max_total_tokens"] = settings.max_total_tokens
+    if settings.sglang.attention_backend != "auto":
+        arguments["attention_backend"] = settings.sglang.attention_backend
+    if torch.cuda.is_available():
+        arguments["enable_memory_saver"] = memory_saver
+    else:
+        arguments |= {
+            "device": "cpu",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+        }
+        arguments.setdefault("attention_backend", "torch_native")
+        arguments.setdefault("max_total_tokens", _CPU_KV_TOKENS)
+    return arguments | settings.sglang.server_args
+
+
+def child_environment(settings: RolloutSettings, environment: dict[str, str]) -> dict[str, str]:
+    """The child's environment: our package on its path, and its share of the cores on a CPU."""
+    root = str(Path(rstar2_megatron.__file__).parents[1])
+    paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(":"))]
+    environment = environment | {"PYTHONPATH": ":".join(dict.fromkeys(paths))}
+    if not torch.cuda.is_available():
+        environment["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+        # waiting threads that spin starve everything when cores are shared (2 threads: 50 times slower)
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        environment.setdefault("GOMP_SPINCOUNT", "0")
+        if settings.tensor_parallel_size > 1:
+            ranks = range(settings.tensor_parallel_size)
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, ranks)))
+    return environment

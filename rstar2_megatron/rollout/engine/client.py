@@ -1,0 +1,328 @@
+"""`EngineClient`: one SGLang engine in a child process of its own, seen from asyncio.
+
+Every call has a deadline. A lost engine (`child`) raises `EngineLost` from every waiting call; `recover()`
+starts it again with the current weights, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from torch import Tensor
+
+from rstar2_megatron.rollout.engine.arguments import engine_arguments
+from rstar2_megatron.rollout.engine.child import CONTROL_TIMEOUT_S
+from rstar2_megatron.rollout.engine.protocol import (
+    EngineError,
+    EngineInfo,
+    EngineLost,
+    EngineReport,
+    GenerateResult,
+    GenerationTimeout,
+)
+from rstar2_megatron.rollout.engine.supervisor import SupervisedEngine
+from rstar2_megatron.settings.schema import RolloutSettings
+from rstar2_megatron.weights.shared_memory import WeightBucket, into_buckets
+
+_FLUSH_RETRY_S = 0.05
+
+TokensCallback = Callable[[int], None]
+MemoryTag = Literal["weights", "kv_cache"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+
+
+class EngineClient(SupervisedEngine):
+    """Generation, weights and memory of one engine. All methods belong to one event loop.
+
+    `name` shows in messages; `log_path` takes the engine's own output (a temporary file otherwise);
+    `keep_weights_bytes` bounds the copy of the last weights kept for a restart; `memory_saver` lets a GPU engine
+    give its memory back (`release_memory`), which a collocated actor needs.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        *,
+        seed: int = 0,
+        name: str = "engine",
+        log_path: Path | None = None,
+        context_length: int | None = None,
+        memory_saver: bool = False,
+        bucket_bytes: int = 512 << 20,
+        keep_weights_bytes: int = 4 << 30,
+    ) -> None:
+        arguments = engine_arguments(
+            settings, seed=seed, context_length=context_length, memory_saver=memory_saver
+        )
+        super().__init__(settings, arguments, name=name, log_path=log_path)
+        self.weight_version = 0
+        self._bucket_bytes = bucket_bytes
+        self._keep_weights_bytes = keep_weights_bytes
+        self._request_ids = itertools.count(1)
+        self._on_tokens: dict[str, TokensCallback] = {}  # of running requests
+        self._owned: dict[object, str] = {}  # request ids of running requests by owner
+        self._kept: list[WeightBucket] = []  # the current weights, for a restart
+        self._missing_weights = False  # restarted without them, or their memory was released
+        self._released: set[MemoryTag] = set()
+
+    async def start(self) -> None:
+        """Start the process and wait until it serves. Raises EngineLost with the end of its log."""
+        self._released.clear()  # a fresh engine has all its memory
+        await super().start()
+
+    async def close(self) -> None:
+        """End the engine and everything it started. Safe to call twice."""
+        await super().close()
+        self._forget_kept()
+
+    async def recover(self, *, with_weights: bool = True) -> None:
+        """Make a lost engine serve again with the current weights; returns at once when it is well.
+
+        Many trajectories may call this together: one restart serves them all. Raises EngineLost after
+        `rollout.max_engine_restarts` restarts since the last update of weights, or when the weights of that
+        update were too large to keep: then `update_weights` must be called before anything is generated
+        (`with_weights=False` is for it).
+        """
+        await super().recover()
+        if self._missing_weights and with_weights:
+            raise EngineLost(
+                f"{self.name} was restarted without weight version {self.weight_version}; call update_weights"
+            )
+
+    async def _restarted(self) -> None:
+        if self._kept:
+            again = [(bucket, bucket is self._kept[-1]) for bucket in self._kept]
+            await self._send_weights(_stream(again), again=True)
+        else:
+            self._missing_weights = self.weight_version > 0
+
+    # ------------------------------------------------------------------------------------- generation
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        timeout_s: float,
+        on_tokens: TokensCallback | None = None,
+        owner: object = None,
+    ) -> GenerateResult:
+        """Continue `input_ids`. `sampling` holds SGLang's sampling parameters (stop_token_ids, max_new_tokens, ...).
+
+        `on_tokens` is told about once a second how many tokens there are; `abort(owner)` ends it early.
+
+        Raises EngineLost, its subclass GenerationTimeout after `timeout_s` (the request is aborted in the engine),
+        or EngineError when SGLang refuses the request, for example because it is too long, and when the engine is
+        not `settled`.
+        """
+        child = self._alive_child()
+        if self._changes:
+            raise EngineError(f"{self.name} starts or changes its weights: wait until it is settled")
+        if self._released:
+            raise EngineError(
+                f"{self.name} has released its memory {sorted(self._released)}: resume_memory first"
+            )
+        if self._missing_weights:
+            raise EngineLost(f"{self.name} has no current weights: call update_weights")
+        # fixed width: SGLang aborts every request whose id begins like the given one
+        rid = f"{next(self._request_ids):016x}"
+        if on_tokens is not None:
+            self._on_tokens[rid] = on_tokens
+        if owner is not None:
+            self._owned[owner] = rid
+        try:
+            result = await child.call(
+                "generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s
+            )
+        except (GenerationTimeout, asyncio.CancelledError):
+            child.post("abort", {"rid": rid})
+            raise
+        finally:
+            self._on_tokens.pop(rid, None)
+            self._owned.pop(owner, None)
+        return msgspec.convert(result, GenerateResult)
+
+    def _take_report(self, report: EngineReport) -> None:
+        for rid, tokens in report.generated.items():
+            if rid in self._on_tokens:
+                self._on_tokens[rid](tokens)
+        self.on_report(report)
+
+    async def abort(self, owner: object) -> None:
+        """End the owner's request, if it has one; its caller gets finish_reason `abort` and the tokens so far."""
+        if (rid := self._owned.get(owner)) is not None:
+            await self._call("abort", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        """End every running request; their callers get finish_reason `abort` and the tokens so far."""
+        await self._call("abort", {"rid": ""})
+
+    # ---------------------------------------------------------------------------------------- weights
+
+    async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load Hugging Face tensors by name, then empty the KV cache; later tokens carry `version`.
+
+        Waits for running generations to end. The stream is consumed bucket by bucket. A lost engine is started
+        again first; one lost on the way is tried again when `named_tensors` can be iterated twice. Raises
+        EngineLost when that does not help, EngineError when SGLang refuses a tensor or the weights' memory is
+        released.
+        """
+        self._begin_version(version)
+        repeatable = iter(named_tensors) is not named_tensors
+        while True:
+            if self.lost:
+                await self.recover(with_weights=False)
+            try:
+                await self._send_weights(_stream(into_buckets(named_tensors, self._bucket_bytes)))
+            except EngineLost:
+                self._forget_kept()
+                if not repeatable or not self.lost:
+                    raise
+                continue
+            self._restarts_in_a_row = 0
+            return
+
+    async def update_weights_from(
+        self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int
+    ) -> None:
+        """`update_weights` from buckets that arrive one by one, the last one flagged. Takes and closes them.
+
+        An engine lost on the way is started again when all have arrived, with what was kept of them.
+        """
+        self._begin_version(version)
+        if self.lost:
+            await self.recover(with_weights=False)
+        try:
+            await self._send_weights(buckets)
+        except EngineLost:
+            async for bucket, _ in buckets:
+                self._kept.append(bucket)
+            if not self.lost or not all(bucket.keepable for bucket in self._kept):
+                self._forget_kept()
+                raise
+            await self.recover()
+        self._restarts_in_a_row = 0
+
+    def _begin_version(self, version: int) -> None:
+        if "weights" in self._released and not self.lost:
+            raise EngineError(f"{self.name} has released the memory of its weights: resume_memory first")
+        self.weight_version = version
+        self._forget_kept()
+
+    async def _send_weights(
+        self, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False
+    ) -> None:
+        """Load the buckets and empty the KV cache. They are kept for a restart, up to `keep_weights_bytes`.
+
+        `again` sends kept ones, which stay kept whatever happens. After EngineLost what has arrived is kept.
+        """
+        with self._changing():
+            await self._send_buckets(buckets, again)
+
+    async def _send_buckets(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], again: bool) -> None:
+        self._missing_weights = True
+        num_bytes = 0
+        keep = True
+        await self._call("begin_update", None)
+        try:
+            async for bucket, last in buckets:
+                if not again:
+                    self._kept.append(bucket)
+                version = str(self.weight_version) if last else None
+                await self._call("load_bucket", {**bucket.load(), "version": version})
+                num_bytes += bucket.num_bytes
+                keep = keep and bucket.keepable and num_bytes <= self._keep_weights_bytes
+                if not keep and not again:
+                    self._forget_kept()
+        except BaseException as error:
+            if not again and not isinstance(error, EngineLost):
+                self._forget_kept()
+            with contextlib.suppress(EngineLost, EngineError):  # the session must not stay open
+                await self._call("end_update", None)
+            raise
+        await self._call("end_update", None)
+        if "kv_cache" not in self._released:  # a released cache is empty
+            await self.flush_cache()
+        self._missing_weights = False
+
+    def _forget_kept(self) -> None:
+        while self._kept:
+            self._kept.pop().close()
+
+    async def weights_checksum(self) -> dict[str, int]:
+        """Checksum of every tensor in the engine by Hugging Face name (see `weights_checksum.tensor_checksum`).
+
+        A tied output head is not listed. Values compare with the actor's tensors in the engine's dtype.
+        """
+        sums: dict[str, int] = await self._call("checksums", None)
+        return sums
+
+    # ----------------------------------------------------------------------------------------- memory
+
+    async def release_memory(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
+        """Give GPU memory back while a collocated actor trains: the KV cache is emptied, the weights are forgotten.
+
+        Until `resume_memory` and then `update_weights`, nothing can be generated. Waits for the engine to be idle.
+        Needs `memory_saver`; on a CPU the engine goes through the same states and frees nothing. What is already
+        released stays so; a lost engine has nothing to release. Raises EngineError when calls are under way.
+        """
+        wanted = [tag for tag in tags if tag not in self._released]
+        if not wanted or self.lost:
+            return
+        if self.num_waiting_calls:
+            raise EngineError(
+                f"{self.name} cannot release its memory with {self.num_waiting_calls} calls under way"
+            )
+        await self.flush_cache()  # succeeds only when the scheduler is idle; releasing before would kill it
+        await self._call("release_memory", {"tags": wanted})
+        self._released.update(wanted)
+        if "weights" in wanted:
+            self._missing_weights = True
+
+    async def resume_memory(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
+        """Take memory again: `["weights"]` before `update_weights`, `["kv_cache"]` when the actor has made room.
+
+        An engine that was lost meanwhile is started again, with all its memory.
+        """
+        if self.lost:
+            await self.recover(with_weights=False)
+        wanted = [tag for tag in tags if tag in self._released]
+        if wanted:
+            await self._call("resume_memory", {"tags": wanted})
+            self._released.difference_update(wanted)
+
+    async def flush_cache(self) -> None:
+        """Empty the KV cache, retrying while the engine still tidies up after the last request."""
+        deadline = time.monotonic() + CONTROL_TIMEOUT_S
+        while not await self._call("flush_cache", None):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name} would not flush its cache for {CONTROL_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(_FLUSH_RETRY_S)
+
+    async def info(self) -> EngineInfo:
+        """KV capacity and use, running and waiting requests."""
+        return msgspec.convert(await self._call("info", None), EngineInfo)
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """KV cache in tokens, known once started."""
+        return 0 if self._child is None else self._child.report.max_total_tokens
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt the engine takes."""
+        return 0 if self._child is None else self._child.report.max_context_tokens
+
+
+async def _stream(
+    buckets: Iterable[tuple[WeightBucket, bool]],
+) -> AsyncIterator[tuple[WeightBucket, bool]]:
+    for bucket in buckets:
+        yield bucket

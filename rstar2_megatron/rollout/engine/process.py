@@ -1,0 +1,266 @@
+"""The process of one engine: runs SGLang's Engine and serves its parent over an inherited socket.
+
+`Engine.shutdown()` kills every child of the process that calls it, and a crashing scheduler kills its parent's
+tree, so each engine lives in a process of its own. It ends with its parent, however that one ends: the socket
+closes, and a thread watches the parent's process id while the engine starts.
+
+Started by `EngineClient` as `python -m rstar2_megatron.rollout.engine.process SOCKET_FD PARENT_PID`; the first message on the
+socket is {"server_args": {...}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import psutil
+
+from rstar2_megatron.rollout.engine.protocol import (
+    REPORT_ID,
+    EngineInfo,
+    EngineReport,
+    GenerateResult,
+    read_message,
+    write_message,
+)
+
+# torch, SGLang and what imports them are imported inside functions: the parent is watched before they load, and the CPU
+# stand-ins must be installed before SGLang is.
+
+_REPORT_INTERVAL_S = 1.0
+_PARENT_CHECK_S = 0.5
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    from rstar2_megatron.cpu import sglang as shim
+
+    shim.install()
+    loop = asyncio.new_event_loop()  # before the engine, which takes the current one for its own
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(_EngineServer(connection).run())
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    _end_tree(1)
+
+
+def _end_tree(status: int) -> NoReturn:
+    """End at once with every descendant. SGLang's own shutdown waits and may hang on a broken scheduler."""
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(status)
+
+
+def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    from rstar2_megatron.rollout.engine import scheduler_entry as engine_children
+
+    class TokenEngine(Engine):
+        run_scheduler_process_func = staticmethod(engine_children.run_scheduler)
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+            """Fork the scheduler where there is no GPU: it has all modules at once, 6 CPU seconds sooner."""
+            if server_args.get("device") == "cpu":
+                engine_children.inherited_descriptor = connection_fd
+                multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*args, **kwargs)
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+            """With tokens in and out nothing is left to detokenize: no such process, 400 MB less."""
+            return [], []
+
+    return TokenEngine(**server_args)
+
+
+class _EngineServer:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._tasks: set[asyncio.Task[None]] = set()
+        # SGLang's RPC socket serves one caller at a time and blocks
+        self._rpc_thread = ThreadPoolExecutor(1, thread_name_prefix="rpc")
+        self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "generate": self._generate,
+            "abort": self._abort,
+            "begin_update": self._begin_update,
+            "load_bucket": self._load_bucket,
+            "end_update": self._end_update,
+            "flush_cache": self._flush_cache,
+            "checksums": self._checksums,
+            "info": self._info,
+            "release_memory": self._release_memory,
+            "resume_memory": self._resume_memory,
+        }
+
+    async def run(self) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
+        start = await read_message(reader)
+        self._server_args: dict[str, Any] = start[2]["server_args"]
+        # blocks the loop; nobody sends anything before the report below
+        self._engine = _create_engine(self._server_args, self._connection.fileno())
+        self._manager = self._engine.tokenizer_manager
+        self._manager.auto_create_handle_loop()
+        scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
+        self._capacity = int(scheduler["max_total_num_tokens"])
+        self._max_context = int(scheduler["max_req_input_len"])
+        reporter = asyncio.create_task(self._report())
+        try:
+            while True:
+                request_id, method, params = await read_message(reader)
+                task = asyncio.create_task(self._answer(request_id, method, params))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            reporter.cancel()
+            _end_tree(0)  # the parent closed the connection or is gone
+
+    async def _report(self) -> None:
+        while True:
+            loads = await self._manager.get_loads()  # a snapshot in shared memory
+            report = EngineReport(
+                ready=True,
+                progress=self._manager.last_receive_tstamp,
+                max_total_tokens=self._capacity,
+                max_context_tokens=self._max_context,
+                used_tokens=loads[0].num_used_tokens if loads else 0,
+                running_requests=loads[0].num_running_reqs if loads else 0,
+                waiting_requests=loads[0].num_waiting_reqs if loads else 0,
+                generated={rid: len(state.output_ids) for rid, state in self._manager.rid_to_state.items()},
+            )
+            write_message(self._writer, [REPORT_ID, None, report])
+            await asyncio.sleep(_REPORT_INTERVAL_S)
+
+    async def _answer(self, request_id: int, method: str, params: Any) -> None:
+        try:
+            message = [request_id, None, await self._methods[method](params)]
+        except Exception as error:
+            message = [request_id, f"{type(error).__name__}: {error}", None]
+        write_message(self._writer, message)
+
+    async def _generate(self, params: dict[str, Any]) -> GenerateResult:
+        output = await self._engine.async_generate(
+            input_ids=params["input_ids"],
+            sampling_params=params["sampling"],
+            return_logprob=True,
+            logprob_start_len=-1,
+            rid=params["rid"],
+        )
+        meta = output["meta_info"]
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and reason.get("status_code"):
+            raise RuntimeError(f"SGLang refused the request: {reason.get('message')}")
+        # a request aborted before it ran has none of the fields that the rest of `meta` would carry
+        tokens = meta.get("output_token_logprobs") or []
+        spans = meta.get("weight_versions") if tokens else []
+        if spans is None:
+            spans = [{"start": 0, "end": len(tokens), "version": meta["weight_version"]}]
+        return GenerateResult(
+            token_ids=[token[1] for token in tokens],
+            logprobs=[token[0] for token in tokens],
+            finish_reason=reason["type"],
+            version_spans=[(span["start"], span["end"], int(span["version"])) for span in spans],
+            prompt_tokens=meta.get("prompt_tokens", len(params["input_ids"])),
+            cached_tokens=meta.get("cached_tokens", 0),
+            retractions=meta.get("num_retractions", 0),
+        )
+
+    async def _abort(self, params: dict[str, Any]) -> None:
+        self._manager.abort_request(rid=params["rid"], abort_all=not params["rid"])
+
+    async def _begin_update(self, params: None) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _demand(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def _load_bucket(self, params: dict[str, Any]) -> None:
+        """Load a safetensors file by its path, or a device buffer by one handle for each tensor-parallel rank."""
+        import torch
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        from rstar2_megatron.rollout.engine.weight_hooks import LOADER
+
+        tp_size = self._server_args["tp_size"]
+        if "handles" in params:
+            kind, contents = "handle", params["handles"]
+        else:
+            kind, contents = "path", [params["path"].encode()] * tp_size
+        payloads = [
+            pickle.dumps([(kind, torch.frombuffer(bytearray(content), dtype=torch.uint8))])
+            for content in contents
+        ]
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads,
+            load_format=LOADER,
+            flush_cache=False,
+            weight_version=params["version"],
+        )
+        _demand(await self._manager.update_weights_from_tensor(update, None))
+
+    async def _end_update(self, params: None) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        _demand(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    async def _flush_cache(self, params: None) -> bool:
+        return bool((await self._manager.flush_cache()).success)
+
+    async def _release_memory(self, params: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=params["tags"]))
+
+    async def _resume_memory(self, params: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=params["tags"]))
+
+    async def _checksums(self, params: None) -> dict[str, int]:
+        from rstar2_megatron.rollout.engine.weight_hooks import CHECKSUM_METHOD
+
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+            call = lambda: self._engine.collective_rpc(CHECKSUM_METHOD, path=file.name)  # noqa: E731
+            await asyncio.get_running_loop().run_in_executor(self._rpc_thread, call)
+            sums: dict[str, int] = json.load(file)
+            return sums
+
+    async def _info(self, params: None) -> EngineInfo:
+        load = (await self._manager.get_loads())[0]
+        return EngineInfo(
+            kv_capacity_tokens=self._capacity,
+            kv_used_tokens=load.num_used_tokens,
+            running_requests=load.num_running_reqs,
+            waiting_requests=load.num_waiting_reqs,
+            cache_hit_rate=load.cache_hit_rate,
+        )
+
+
+def _demand(result: tuple[bool, str]) -> None:
+    success, message = result
+    if not success:
+        raise RuntimeError(message)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # under its real name, so that SGLang's spawned children find the functions above
+    from rstar2_megatron.rollout.engine import process as engine_process
+
+    engine_process.main()

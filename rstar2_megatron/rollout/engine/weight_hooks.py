@@ -1,0 +1,138 @@
+"""Runs inside SGLang's scheduler process: loads weights from shared memory and computes their checksums.
+
+`load_shared` is SGLang's `custom_weight_loader`, so it stands in the regular tensor update between
+`begin_weight_update` and `end_weight_update`; only the place of the data comes through SGLang's own channel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from rstar2_megatron.weights.checksum import weights_checksum
+from rstar2_megatron.weights.cuda_ipc import open_device_bucket
+
+LOADER = f"{__name__}.load_shared"
+CHECKSUM_METHOD = "rstar2_write_checksums"
+
+# SGLang's fused parameters and the Hugging Face tensors inside them
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def load_shared(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Load what the named uint8 tensors spell: paths of safetensors files, or handles of device memory."""
+    for kind, content in named_tensors:
+        spelled = bytes(content.cpu().numpy())
+        if kind == "handle":
+            model.load_weights(open_device_bucket(spelled))
+            continue
+        with safe_open(spelled.decode(), framework="pt") as file:
+            model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+
+def install() -> None:
+    """Add the checksum call to the scheduler class of this process, and let a bad tensor be an error.
+
+    SGLang catches what a loader raises on every path but the tensor update's, where the scheduler would die.
+    """
+    # Here, because other processes import this module for its names, without SGLang.
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    setattr(Scheduler, CHECKSUM_METHOD, _write_checksums)
+    update = WeightUpdater.update_weights_from_tensor
+
+    def update_or_refuse(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        try:
+            result: tuple[bool, str] = update(self, *args, **kwargs)
+        except Exception as error:
+            return False, f"a tensor could not be loaded: {error}"
+        return result
+
+    WeightUpdater.update_weights_from_tensor = update_or_refuse
+
+
+def _write_checksums(scheduler: Any, path: str) -> None:
+    """Write {Hugging Face name: checksum} of the whole model as JSON to `path`, from tensor-parallel rank 0."""
+    runner = scheduler.tp_worker.model_runner
+    sums = weights_checksum(hf_tensors(runner.model, runner.tp_size, runner.tp_group.device_group))
+    if runner.tp_rank == 0:
+        with open(path, "w") as file:
+            json.dump(sums, file)
+
+
+@torch.no_grad()
+def hf_tensors(model: Any, tp_size: int, group: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's parameters under Hugging Face names and shapes, shards gathered one tensor at a time.
+
+    A tied output head is the embedding itself and is left out, as in a Hugging Face state dict.
+    """
+    config = model.config
+    tied = getattr(config, "tie_word_embeddings", False)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    # per rank: with more ranks than KV heads each rank holds a copy of one
+    q_rows = config.num_attention_heads // tp_size * head_size
+    kv_rows = max(1, kv_heads // tp_size) * head_size
+    kv_copies = max(1, tp_size // kv_heads)
+    for name, parameter in model.named_parameters():
+        if tied and name.startswith("lm_head"):
+            continue
+        if ".experts.w13_weight" in name or ".experts.w2_weight" in name:
+            yield from _experts(name, parameter, tp_size, group)
+            continue
+        module = next((fused for fused in _FUSED if f".{fused}." in name), None)
+        if module is None:
+            whole = _gather(parameter, _sharded_dim(name), tp_size, group)
+            if "embed_tokens" in name or name.startswith("lm_head"):
+                whole = whole[: config.vocab_size]  # SGLang pads the vocabulary
+            yield name, whole
+            continue
+        if module == "qkv_proj":
+            pieces = parameter.split([q_rows, kv_rows, kv_rows])
+        else:
+            pieces = parameter.chunk(2)
+        for part, piece in zip(_FUSED[module], pieces, strict=True):
+            copies = kv_copies if part in ("k_proj", "v_proj") else 1
+            yield name.replace(module, part), _gather(piece, 0, tp_size, group, copies)
+
+
+def _experts(name: str, stacked: Tensor, tp_size: int, group: Any) -> Iterator[tuple[str, Tensor]]:
+    """Experts as SGLang stacks them: w13 [experts, gate and up, hidden], w2 [experts, hidden, width].
+
+    That is the layout of its default (Triton) kernels; not run by this project yet, SGLang has no experts on CPU.
+    """
+    prefix, _, kind = name.partition(".experts.")
+    if kind == "w13_weight":
+        parts = zip(("gate_proj", "up_proj"), stacked.chunk(2, 1))
+        wholes = [(part, _gather(piece, 1, tp_size, group)) for part, piece in parts]
+    else:
+        wholes = [("down_proj", _gather(stacked, 2, tp_size, group))]
+    for part, whole in wholes:
+        for expert, weight in enumerate(whole):
+            yield f"{prefix}.experts.{expert}.{part}.weight", weight
+
+
+def _sharded_dim(name: str) -> int | None:
+    """Dimension that tensor parallelism splits, for parameters that are not fused."""
+    if name.endswith("norm.weight"):
+        return None
+    if ".o_proj.weight" in name or ".down_proj.weight" in name:
+        return 1
+    if "embed_tokens" in name or name.startswith("lm_head"):
+        return 0
+    return None
+
+
+def _gather(piece: Tensor, dim: int | None, tp_size: int, group: Any, copies: int = 1) -> Tensor:
+    if dim is None or tp_size == 1:
+        return piece
+    shards = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(tp_size)]
+    dist.all_gather(shards, piece.contiguous(), group=group)
+    return torch.cat(shards[::copies], dim=dim)

@@ -1,0 +1,215 @@
+"""Which trajectories an engine may run at once, so that its KV cache is full and never overfull.
+
+An engine that admits more than fits evicts running requests and computes their tokens again; one that admits too
+few sits idle. The paper's scheduler (arXiv 2508.20722, section 3.2) admits what surely fits at maximum length; it
+was not released, public code has only its commented-out trace. `AdaptiveBudget` admits what will fit, and parks the
+youngest when it did not.
+
+Pure: tokens and keys come in as arguments, no clock, no engine. The same object runs in production and in the
+simulator (`benchmarks/rollout/scheduler.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rstar2_megatron.rollout.scheduling.kv_reservation import CountBudget, KVBudget, Lease
+from rstar2_megatron.rollout.scheduling.length_estimate import Array, LengthSurvival
+
+_FEW_LENGTHS = 512
+_LONG_WAIT = 3  # reports that a tool may take
+_CROWDED = 0.8  # of the capacity: from here on the room of those that wait is wanted
+
+
+class AdaptiveBudget(KVBudget):
+    """Admits while the cache will, in all probability, hold what is admitted: `kv_adaptive`.
+
+    All running trajectories grow one token a step, so with the survival of lengths (`length_estimate`) the use of
+    the cache at every later time is known: expected tokens, and their variance. A trajectory is admitted when the
+    highest point of that curve, plus `z` standard deviations, stays inside the capacity. Reserving each one's
+    maximum leaves most of the cache empty, because few get there and not at the same time. Evictions raise `z`,
+    quiet lowers it slowly: lengths inside a group go together, which the variance does not know. While few lengths
+    are known, what runs grows by a tenth a report, so that a first wrong guess does not fill the engine.
+    """
+
+    def __init__(
+        self,
+        capacity_tokens: int,
+        max_requests: int,
+        *,
+        z: float = 0.5,
+        z_range: tuple[float, float] = (0.0, 1.5),
+        raise_by: float = 0.1,
+        lower_by: float = 0.01,
+        learn_every: int = 16,
+    ) -> None:
+        super().__init__(capacity_tokens, max_requests)
+        self.z = z
+        self._z_range = z_range
+        self._raise_by = raise_by
+        self._lower_by = lower_by
+        self._learn_every = learn_every
+        self._learnt = 0
+        self._ceiling = float("inf")  # most that may run until the next report
+        self._waits: Counter[Hashable] = Counter()  # reports in a row that found it waiting for its tool
+        self.lengths: LengthSurvival | None = (
+            None  # made at the first admission, which knows the longest response
+        )
+        self._curves: dict[Hashable, tuple[Array, Array]] = {}
+        self._known: dict[tuple[int, int], tuple[Array, Array]] = {}  # curves by length and longest
+        self._expected = self._variance = np.zeros(1)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """The highest point of the projected use."""
+        return self._prompt_tokens + int(self._peak(self._expected, self._variance))
+
+    def observe(
+        self,
+        evictions: int,
+        lengths: Mapping[Any, int],
+        engine_tokens: int = 0,
+        at_tools: Collection[Hashable] = (),
+    ) -> None:
+        super().observe(evictions, lengths, engine_tokens)
+        self._waits = Counter({key: self._waits[key] + 1 for key in at_tools if key in self._leases})
+        too_many = evictions or self.used_tokens > self.capacity_tokens
+        step = self._raise_by if too_many else -self._lower_by
+        young = 0 < self._learnt < _FEW_LENGTHS and self.running
+        self._ceiling = self.running * 1.1 + 4 if young else float("inf")
+        self.z = min(self._z_range[1], max(self._z_range[0], self.z + step))
+        self._project()
+
+    def preempt(self) -> list[Hashable]:
+        """Those that wait long for a tool while others want their room, then those with the fewest tokens.
+
+        A waiting one does not decode, and the engine drops its tokens when it needs the space: its room is free at
+        once. The ones with the fewest tokens of their own go until the others fit with what they grow to the next
+        report.
+
+        The engine would evict as many, but only when its cache is full, and it takes the prefixes of those that wait
+        for a tool first, long ones too. The one with the most tokens always stays: something ends, whatever happens.
+        """
+        away = self._set_aside()
+        staying = {key: lease for key, lease in self._leases.items() if key not in self._leaving}
+        users = Counter(lease.group for lease in staying.values())
+        growth = self._growth / max(1, self.running)  # of each one
+        prompts = {lease.group: lease.prompt_tokens for lease in staying.values()}
+        need: float = self._uncounted + sum(prompts.values())
+        need += sum(lease.response_tokens + growth for lease in staying.values())
+        chosen: list[Hashable] = []
+        for key in sorted(staying, key=lambda k: staying[k].response_tokens)[:-1]:
+            if need <= self.capacity_tokens:
+                break
+            lease = staying[key]
+            users[lease.group] -= 1
+            need -= lease.response_tokens + growth + (0 if users[lease.group] else lease.prompt_tokens)
+            chosen.append(key)
+        self._leaving.update(chosen)
+        if chosen:
+            self.z = min(self._z_range[1], self.z + self._raise_by)
+        return away + chosen
+
+    def _set_aside(self) -> list[Hashable]:
+        if self.reserved_tokens <= _CROWDED * self.capacity_tokens:
+            return []
+        away = [key for key, n in self._waits.items() if n >= _LONG_WAIT and key not in self._leaving]
+        for key in away:
+            self._remove(key)
+        self._leaving.update(away)
+        self._away.update(away)
+        return away
+
+    def _fits(self, lease: Lease, shared: int) -> bool:
+        if self.running >= self._ceiling:
+            return False
+        expected, variance = self._curve(lease)
+        peak = self._peak(self._expected + expected, self._variance + variance)
+        return self._prompt_tokens + shared + peak <= self.capacity_tokens
+
+    def _peak(self, expected: Array, variance: Array) -> float:
+        # differences of large sums may leave a little less than nothing
+        return float(np.max(expected + self.z * np.sqrt(np.maximum(variance, 0.0))))
+
+    def _take(self, key: Hashable, lease: Lease) -> None:
+        self._curves[key] = expected, variance = self._curve(lease)
+        if len(self._curves) == 1:
+            self._expected, self._variance = expected.copy(), variance.copy()
+        else:
+            self._expected = self._expected + expected
+            self._variance = self._variance + variance
+
+    def _follow(self, key: Hashable, lease: Lease) -> None:
+        self._give_back(key, lease)
+        self._take(key, lease)
+
+    def _give_back(self, key: Hashable, lease: Lease) -> None:
+        expected, variance = self._curves.pop(key)
+        if self._curves:
+            self._expected = self._expected - expected
+            self._variance = self._variance - variance
+        else:
+            self._expected = self._variance = np.zeros_like(self._expected)
+
+    def _learn(self, lease: Lease) -> None:
+        if self.lengths is None:
+            return
+        self.lengths.add(lease.response_tokens)
+        self._learnt += 1
+        if self._learnt % self._learn_every == 0:
+            self._project()
+
+    def _project(self) -> None:
+        """Refresh what is known of lengths, and every running trajectory's curve with it."""
+        if self.lengths is None:
+            return
+        self._known.clear()
+        leases = list(self._leases.values())
+        self.lengths.refresh([lease.response_tokens for lease in leases])
+        expected, variance = self._curves_of(leases)
+        self._curves = {key: (expected[i], variance[i]) for i, key in enumerate(self._leases)}
+        self._expected, self._variance = expected.sum(axis=0), variance.sum(axis=0)
+
+    def _curve(self, lease: Lease) -> tuple[Array, Array]:
+        longest = lease.max_tokens - lease.prompt_tokens
+        if self.lengths is None or self.lengths.num_bins * self.lengths.bin_tokens < longest:
+            self.lengths = LengthSurvival(1 << (longest - 1).bit_length())
+            self._project()
+        like = lease.response_tokens, longest
+        if like not in self._known:
+            expected, variance = self._curves_of([lease])
+            self._known[like] = expected[0], variance[0]
+        return self._known[like]
+
+    def _curves_of(self, leases: Sequence[Lease]) -> tuple[Array, Array]:
+        """Expected response tokens and their variance [leases, bins + 1] after 0, 1, 2, ... bins of further steps."""
+        assert self.lengths is not None
+        bins, width = self.lengths.num_bins, self.lengths.bin_tokens
+        now = np.array([lease.response_tokens for lease in leases], dtype=np.int64)
+        longest = np.array([lease.max_tokens - lease.prompt_tokens for lease in leases], dtype=np.int64)
+        first = np.minimum(now // width, bins - 1)[:, None]
+        ahead = np.arange(bins + 1)[None, :]
+        log_survival = self.lengths.log_survival
+        at = log_survival[np.minimum(first + ahead, bins)] - log_survival[first]
+        survives = np.where(first + ahead <= bins, np.exp(at), 0.0)
+        tokens = np.minimum(now[:, None] + ahead * width, longest[:, None]).astype(np.float64)
+        return survives * tokens, survives * (1 - survives) * tokens * tokens
+
+
+POLICIES: dict[str, type[KVBudget]] = {
+    "static": CountBudget,
+    "least_requests": CountBudget,
+    "kv_reserve": KVBudget,
+    "kv_adaptive": AdaptiveBudget,
+}
+
+
+def make_budget(policy: str, capacity_tokens: int, max_requests: int) -> KVBudget:
+    """The budget named by `rollout.scheduler`. Raises ValueError for an unknown name."""
+    if policy not in POLICIES:
+        raise ValueError(f"rollout.scheduler={policy!r} is unknown; choose one of {sorted(POLICIES)}")
+    return POLICIES[policy](capacity_tokens, max_requests)

@@ -1,0 +1,134 @@
+"""What every kind of run shares: its directory, resuming, messages, and the clean-up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rstar2_megatron.records.checkpoint import find_resume
+from rstar2_megatron.services.run_temporary import RunTemporary
+from rstar2_megatron.settings.load import print_config
+from rstar2_megatron.settings.schema import Settings
+
+logger = logging.getLogger(__name__)
+
+FINISHED = "finished.json"
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT arrived; a BaseException so that no handler of errors swallows it."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up.
+
+    `install` is called again after Ray has started, because Ray replaces the handler of SIGTERM with its own.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self.received: int | None = None
+        """The signal that asked for the stop. What fails after it fails because of it."""
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous = signal.signal(number, self._stop)
+            self._previous.setdefault(number, previous)
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _stop(self, signal_number: int, frame: FrameType | None) -> None:
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        self.received = signal_number
+        raise Stopped(signal_number)
+
+
+class BaseRun:
+    """Owns everything that a run starts; `close` ends all of it, at whatever point the run stopped."""
+
+    def __init__(self, settings: Settings, signals: StopSignals) -> None:
+        self.temporary = RunTemporary()
+        self.settings = settings
+        self.signals = signals
+        self.started = time.perf_counter()
+        self.directory = Path(settings.runner.output_dir) / settings.runner.experiment_name
+        self.checkpoints = self.directory / "checkpoints"
+        self._closing: list[Callable[[], object]] = []
+
+    def train(self) -> None:
+        """The whole run."""
+        raise NotImplementedError
+
+    def begin(self, total_steps: int) -> tuple[int, Path] | None:
+        """Make the run's directory; the (step, checkpoint) to go on from, or None.
+
+        A run of this name that finished, or that cannot be gone on with, is moved aside; one that was killed after
+        its last step still has to finish. Raises ValueError for a bad `runner.resume_dir`.
+        """
+        runner = self.settings.runner
+        resume = find_resume(runner.resume_dir, self.checkpoints)
+        if resume and runner.resume_dir == "auto" and self._is_finished(resume[0], total_steps):
+            self._archive(f"it finished with step {resume[0]}")
+            resume = None
+        elif resume is None and self._has_results():
+            self._archive("it has no checkpoint to go on from")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / FINISHED).unlink(missing_ok=True)
+        (self.directory / "config.yaml").write_text(print_config(self.settings))
+        return resume
+
+    def _is_finished(self, step: int, total_steps: int) -> bool:
+        """True when the run ended with this step and is not asked for more now."""
+        path = self.directory / FINISHED
+        if not path.is_file():
+            return False
+        finished = json.loads(path.read_text())
+        condition_held = bool(finished["condition"] and self.settings.runner.stop_when)
+        return bool(finished["step"] == step and (step >= total_steps or condition_held))
+
+    def _has_results(self) -> bool:
+        return (self.directory / "metrics.jsonl").exists()
+
+    def mark_finished(self, step: int, condition: str = "") -> None:
+        """Everything of the run is on the disk. `condition`: the one that ended it before its last step."""
+        seconds = round(time.perf_counter() - self.started, 1)
+        text = json.dumps({"step": step, "condition": condition, "seconds": seconds})
+        (self.directory / FINISHED).write_text(text + "\n")
+
+    def _archive(self, why: str) -> None:
+        """Move an earlier run of the same name aside; nothing of it is lost."""
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        target = self.directory.with_name(f"{self.directory.name}.{stamp}")
+        self.directory.rename(target)
+        self._say(f"an earlier run of this name was moved to {target} ({why}); starting anew")
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.perf_counter() - self.started:6.1f} s] {line}", flush=True)
+
+    def close(self) -> None:
+        """End what subclasses started. Never raises: the reason we stop must not be hidden."""
+        for close in reversed(self._closing):
+            quietly(close)
+        self._closing.clear()
+        quietly(self.temporary.remove)
+
+
+def quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception:
+        logger.debug("while closing", exc_info=True)

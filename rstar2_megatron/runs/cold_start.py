@@ -1,0 +1,135 @@
+"""The cold start: SFT phases before reinforcement learning, done once and cached.
+
+The cache lies under `cold_start.cache_dir` in a directory named by everything that decides its content: the base
+model's path, the phases, the data behind them, the seed and the precision. It holds the Hugging Face model and
+`result.json` with the held-out scores before and after, so that a later run prints the same table without the SFT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.evaluation.held_out import HeldOutResult
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.sft.rows import load_sft_rows
+from rstar2_megatron.sft.training import run_phase
+
+Evaluate = Callable[[str], HeldOutResult]
+
+
+@dataclass
+class ColdStartResult:
+    """What SFT did: the model it left and the held-out scores around it."""
+
+    model: Path
+    before: float | None
+    after: float | None
+    seconds: float
+    losses: dict[str, float] = field(default_factory=dict)  # last loss of each phase
+    reused: bool = False
+
+
+def cache_dir(settings: Settings) -> Path:
+    """Where the result for these settings lies, whether it exists or not."""
+    phases = [phase.model_dump() for phase in settings.cold_start.phases]
+    for phase in phases:
+        stat = Path(phase["data_path"]).stat()
+        phase["data"] = [stat.st_size, stat.st_mtime_ns]
+    parts: dict[str, Any] = {
+        "model": settings.rollout.model.model_path,
+        "phases": phases,
+        "seed": settings.cold_start.seed,
+        "precision": settings.actor.model.precision,
+        "max_tokens_per_mbs": settings.runner.max_tokens_per_mbs,
+    }
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+    return Path(settings.cold_start.cache_dir).resolve() / f"sft-{key}"
+
+
+def find_cached(settings: Settings) -> ColdStartResult | None:
+    """The cached result, or None when this SFT has not been done yet."""
+    path = cache_dir(settings) / "result.json"
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text())
+    return ColdStartResult(**{**result, "model": path.parent / "model", "reused": True})
+
+
+def check_reference(settings: Settings) -> None:
+    """The reference of the KL term must be the model that RL began with, also in a resumed run.
+
+    Raises ValueError when that model was the cold start's and its cache is gone (or was made under other settings): the
+    run would go on with the model before SFT as its reference, and nothing would show it.
+    """
+    begins_elsewhere = settings.runner.init_checkpoint or not settings.cold_start.enabled
+    if not settings.algorithm.kl_beta or begins_elsewhere:
+        return
+    try:
+        directory: Path | None = cache_dir(settings)
+        found = find_cached(settings)
+    except OSError as error:  # the SFT data that name the cache are gone as well
+        directory, found = None, None
+        missing = str(error)
+    if found is None or not (found.model / "config.json").is_file():
+        where = f"{directory} is gone" if directory else f"its name needs the SFT data: {missing}"
+        raise ValueError(
+            f"resuming with algorithm.kl_beta={settings.algorithm.kl_beta} needs the cold start's model as reference, but "
+            f"{where}; bring it back, set algorithm.kl_beta=0, or begin anew with runner.resume_dir=null"
+        )
+
+
+def run_cold_start(
+    settings: Settings, actor: WorkerGroup, sync: Callable[[], object], evaluate: Evaluate | None
+) -> ColdStartResult:
+    """Train all phases, export the model, and evaluate before and after if `evaluate` is given.
+
+    `sync` brings the engines to the actor's weights. The cache directory appears whole or not at all.
+    """
+    final = cache_dir(settings)
+    before = evaluate("held-out before SFT") if evaluate else None
+    tokenizer = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
+    start = time.perf_counter()
+    losses = {}
+    for phase in settings.cold_start.phases:
+        lap = time.perf_counter()
+        timeout = settings.runner.step_timeout_s
+        rows = load_sft_rows([phase.data_path], tokenizer, settings.runner.seq_length)
+        actor.call("start_sft_phase", phase, timeout_s=timeout)
+        history = run_phase(actor, phase, rows, settings.cold_start.seed, timeout)
+        if history:
+            losses[phase.name] = history[-1]["sft/loss"]
+            print(
+                f"SFT {phase.name}: {phase.steps} steps in {time.perf_counter() - lap:.0f} s, loss "
+                f"{history[0]['sft/loss']:.3f} -> {losses[phase.name]:.3f}",
+                flush=True,
+            )
+    seconds = time.perf_counter() - start
+    partial = final.with_name(f".{final.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    actor.call("export_hf", str(partial / "model"), timeout_s=settings.runner.step_timeout_s)
+    sync()
+    after = evaluate("held-out after SFT") if evaluate else None
+    result = ColdStartResult(
+        model=final / "model",
+        before=before.average if before else None,
+        after=after.average if after else None,
+        seconds=seconds,
+        losses=losses,
+    )
+    stored = {name: value for name, value in asdict(result).items() if name not in ("model", "reused")}
+    (partial / "result.json").write_text(json.dumps(stored, indent=2) + "\n")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    return result

@@ -1,0 +1,86 @@
+"""From a loaded configuration to an exit code: check, plan, run, clean up."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from omegaconf import DictConfig
+
+from rstar2_megatron.runs.base_run import BaseRun, Stopped, StopSignals
+from rstar2_megatron.runs.preflight import check_before_start
+from rstar2_megatron.services.close_deadline import close_deadline
+from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.planning.plan import make_plan
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.tiny.resolve import resolve_tiny
+
+logger = logging.getLogger(__name__)
+_CLOSE_LIMIT_S = 75.0  # workers, engines, judge and Ray; under a recipe's grace
+
+
+def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
+    """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input."""
+    try:
+        settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
+        for warning in check_before_start(settings, dry_run=dry_run):
+            print(f"warning: {warning}", file=sys.stderr)
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+    plan = make_plan(settings)
+    print(plan.render(), flush=True)
+    if not plan.fits:
+        raise ConfigError("the plan does not fit; the lines above say why and what to change")
+    if dry_run:
+        return 0
+    signals = StopSignals()
+    signals.install()
+    run: BaseRun | None = None
+    code = 1
+    try:
+        started = time.perf_counter()
+        run = make_run(settings, signals)
+        run.started = started  # with the seconds in which torch, Ray and RLinf load
+        run.train()
+        code = 0
+    except Stopped as stopped:
+        code = _stopped(stopped)
+    except (ValueError, RuntimeError, OSError) as e:
+        if signals.received is not None:  # a library turned the stop into an error of its own
+            code = _stopped(Stopped(signals.received))
+        else:
+            print(f"\nerror: {e}", file=sys.stderr, flush=True)
+            logger.debug("failed", exc_info=True)
+    finally:
+        if run is not None:
+            log = run.directory / "logs" / "close.log"
+            with close_deadline(_CLOSE_LIMIT_S, code, run.temporary.remove, log):
+                run.close()
+        signals.restore()
+    return code
+
+
+def _stopped(stopped: Stopped) -> int:
+    print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
+    return stopped.exit_code
+
+
+def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
+    """The run that `runner.task_type` asks for.
+
+    Imported here: torch, Ray and RLinf take seconds, and a dry run and bad input are answered without them.
+    """
+    if settings.runner.task_type == "sft":
+        from rstar2_megatron.runs.sft_run import SFTRun
+
+        return SFTRun(settings, signals)
+    if settings.runner.task_type == "difficulty_filter":
+        from rstar2_megatron.runs.filter_run import FilterRun
+
+        return FilterRun(settings, signals)
+    from rstar2_megatron.runs.rl_run import RLRun
+
+    return RLRun(settings, signals)

@@ -1,0 +1,46 @@
+"""Command line of the difficulty filter (`data_process/filter_by_difficulty.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rstar2_megatron.runs.execute import execute
+from rstar2_megatron.settings.load import ConfigError, load_settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of the run: 0, 1 when it failed, 2 for bad input, 130 or 143 when stopped."""
+    parser = argparse.ArgumentParser(
+        description="Leave out the problems that a model always solves; write how often it solved each."
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    parser.add_argument("--data", required=True, nargs="+", metavar="FILE", help="jsonl of problems")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR")
+    parser.add_argument("-k", "--samples", type=int, default=8, help="attempts at each problem (default 8)")
+    parser.add_argument("--drop-never-solved", action="store_true", help="leave these out too")
+    parser.add_argument("--limit", type=int, default=-1, help="only the first so many problems, for a try")
+    parser.add_argument("--config", required=True, metavar="NAME", help="what the model is trained with")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
+    arguments = parser.parse_intermixed_args(argv)
+    files = [word for word in arguments.data if "=" not in word or Path(word).exists()]
+    overrides = [*arguments.overrides, *(word for word in arguments.data if word not in files)]
+    words = [
+        "runner.task_type=difficulty_filter",
+        f"runner.output_dir='{arguments.out.parent}'",
+        f"runner.experiment_name='{arguments.out.name}'",
+        f"rollout.model.model_path='{arguments.model}'",
+        "data.train_data_paths=[" + ",".join(f"'{path}'" for path in files) + "]",
+        f"difficulty_filter.num_samples={arguments.samples}",
+        f"difficulty_filter.num_problems={arguments.limit}",
+        f"difficulty_filter.drop_never_solved={arguments.drop_never_solved}",
+        *overrides,
+    ]
+    try:
+        settings, config = load_settings(arguments.config, words)
+        return execute(settings, config, dry_run=False)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,112 @@
+"""`runner.task_type: difficulty_filter`: leave out the problems that a model always (or never) solves.
+
+Every attempt goes through the agent loop, judge and grader of training (`evaluation/sampling.py`) with the sampling of
+training: algorithm.sampling_params and agentloop.max_assistant_turns. Stopped or killed, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rstar2_megatron.data.difficulty import difficulty_report, pass_counts, render_report
+from rstar2_megatron.data.problems import drop_long_prompts, read_problems
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.evaluation.sampling import SamplingSettings, sample
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.runs.base_run import BaseRun, Stopped
+from rstar2_megatron.settings.placement import slots_of, visible_gpus
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.trajectory import Problem
+
+
+class FilterRun(BaseRun):
+    """Engines and judge on this node, no Ray. `sample` stops what it starts."""
+
+    def train(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.signals.restore()  # sampling stops its services itself, see `sample`
+        try:
+            filter_problems(self.settings, self.directory)
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT) from None
+        except asyncio.CancelledError:
+            raise Stopped(signal.SIGTERM) from None
+        self.mark_finished(0)
+
+
+def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
+    """Sample, count and write pass_counts.jsonl, train.jsonl and report.json to `out`; returns the report.
+
+    Raises DataError when no problem is left, and what `evaluation.sampling.sample` raises.
+    """
+    options, data = settings.difficulty_filter, settings.data
+    problems = _short_problems(settings)
+    spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
+    sampling = SamplingSettings.of(
+        settings, spec, model=settings.rollout.model.model_path, num_engines=_num_engines(settings)
+    )
+    samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
+    counts = pass_counts(problems, ((s.query_id, s.reward) for s in samples))
+    dropped = {
+        count.query_id: why
+        for count in counts
+        if (
+            why := count.why_dropped(
+                always_solved=options.drop_always_solved,
+                never_solved=options.drop_never_solved,
+                wanted=options.num_samples,
+            )
+        )
+    }
+    report = difficulty_report(counts, dropped, options.num_samples)
+    write_jsonl(out / "pass_counts.jsonl", (asdict(count) for count in counts))
+    kept = [problem for problem in problems if problem.query_id not in dropped]
+    if not kept:
+        raise DataError(
+            f"no problem is left of {len(problems)}: {report['dropped']}; see {out / 'pass_counts.jsonl'}"
+        )
+    write_jsonl(out / "train.jsonl", (_row(p, data.prompt_key, data.answer_key) for p in kept))
+    write_json(out / "report.json", report)
+    print(render_report(report), flush=True)
+    print(
+        f"wrote {out / 'train.jsonl'} and pass_counts.jsonl, report.json, trajectories.jsonl beside it",
+        flush=True,
+    )
+    return report
+
+
+def _short_problems(settings: Settings) -> list[Problem]:
+    """The problems that training would take."""
+    data, limit = settings.data, settings.difficulty_filter.num_problems
+    problems: Sequence[Problem] = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
+    problems = problems[:limit] if limit >= 0 else problems
+    tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
+    template = ChatTemplate(tokenizer, settings.agentloop)
+    kept, _ = drop_long_prompts(problems, lambda p: len(template.prompt_ids(p)), data.max_prompt_length)
+    return kept
+
+
+def _num_engines(settings: Settings) -> int:
+    gpus, memory = visible_gpus()
+    if slots_of(settings.cluster, (gpus, memory)).is_cpu or not gpus:
+        return 1
+    return max(1, gpus // settings.rollout.tensor_parallel_size)
+
+
+def _row(problem: Problem, prompt_key: str, answer_key: str) -> dict[str, Any]:
+    return {
+        prompt_key: problem.prompt,
+        answer_key: problem.solutions,
+        "query_id": problem.query_id,
+        "task": problem.task,
+        **problem.extra,
+    }

@@ -1,0 +1,113 @@
+"""The command line: `bash run_rstar2.sh [NAME] [key=value ...] [--help|--dry-run|--print-config]`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from rstar2_megatron.runs.execute import execute
+from rstar2_megatron.runs.recipe_run import execute_recipe
+from rstar2_megatron.runs.stages import load_recipe
+from rstar2_megatron.settings.load import ConfigError, load_settings, print_config
+
+DEFAULT_CONFIG = "rstar2-tiny-cpu"
+
+HELP = f"""\
+bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --print-config | --help]
+bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run | --print-config]
+
+  NAME            a file of config/ without .yaml, or a path to a YAML (default {DEFAULT_CONFIG})
+  key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
+  recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
+                  killed, the same command goes on in the right stage
+  --dry-run       check the configuration, print the plan (placement, batch arithmetic, token budgets), exit
+  --print-config  print the resolved YAML, exit
+  --help          this text
+
+What a run does: starts Redis and the Code Judge on loopback (unless tools.codejudge names running ones), makes the
+tiny model if the YAML asks for it, cold-starts it by SFT, evaluates, trains with GRPO-RoC, evaluates again, draws the
+curves, prints a table, and stops what it started.
+
+What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (default results/NAME/):
+  metrics.jsonl  one object a step        tensorboard/   event files       trajectories.jsonl  samples
+  curves.png     reward, length, errors   checkpoints/global_step_N/       model/              Hugging Face directory
+  rollouts/      every token, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
+
+Often changed:
+  runner.max_steps=N runner.save_interval=N runner.experiment_name=NAME runner.resume_dir=auto|null|PATH
+  rollout.model.model_path=DIR data.train_data_paths=[FILE] data.rollout_batch_size=N algorithm.group_size=N
+  actor.model.tensor_model_parallel_size=N actor.optim.lr=X algorithm.recompute_logprobs=True
+
+Examples:
+  bash run_rstar2.sh recipe=rstar2-tiny
+  bash run_rstar2.sh
+  bash run_rstar2.sh rstar2-tiny-cpu runner.max_steps=3 runner.experiment_name=smoke
+  bash run_rstar2.sh rstar2-qwen2.5-7b-megatron rollout.model.model_path=/models/Qwen2.5-7B-Instruct
+"""
+
+
+@dataclass
+class Arguments:
+    config: str = DEFAULT_CONFIG
+    overrides: list[str] = field(default_factory=list)
+    help: bool = False
+    dry_run: bool = False
+    print_config: bool = False
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Split the command line. Raises ConfigError for an unknown flag or a second NAME."""
+    arguments = Arguments()
+    name_given = False
+    for word in argv:
+        if word in ("--help", "-h"):
+            arguments.help = True
+        elif word == "--dry-run":
+            arguments.dry_run = True
+        elif word == "--print-config":
+            arguments.print_config = True
+        elif word.startswith("-"):
+            raise ConfigError(f"unknown option {word}; known: --help, --dry-run, --print-config")
+        elif "=" in word or word.startswith("~"):
+            arguments.overrides.append(word)
+        elif name_given:
+            raise ConfigError(
+                f"two configuration names, {arguments.config!r} and {word!r}; overrides are written key=value"
+            )
+        else:
+            arguments.config, name_given = word, True
+    return arguments
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; returns its exit code (0 done, 1 failed while running, 2 bad input, 130/143 stopped)."""
+    try:
+        arguments = parse(argv)
+        if arguments.help:
+            print(HELP, end="")
+            return 0
+        recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
+        if recipes:
+            return _run_recipe(recipes, arguments)
+        settings, config = load_settings(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(print_config(settings), end="")
+            return 0
+        return execute(settings, config, dry_run=arguments.dry_run)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+def _run_recipe(recipes: list[str], arguments: Arguments) -> int:
+    if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:
+        raise ConfigError(
+            f"{recipes[0]} names its configuration itself; give one recipe and no other name (got {arguments.config})"
+        )
+    recipe = load_recipe(recipes[0].removeprefix("recipe="))
+    words = [word for word in arguments.overrides if word != recipes[0]]
+    return execute_recipe(recipe, words, dry_run=arguments.dry_run, show_config=arguments.print_config)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

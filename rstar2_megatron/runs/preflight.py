@@ -1,0 +1,321 @@
+"""Everything that can be known to be wrong before a process is started. Quick, and without torch.
+
+Each problem is a sentence with the operands and the remedy; all of them are reported at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from rstar2_megatron.actor.layout import check_layout
+from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.trajectory_files import rollouts_path
+from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
+from rstar2_megatron.settings.planning.plan import GB, model_of
+from rstar2_megatron.settings.schema import Settings
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")  # algorithm/kl.py, which imports torch
+BUILT = "tiny:"  # paths that cold_start.builder makes
+
+
+def check_before_start(
+    settings: Settings,
+    *,
+    dry_run: bool = False,
+    find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
+    free_bytes: Callable[[Path], int] | None = None,
+) -> list[str]:
+    """Raise ConfigError for the first kind of mistakes found, all of a kind together; return warnings.
+
+    In a dry run, files and GPUs that are not here yet are warnings, so that a plan for another machine can be
+    made. `find_gpus` and `free_bytes` are the machine's answers, replaceable in tests.
+    """
+    _raise(arithmetic_problems(settings))
+    gpus = find_gpus()
+    slots = slots_of(settings.cluster, gpus)
+    warnings: list[str] = []
+    if slots.assumed:
+        message = (
+            "no GPU is visible (nvidia-smi found none); on a machine without GPUs register CPU slots under "
+            "cluster.node_groups as config/rstar2-tiny-cpu.yaml does"
+        )
+        _raise_or_warn([message], dry_run, warnings)
+    try:
+        places = component_slots(settings.cluster, slots.count)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+    _raise_or_warn(list(model_problems(settings)), dry_run, warnings)
+    try:
+        model, _ = model_of(settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _raise(layout_problems(settings, model, slots, places))
+    _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(data_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
+    if model is not None:
+        ask = free_bytes if free_bytes is not None else _free_bytes
+        _raise_or_warn(list(disk_problems(settings, model, ask)), dry_run, warnings)
+    return warnings
+
+
+def _raise(problems: Iterator[str] | list[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _raise_or_warn(problems: list[str], dry_run: bool, warnings: list[str]) -> None:
+    if dry_run:
+        warnings.extend(problems)
+    else:
+        _raise(problems)
+
+
+def arithmetic_problems(settings: Settings) -> Iterator[str]:
+    """Numbers of the YAML that contradict each other."""
+    runner, algorithm, data, rollout = settings.runner, settings.algorithm, settings.data, settings.rollout
+    response = algorithm.sampling_params.max_new_tokens
+    if data.max_prompt_length + response > runner.seq_length:
+        yield (
+            f"data.max_prompt_length={data.max_prompt_length} + algorithm.sampling_params.max_new_tokens="
+            f"{response} exceed runner.seq_length={runner.seq_length}; set runner.seq_length="
+            f"{data.max_prompt_length + response} or lower one of them"
+        )
+    if settings.evaluation.max_new_tokens and (
+        data.max_prompt_length + settings.evaluation.max_new_tokens > runner.seq_length
+    ):
+        yield (
+            f"data.max_prompt_length={data.max_prompt_length} + evaluation.max_new_tokens="
+            f"{settings.evaluation.max_new_tokens} exceed runner.seq_length={runner.seq_length}"
+        )
+    sampling = algorithm.down_sampling
+    kept = algorithm.group_size
+    if sampling.do_down_sampling:
+        config = sampling.down_sampling_config
+        kept = config.down_sample_to_n
+        if kept > algorithm.group_size:
+            yield (
+                f"down_sample_to_n={kept} exceeds algorithm.group_size={algorithm.group_size}; resampling keeps "
+                f"some of the rollouts, set algorithm.group_size={2 * kept}"
+            )
+        least = config.min_zero_reward_trace_num + config.min_non_zero_reward_trace_num
+        if least > kept:
+            yield (
+                f"min_zero_reward_trace_num={config.min_zero_reward_trace_num} + min_non_zero_reward_trace_num="
+                f"{config.min_non_zero_reward_trace_num} exceed down_sample_to_n={kept}; lower them"
+            )
+    if kept < 2:
+        yield f"{kept} trajectory a group has no advantage over others; keep at least 2"
+    if algorithm.n_minibatches > data.rollout_batch_size * kept:
+        yield (
+            f"algorithm.n_minibatches={algorithm.n_minibatches} exceeds the {data.rollout_batch_size * kept} "
+            "trajectories a step keeps at most"
+        )
+    if algorithm.importance_sampling_fix and not algorithm.recompute_logprobs:
+        yield (
+            "algorithm.importance_sampling_fix=True weighs the actor's old log-probs against the engine's; set "
+            "algorithm.recompute_logprobs=True"
+        )
+    if algorithm.kl_beta and algorithm.kl_penalty_type not in KL_ESTIMATORS:
+        yield (
+            f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is no KL "
+            f"loss (its expected gradient is not the KL's); choose one of {', '.join(KL_ESTIMATORS)}"
+        )
+    if runner.init_checkpoint and settings.cold_start.enabled:
+        yield (
+            f"runner.init_checkpoint={runner.init_checkpoint} goes on with a trained model, but cold_start.enabled=True "
+            "fine-tunes one first; set cold_start.enabled=False or runner.init_checkpoint=null"
+        )
+    if rollout.max_total_tokens is not None and rollout.max_total_tokens < runner.seq_length:
+        yield (
+            f"rollout.max_total_tokens={rollout.max_total_tokens} cannot hold one trajectory of "
+            f"runner.seq_length={runner.seq_length} tokens; raise it"
+        )
+
+
+def model_problems(settings: Settings) -> Iterator[str]:
+    """What is missing in the model directory."""
+    path = settings.rollout.model.model_path
+    builder = settings.cold_start.enabled and settings.cold_start.builder
+    if path.startswith(BUILT):
+        if not builder:
+            yield (
+                f"rollout.model.model_path={path} is made by the cold start; set cold_start.enabled=True "
+                "cold_start.builder=tiny, or give a model directory"
+            )
+        return
+    directory = Path(path)
+    hint = "give a Hugging Face directory with config.json, *.safetensors and the tokenizer's files"
+    if not directory.is_dir():
+        yield f"rollout.model.model_path={path} is not a directory; {hint}"
+        return
+    if not (directory / "config.json").is_file():
+        yield f"rollout.model.model_path={path} has no config.json; {hint}"
+    if not any(directory.glob("*.safetensors")):
+        yield f"rollout.model.model_path={path} has no *.safetensors; {hint}"
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        yield (
+            f"rollout.model.model_path={path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the "
+            "tokenizer's files of the model into it"
+        )
+
+
+def layout_problems(
+    settings: Settings, model: ModelConfig | None, slots: Slots, places: dict[str, list[int]]
+) -> Iterator[str]:
+    """Parallel sizes against the model and the slots."""
+    world = len(places["actor"]) if "actor" in places else None
+    if model is not None and world is not None:
+        try:
+            check_layout(settings.actor, model, world, settings.runner)
+        except ValueError as error:
+            yield str(error)
+    tp = settings.rollout.tensor_parallel_size
+    engines = len(places["rollout"]) if "rollout" in places else None
+    if engines is not None and engines % tp:
+        yield (
+            f"rollout.tensor_parallel_size={tp} does not divide the {engines} slots of "
+            f"cluster.component_placement.rollout; place the rollout on a multiple of {tp} slots"
+        )
+    if model is None:
+        return
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield (
+            f"rollout.tensor_parallel_size={tp} neither divides the model's {model.num_kv_heads} key/value heads nor "
+            f"is a multiple of them; set it to {max(n for n in range(1, tp) if model.num_kv_heads % n == 0)}"
+        )
+    if model.num_heads % tp:
+        yield f"rollout.tensor_parallel_size={tp} does not divide the model's {model.num_heads} attention heads"
+    if settings.runner.seq_length > model.max_position_embeddings:
+        yield (
+            f"runner.seq_length={settings.runner.seq_length} exceeds the model's max_position_embeddings="
+            f"{model.max_position_embeddings}; lower algorithm.sampling_params.max_new_tokens"
+        )
+
+
+def engine_problems(settings: Settings) -> Iterator[str]:
+    """A transformer engine that is asked for and not installed here."""
+    if settings.actor.model.transformer_impl == "transformer_engine" and not find_spec("transformer_engine"):
+        yield (
+            "actor.model.transformer_impl=transformer_engine, but TransformerEngine is not installed; set it to auto "
+            "or local, or install transformer-engine[pytorch]"
+        )
+
+
+def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
+    """A checkpoint of another run that is to be gone on with, and is none."""
+    path = settings.runner.init_checkpoint
+    if path and not (Path(path) / "actor" / "metadata.json").is_file():
+        yield (
+            f"runner.init_checkpoint={path} holds no actor/metadata.json: give a directory checkpoints/global_step_N of "
+            "another run, or null to start with a fresh optimizer"
+        )
+
+
+def data_problems(settings: Settings) -> Iterator[str]:
+    """Missing files, bad rows, too few problems."""
+    if settings.runner.task_type == "sft":
+        yield from _sft_data_problems(settings)
+        return
+    data = settings.data
+    least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
+    yield from replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps)
+    for key, paths, least in (
+        ("train_data_paths", data.train_data_paths, least_problems),
+        ("val_data_paths", data.val_data_paths, 0),
+    ):
+        if any(path.startswith(BUILT) for path in paths):
+            if not (settings.cold_start.enabled and settings.cold_start.builder):
+                yield f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
+            continue
+        if key == "val_data_paths" and not paths:
+            if settings.runner.val_check_interval > 0:
+                yield (
+                    f"runner.val_check_interval={settings.runner.val_check_interval} needs data.val_data_paths; "
+                    "give held-out problems or set it to -1"
+                )
+            continue
+        try:
+            problems = read_problems(paths, data.prompt_key, data.answer_key)
+        except DataError as error:
+            yield f"data.{key}: {error}"
+            continue
+        if settings.runner.max_steps and len(problems) < least:
+            yield (
+                f"data.{key} has {len(problems)} problems, a step needs data.rollout_batch_size={least}; lower "
+                "it or add problems"
+            )
+
+
+def _sft_data_problems(settings: Settings) -> Iterator[str]:
+    sft = settings.sft
+    if not sft.train_data_paths:
+        yield "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files"
+    for path in [*sft.train_data_paths, *sft.val_data_paths]:
+        if not path.startswith(BUILT) and not Path(path).is_file():
+            yield f"sft data file {path} does not exist; data_process/build_sft_dataset.py writes such files"
+
+
+def logger_problems(settings: Settings) -> Iterator[str]:
+    """Backends whose package is not installed."""
+    for backend in settings.runner.logger.logger_backends:
+        if importlib.util.find_spec(backend) is None:
+            yield (
+                f"runner.logger.logger_backends names {backend}, which is not installed: "
+                ".venv/bin/pip install --no-deps -r requirements/loggers.txt"
+            )
+
+
+def replay_problems(directory: str | None, max_steps: int) -> Iterator[str]:
+    """Saved rollouts that are to be trained on again, and are not there."""
+    if not directory:
+        return
+    missing = [step for step in range(1, max_steps + 1) if not rollouts_path(directory, step).is_file()]
+    if missing:
+        yield (
+            f"runner.replay_rollouts={directory} has no {rollouts_path(directory, missing[0]).name}; give the rollouts/ "
+            f"directory of a run with runner.save_rollout_tokens=True, or set runner.max_steps={missing[0] - 1}"
+        )
+
+
+def checkpoint_bytes(settings: Settings, model: ModelConfig) -> int:
+    """One checkpoint: parameters, fp32 master copy and two moments."""
+    return model.num_parameters * (14 if settings.actor.model.precision == "bf16" else 16)
+
+
+def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[Path], int]) -> Iterator[str]:
+    """Room for the checkpoints that are kept, one more while it is written, and the final model."""
+    runner = settings.runner
+    if runner.max_steps == 0:
+        return
+    run = Path(runner.output_dir) / runner.experiment_name
+    directory = run.resolve()
+    while not directory.exists():
+        directory = directory.parent
+    one = checkpoint_bytes(settings, model)
+    existing = len(list((run / "checkpoints").glob("global_step_*")))
+    count = 1 if runner.save_interval <= 0 else runner.keep_checkpoints + 1
+    count = max(count - existing, 1)
+    export = model.num_parameters * (2 if settings.actor.model.precision == "bf16" else 4)
+    needed, free = one * count + export, free_bytes(directory)
+    if free < needed:
+        yield (
+            f"{run} needs {needed} bytes ({needed / GB:.2f} GB: {count} checkpoints of {one / GB:.2f} GB and the "
+            f"exported model), {directory} has {free} bytes ({free / GB:.2f} GB) free; set runner.output_dir to "
+            "a larger disk or lower runner.keep_checkpoints"
+        )
+
+
+def _free_bytes(directory: Path) -> int:
+    return shutil.disk_usage(directory).free

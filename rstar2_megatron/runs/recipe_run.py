@@ -1,0 +1,208 @@
+"""Runs the stages of a recipe in order, each as a program of its own, and goes on in the right one after a kill.
+
+A stage is done when its program ended with 0; that is written to {root}/recipe.json at once. A stage that was begun is
+run again, and goes on from its own newest checkpoint. All reasoning stages together make {root}/metrics.jsonl and
+curves.png, steps counted through, with the borders of the stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.report.table import render_table
+from rstar2_megatron.runs.base_run import FINISHED
+from rstar2_megatron.runs.execute import execute
+from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
+from rstar2_megatron.services.parent_death import die_with_parent
+from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
+
+STATE = "recipe.json"
+_END_GRACE_S = 90.0  # a stage ends its workers, the engines, the judge and Ray
+
+
+def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_config: bool = False) -> int:
+    """Run, plan or print a recipe; returns the exit code. Raises ConfigError for bad input."""
+    plan = StagePlan(recipe, words)
+    if show_config:
+        for stage in recipe.stages:
+            print(f"# stage {stage.name}\n---\n{print_config(plan.settings(stage, for_plan=True))}", end="")
+        return 0
+    if dry_run:
+        return _dry_run(plan)
+    return _Runner(plan).run()
+
+
+def _dry_run(plan: StagePlan) -> int:
+    for number, stage in enumerate(plan.recipe.stages, 1):
+        print(_title(number, plan, stage), flush=True)
+        settings = plan.settings(stage, for_plan=True)
+        execute(settings, to_dict_config(settings), dry_run=True)
+        print()
+    return 0
+
+
+def _title(number: int, plan: StagePlan, stage: Stage) -> str:
+    return f"== stage {number} of {len(plan.recipe.stages)}: {stage.name} ({stage.task})"
+
+
+class _Runner:
+    def __init__(self, plan: StagePlan) -> None:
+        self.plan = plan
+        self.state_path = plan.root / STATE
+        self.state: dict[str, Any] = {"recipe": plan.recipe.name, "stages": {}}
+        if self.state_path.is_file():
+            self.state = json.loads(self.state_path.read_text())
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stopped_by = 0
+
+    def run(self) -> int:
+        plan = self.plan
+        self._check_finished_stages()
+        plan.root.mkdir(parents=True, exist_ok=True)
+        previous = {n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for number, stage in enumerate(plan.recipe.stages, 1):
+                print(_title(number, plan, stage), flush=True)
+                if self._done(stage):
+                    print(f"done before, results in {plan.directory(stage.name)}", flush=True)
+                    continue
+                code = self._run_stage(stage)
+                if self._stopped_by:
+                    return 128 + self._stopped_by
+                if code:
+                    print(
+                        f"error: stage {stage.name} ended with {code}; the same command goes on there",
+                        file=sys.stderr,
+                    )
+                    return code
+                write_curve(plan)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for signal_number, handler in previous.items():
+                signal.signal(signal_number, handler)
+        self._report()
+        return 0
+
+    def _done(self, stage: Stage) -> bool:
+        known = self.state["stages"].get(stage.name)
+        if known is None:
+            return False
+        ended = (self.plan.directory(stage.name) / FINISHED).is_file()
+        if known["status"] == "running" and ended and known["fingerprint"] == self.plan.fingerprint(stage):
+            self._write_state(
+                stage, "done", seconds=known.get("seconds", 0.0)
+            )  # we were killed before we could note it
+        return bool(self.state["stages"][stage.name]["status"] == "done")
+
+    def _check_finished_stages(self) -> None:
+        """What was done with other settings cannot be gone on from silently. Raises ConfigError."""
+        for stage in self.plan.recipe.stages:
+            known = self.state["stages"].get(stage.name)
+            if known and known["status"] == "done" and known["fingerprint"] != self.plan.fingerprint(stage):
+                raise ConfigError(
+                    f"stage {stage.name} in {self.plan.root} was done with other settings than now; take them back, "
+                    f"give the recipe another name (runner.experiment_name=NAME), or remove {self.plan.root}"
+                )
+
+    def _run_stage(self, stage: Stage) -> int:
+        settings = self.plan.settings(stage)
+        before = self.state["stages"].get(stage.name, {}).get("seconds", 0.0)  # of attempts that were stopped
+        self._write_state(stage, "running", seconds=before)
+        started = time.monotonic()
+        # The whole configuration as a file: what runs is exactly what was checked.
+        config = self.plan.root / f"{stage.name}.yaml"
+        config.write_text(print_config(settings), encoding="utf-8")
+        self._child = subprocess.Popen(
+            [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", str(config)],
+            preexec_fn=die_with_parent,
+            start_new_session=True,  # a Ctrl-C reaches it once, through us
+        )
+        if self._stopped_by:
+            self._forward(self._stopped_by, None)
+        code = self._child.wait()
+        seconds = round(before + time.monotonic() - started, 1)
+        self._write_state(stage, "running" if code else "done", seconds=seconds)
+        return code
+
+    def _forward(self, number: int, frame: object) -> None:
+        """Hand the signal to the stage, which ends what it started."""
+        self._stopped_by = number
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+            signal.signal(signal.SIGALRM, self._kill)
+            signal.setitimer(signal.ITIMER_REAL, _END_GRACE_S)
+
+    def _kill(self, number: int, frame: object) -> None:
+        if self._child is not None and self._child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+
+    def _write_state(self, stage: Stage, status: str, **more: Any) -> None:
+        entry = {"status": status, "fingerprint": self.plan.fingerprint(stage), **more}
+        self.state["stages"][stage.name] = entry
+        write_json(self.state_path, self.state)
+
+    def _report(self) -> None:
+        plan = self.plan
+        last = next(s for s in reversed(plan.recipe.stages) if s.task != "difficulty_filter")
+        if write_curve(plan) is not None:
+            print(render_table(plan.root), flush=True)
+            print(f"curves over all stages: {plan.root / 'curves.png'}", flush=True)
+        print(f"the recipe is done; model: {plan.directory(last.name) / 'model'}", flush=True)
+
+
+def write_curve(plan: StagePlan) -> Path | None:
+    """Write metrics.jsonl, stages.json and curves.png of all reasoning stages so far; None before the first step."""
+    rows: list[Mapping[str, Any]] = []
+    borders: list[dict[str, Any]] = []
+    for stage in plan.recipe.stages:
+        own = MetricsFile(plan.directory(stage.name) / "metrics.jsonl").rows()
+        if stage.task != "reasoning" or not own:
+            continue
+        done = len(rows)
+        borders.append({"name": stage.name, "first_step": done + 1, "steps": len(own)})
+        rows += [
+            {**row, "step": done + number, "stage": stage.name, "stage_step": row["step"]}
+            for number, row in enumerate(own, 1)
+        ]
+    if not rows:
+        return None
+    write_jsonl(plan.root / "metrics.jsonl", rows)
+    write_json(plan.root / "stages.json", borders)
+    _write_held_out(plan)
+    return draw_run(plan.root)
+
+
+def _write_held_out(plan: StagePlan) -> None:
+    """Held-out scores before the first and after each reasoning stage, and the seconds of all stages, as the table of a
+    run reads them.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for stage in plan.recipe.stages:
+        path = plan.directory(stage.name) / "held_out.json"
+        if stage.task == "reasoning" and path.is_file():
+            tables[stage.name] = json.loads(path.read_text())
+    if not tables:
+        return
+    first = next(iter(tables.values()))
+    state = json.loads((plan.root / STATE).read_text()) if (plan.root / STATE).is_file() else {"stages": {}}
+    write_json(
+        plan.root / "held_out.json",
+        {
+            "before_rl": first.get("before_rl", first.get("after_sft")),
+            "after_stage": {name: table.get("after_rl") for name, table in tables.items()},
+            "seconds": sum(stage.get("seconds", 0.0) for stage in state["stages"].values()),
+        },
+    )

@@ -1,0 +1,301 @@
+"""One reinforcement-learning run: services, cold start, evaluation, training, report."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
+from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.data.problems import drop_long_prompts, read_problems
+from rstar2_megatron.evaluation.held_out import evaluate
+from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.records import checkpoint
+from rstar2_megatron.records.checkpoint import UnfinishedCheckpoint, load_data_state
+from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.rollout_log import append_rollouts
+from rstar2_megatron.records.samples import TrajectorySamples
+from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
+from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.report.table import render_table
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.runs.base_run import StopSignals
+from rstar2_megatron.runs.cluster_run import ClusterRun
+from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start
+from rstar2_megatron.runs.stopping import first_that_holds
+from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training.colocation import takes_turns
+from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
+from rstar2_megatron.training.trainer import Trainer
+
+_LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
+
+
+class RLRun(ClusterRun):
+    """Reinforcement learning."""
+
+    def __init__(self, settings: Settings, signals: StopSignals) -> None:
+        super().__init__(settings, signals)
+        self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
+        self.last_evaluation: tuple[int, Any] = (-1, None)
+        self._unfinished: UnfinishedCheckpoint | None = None
+
+    def train(self) -> None:
+        """The whole run."""
+        resume = self.begin(self.settings.runner.max_steps)
+        if resume:
+            check_reference(self.settings)
+        self._start()
+        step = 0
+        if resume:
+            step = self._resume(*resume)
+        else:
+            self._cold_start()
+        step, condition = self._train_steps(step)
+        self._finish(step)
+        self.mark_finished(step, condition)
+
+    # ------------------------------------------------------------------------------------------- starting
+
+    def _start(self) -> None:
+        """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
+        settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
+        data = settings.data
+        self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
+        model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
+        self._say("starting the Code Judge, Ray and RLinf")
+        self._closing.append(self.judge.stop)
+        self.judge.begin()
+        self.cluster.start()
+        self.signals.install()
+        self._say("starting actor, engines and reward workers")
+        self.actor = self.cluster.launch_actor()
+        self.rollout = self.cluster.launch_rollout()
+        self.reward = self.cluster.launch_reward()
+        for group in (self.reward, self.rollout):
+            self._closing.append(functools.partial(group.call, "shutdown", timeout_s=15))
+        judge_url = self.judge.wait_ready()
+        address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
+        actors = self.actor.start("initialize", model, address, self.cluster.device)
+        shared = collocated(settings.cluster, slots_of(settings.cluster, visible_gpus()))
+        turns = takes_turns(settings.actor, collocated=shared)
+        if turns:  # an engine sizes its KV cache by the memory that it finds free
+            actors.result(timeout)
+            self.actor.call("offload", timeout_s=timeout)
+        engines = self.rollout.start("start_engine", model, judge_url)
+        template = self._template()
+        problems = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
+        check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
+        if data.filter_prompt_by_length:
+            problems, dropped = drop_long_prompts(
+                problems, lambda problem: len(template.prompt_ids(problem)), data.max_prompt_length
+            )
+            if dropped:
+                self._say(f"{dropped} problems left out: longer than data.max_prompt_length")
+        self.loader = ProblemLoader(problems, data, max_epochs=settings.runner.max_epochs)
+        self.held_out = (
+            read_problems(data.val_data_paths, data.prompt_key, data.answer_key)
+            if data.val_data_paths
+            else []
+        )
+        engine_figures = engines.result(timeout)
+        actor_figures = actors.result(timeout)[0]
+        self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
+        self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
+        self._closing.append(self.coordinator.close)
+        self.trainer = Trainer(
+            settings,
+            self.actor,
+            self.rollout,
+            self.coordinator,
+            device=self.cluster.device,
+            takes_turns=turns,
+        )
+        kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
+        self._say(
+            f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
+            f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, judge at {judge_url}"
+        )
+
+    def _template(self) -> ChatTemplate:
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
+        return ChatTemplate(tokenizer, self.settings.agentloop)
+
+    def _cold_start(self) -> None:
+        """SFT if the YAML asks for it and the cache has none, then a fresh optimizer and the first sync."""
+        settings = self.settings
+        if settings.runner.init_checkpoint:
+            self._say(f"starting from {settings.runner.init_checkpoint}, optimizer included")
+            self._load_init_checkpoint()
+        self.trainer.sync_weights(version=0)
+        self.trainer.check_weights()
+        self.table: dict[str, float | None] = {}
+        if settings.cold_start.enabled:
+            result = self.cached_sft or run_cold_start(
+                settings,
+                self.actor,
+                lambda: self.trainer.sync_weights(version=0),
+                self._evaluate if self._evaluates else None,
+            )
+            if result.reused:
+                self._say(f"SFT: reusing {result.model}")
+                if result.after is None and self._evaluates:
+                    result.after = self._evaluate("held-out after SFT").average
+            self.table.update(before_sft=result.before, after_sft=result.after)
+        elif self._evaluates:
+            self.table["before_rl"] = self._evaluate("held-out before RL").average
+        self._write_table()
+        if settings.runner.init_checkpoint:  # model and optimizer go on as they are
+            self.actor.call("continue_rl", timeout_s=settings.runner.step_timeout_s)
+            return
+        self.actor.call(
+            "start_rl",
+            settings.actor.optim,
+            settings.actor.lr_sched,
+            settings.runner.max_steps,
+            timeout_s=settings.runner.step_timeout_s,
+        )
+
+    def _load_init_checkpoint(self) -> None:
+        directory = str(Path(self.settings.runner.init_checkpoint or "") / "actor")
+        self.actor.call("load_checkpoint", directory, timeout_s=self.settings.runner.step_timeout_s)
+
+    def _resume(self, step: int, checkpoint: Path) -> int:
+        """Load a checkpoint into actor, loader and engines; returns its step."""
+        self._say(f"resuming from {checkpoint}")
+        state = load_data_state(checkpoint)
+        if self.settings.runner.init_checkpoint and self.settings.algorithm.kl_beta:
+            self._load_init_checkpoint()  # the reference of the KL term
+        self.actor.call("resume", str(checkpoint / "actor"), timeout_s=self.settings.runner.step_timeout_s)
+        self.loader.load_state_dict(state["loader"])
+        random.setstate(state["python_random"])
+        self.table = state["table"]
+        self.coordinator.restore(state.get("carried", []))
+        MetricsFile(self.directory / "metrics.jsonl").truncate_after(step)
+        self.trainer.sync_weights(version=step)
+        self.trainer.check_weights()
+        return step
+
+    # ------------------------------------------------------------------------------------------- training
+
+    def _train_steps(self, done: int) -> tuple[int, str]:
+        """Train until `runner.max_steps`, or until a condition of `runner.stop_when` holds.
+
+        Returns the last step, and the condition that ended the run early or "".
+        """
+        runner = self.settings.runner
+        log = MetricLogger(self.cluster.config)
+        self._closing.append(log.finish)
+        metrics_file = MetricsFile(self.directory / "metrics.jsonl")
+        samples = TrajectorySamples(self.directory / "trajectories.jsonl")
+        samples.truncate_after(done)
+        for step in range(done + 1, runner.max_steps + 1):
+            if runner.stop_when and (held := first_that_holds(runner.stop_when, metrics_file.rows())):
+                return self._stop_early(step - 1, held)
+            if (step - done - 1) % 20 == 0:
+                print(header_line(), flush=True)
+            # The last checkpoint is written while this step rolls out.
+            result = self.trainer.step(step, self.loader, after_rollout=self._publish_checkpoint)
+            row = {
+                "step": float(step),
+                **step_metrics(
+                    result.groups,
+                    result.resampled,
+                    result.actor_metrics,
+                    result.rollout_stats,
+                    result.seconds,
+                ),
+            }
+            if step == done + 1:
+                row["time/to_first_step"] = time.perf_counter() - self.started
+            validate, save, _ = check_progress(
+                step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0
+            )
+            if validate and self.held_out:
+                self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
+                row.update(self.last_evaluation[1].metrics())
+            print(step_line(row), flush=True)
+            metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
+            log.log({k: v for k, v in row.items() if k != "step"}, step)
+            samples.append(step, result.shown)
+            if runner.save_rollouts:
+                append_rollouts(self.directory / "rollouts.jsonl", step, result.groups)
+            if runner.save_rollout_tokens:
+                write_groups(rollouts_path(self.directory / "rollouts", step), result.groups)
+            if save or step == runner.max_steps:
+                self._save(step)
+        self._publish_checkpoint()
+        return max(done, runner.max_steps), ""
+
+    def _stop_early(self, step: int, condition: str) -> tuple[int, str]:
+        """A condition of `runner.stop_when` holds after `step`."""
+        self._say(f"ending after step {step}: {condition}")
+        self._publish_checkpoint()
+        if step and not (self.checkpoints / f"global_step_{step}").is_dir():
+            self._save(step)
+        self._publish_checkpoint()
+        return step, condition
+
+    def _save(self, step: int) -> None:
+        state = {
+            "step": step,
+            "loader": self.loader.state_dict(),
+            "python_random": random.getstate(),
+            "table": self.table,
+            "carried": self.coordinator.carried,
+        }
+        self._publish_checkpoint()
+        timeout = self.settings.runner.step_timeout_s
+        self._unfinished = checkpoint.begin_save(
+            self.checkpoints,
+            step,
+            lambda directory: self.actor.call("save_checkpoint", directory, False, timeout_s=timeout),
+            state,
+            self.settings.runner.keep_checkpoints,
+        )
+
+    def _publish_checkpoint(self, timeout_s: float | None = None) -> None:
+        """Wait for the files of the checkpoint being written, if there is one, and give it its name."""
+        if self._unfinished is not None:
+            timeout_s = timeout_s or self.settings.runner.step_timeout_s
+            self.actor.call("finish_checkpoint", timeout_s=timeout_s)
+            self._unfinished.publish()
+            self._unfinished = None
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.settings.evaluation.before_and_after and bool(self.held_out)
+
+    def _evaluate(self, label: str) -> Any:
+        directory = self.directory / "evaluation" if self.settings.evaluation.save_trajectories else None
+        result = evaluate(self.coordinator, self.held_out, self.settings, label, directory)
+        self._say(f"{label}: {result}")
+        return result
+
+    # ------------------------------------------------------------------------------------------ finishing
+
+    def _finish(self, step: int) -> None:
+        """Final evaluation, Hugging Face export, curves and table."""
+        if self._evaluates:
+            at, result = self.last_evaluation
+            if result is None or at != step:
+                result = self._evaluate("held-out after RL")
+            self.table["after_rl"] = result.average
+        model = self.directory / "model"
+        self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        self.table["seconds"] = time.perf_counter() - self.started
+        self._write_table()
+        draw_run(self.directory)
+        print(render_table(self.directory), flush=True)
+        print(f"curves: {self.directory / 'curves.png'}   model: {model}", flush=True)
+
+    def _write_table(self) -> None:
+        (self.directory / "held_out.json").write_text(json.dumps(self.table, indent=2) + "\n")

@@ -1,0 +1,129 @@
+"""`runner.task_type: sft`: supervised fine-tuning of a model on conversations, from data to exported model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rstar2_megatron.cluster.runner_tools import MetricLogger
+from rstar2_megatron.records import checkpoint
+from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.report.draw import draw_sft
+from rstar2_megatron.runs.cluster_run import ClusterRun
+from rstar2_megatron.settings.schema import SFTPhaseSettings
+from rstar2_megatron.sft.rows import SFTRows, load_sft_rows
+from rstar2_megatron.sft.training import Metrics, phase_of, run_phase, validation_loss
+
+LOSS, VALIDATION_LOSS = "train/sft/loss", "eval/sft_loss"
+
+
+class SFTRun(ClusterRun):
+    """Only actor workers: no engine, no judge."""
+
+    def train(self) -> None:
+        settings, timeout = self.settings, self.settings.runner.step_timeout_s
+        sft, model = settings.sft, settings.rollout.model.model_path
+        rows, self.held_out = self._read()
+        phase = phase_of(sft, len(rows))
+        self._say(
+            f"SFT: {len(rows):,} conversations, {rows.num_tokens:,} tokens, {rows.num_trained_tokens:,} of them "
+            f"trained; {phase.steps} steps of {phase.batch_size}, {phase.warmup_steps} of warm-up"
+            + (f"; {rows.skipped} left out as too long" if rows.skipped else "")
+        )
+        resume = self.begin(phase.steps)
+        self.metrics = MetricsFile(self.directory / "metrics.jsonl")
+        self._start(model, timeout)
+        self.actor.call("start_sft_phase", phase, timeout_s=timeout)
+        start = 0
+        if resume:
+            start = resume[0]
+            self._say(f"resuming from {resume[1]}")
+            self.actor.call("load_checkpoint", str(resume[1] / "actor"), timeout_s=timeout)
+            self.metrics.truncate_after(start)
+        elif self.held_out:
+            self._say(f"validation loss before SFT: {self._validate():.4f}")
+
+        run_phase(
+            self.actor,
+            phase,
+            rows,
+            sft.seed,
+            timeout,
+            start=start,
+            pauses=(settings.runner.save_interval, sft.val_interval),
+            after=lambda done, steps: self._after(done, steps, phase),
+        )
+        self._finish(phase)
+
+    def _read(self) -> tuple[SFTRows, SFTRows | None]:
+        settings = self.settings
+        tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
+        length = settings.sft.max_length or settings.runner.seq_length
+        rows = load_sft_rows(settings.sft.train_data_paths, tokenizer, length)
+        paths = settings.sft.val_data_paths
+        return rows, load_sft_rows(paths, tokenizer, length) if paths else None
+
+    def _start(self, model: str, timeout: float) -> None:
+        self._say("starting Ray, RLinf and the actor")
+        self.cluster.start()
+        self.signals.install()
+        self.actor = self.cluster.launch_actor()
+        address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
+        figures = self.actor.call("initialize", model, address, self.cluster.device, timeout_s=timeout)[0]
+        self._say(
+            f"ready: {figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks"
+        )
+        self.log = MetricLogger(self.cluster.config)
+        self._closing.append(self.log.finish)
+        self._lap = time.perf_counter()
+
+    def _validate(self) -> float:
+        assert self.held_out is not None
+        sft = self.settings.sft
+        return validation_loss(self.actor, self.held_out, sft.batch_size, self.settings.runner.step_timeout_s)
+
+    def _after(self, done: int, steps: list[Metrics], phase: SFTPhaseSettings) -> None:
+        """Log the steps of a call, and do what is due after its last one."""
+        runner, every = self.settings.runner, self.settings.sft.val_interval
+        now = time.perf_counter()
+        seconds, self._lap = (now - self._lap) / len(steps), now
+        for number, step in enumerate(steps, done - len(steps) + 1):
+            row: dict[str, Any] = {f"train/{name}": value for name, value in step.items()}
+            row["time/step"] = seconds
+            last = number == done
+            if last and self.held_out and (number == phase.steps or (every > 0 and number % every == 0)):
+                row[VALIDATION_LOSS] = self._validate()
+            self.metrics.append({"step": number, **row})
+            self.log.log(row, number)
+            if number % 10 == 0 or number == phase.steps or VALIDATION_LOSS in row:
+                print(_line(number, phase.steps, row), flush=True)
+        if done == phase.steps or (runner.save_interval > 0 and done % runner.save_interval == 0):
+            checkpoint.save(
+                self.checkpoints,
+                done,
+                lambda directory: self.actor.call(
+                    "save_checkpoint", directory, timeout_s=runner.step_timeout_s
+                ),
+                {"step": done},
+                runner.keep_checkpoints,
+            )
+        self._lap = time.perf_counter()  # validation and checkpoint are no part of the next steps
+
+    def _finish(self, phase: SFTPhaseSettings) -> None:
+        model: Path = self.directory / "model"
+        self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        curves = draw_sft(self.directory)
+        self.mark_finished(phase.steps)
+        self._say(f"done: {model}, {curves}")
+
+
+def _line(step: int, steps: int, row: dict[str, Any]) -> str:
+    """One aligned line of a step."""
+    text = (
+        f"sft {step:>6}/{steps}  loss {row['train/sft/token_loss']:.4f}  grad {row['train/sft/grad_norm']:.3f}  "
+        f"lr {row['train/sft/lr']:.2e}  {row['train/sft/total_tokens'] / max(row['time/step'], 1e-9):>8.0f} tok/s"
+    )
+    return text + (f"  validation {row[VALIDATION_LOSS]:.4f}" if VALIDATION_LOSS in row else "")

@@ -1,0 +1,229 @@
+"""A recipe: stages that run one after the other, each with its own overrides, the model passed on. Pure but for files.
+
+A recipe is a YAML (`config/recipe/NAME.yaml` or a path):
+
+    config: rstar2-qwen2.5-14b-megatron     what every stage starts from, a name of config/ or a path
+    overrides: {key: value, ...}            of all stages
+    stages:
+      - {name: sft, task: sft, overrides: {...}}
+      - {name: rl-8k, overrides: {...}}
+      - {name: filter, task: difficulty_filter}
+      - {name: rl-12k, optimizer: reset, problems_from: filter, overrides: {...}}
+
+On the command line `key=value` goes to all stages and `STAGE/key=value` to one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from rstar2_megatron.records.checkpoint import complete_checkpoints
+from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load
+from rstar2_megatron.settings.schema import Section, Settings
+
+RECIPE_DIR = CONFIG_DIR / "recipe"
+MODEL_KEY = "rollout.model.model_path"
+
+
+class Stage(Section):
+    """One stage; it leaves its results in {output_dir}/{recipe}/{name}/."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    task: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
+    """runner.task_type of the stage."""
+    optimizer: Literal["keep", "reset"] = "reset"
+    """keep: moments and step count of the stage before, which must be a reasoning stage too."""
+    problems_from: str | None = None
+    """A difficulty_filter stage before, whose problems this one trains on."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Dotted keys; they win over the recipe's."""
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    name: str = ""
+    """Directory under runner.output_dir; the file's name when it is not written."""
+    config: str
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    stages: list[Stage] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _stages_fit_together(self) -> Recipe:
+        seen: dict[str, Stage] = {}
+        for number, stage in enumerate(self.stages):
+            if stage.name in seen:
+                raise ValueError(f"two stages are named {stage.name!r}")
+            if stage.optimizer == "keep" and (
+                not number or self.stages[number - 1].task != "reasoning" or stage.task != "reasoning"
+            ):
+                raise ValueError(
+                    f"stage {stage.name!r} keeps an optimizer, but no reasoning stage stands before it"
+                )
+            source = seen.get(stage.problems_from or "")
+            if stage.problems_from and (source is None or source.task != "difficulty_filter"):
+                raise ValueError(
+                    f"stage {stage.name!r} takes problems_from {stage.problems_from!r}, which is no "
+                    "difficulty_filter stage before it"
+                )
+            seen[stage.name] = stage
+        return self
+
+    def model_before(self, name: str) -> str | None:
+        """The last stage before `name` that leaves a model."""
+        found = None
+        for stage in self.stages:
+            if stage.name == name:
+                return found
+            if stage.task != "difficulty_filter":
+                found = stage.name
+        raise KeyError(name)
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPE_DIR.glob("*.yaml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe by its name in config/recipe/ or its path. Raises ConfigError."""
+    path = Path(name).expanduser()
+    if path.parent == Path(".") and not path.is_file():
+        path = RECIPE_DIR / f"{name.removesuffix('.yaml')}.yaml"
+    if not path.is_file():
+        near = difflib.get_close_matches(path.stem, recipe_names(), n=1, cutoff=0.3)
+        hint = f"; nearest: {near[0]}" if near else ""
+        raise ConfigError(f"no recipe {name!r}{hint}; there are {', '.join(recipe_names())}, or give a path")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = Recipe.model_validate(data)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}"
+            for p in error.errors()
+        ]
+        raise ConfigError(f"{path}: " + "; ".join(lines)) from None
+    recipe.name = recipe.name or path.stem
+    return recipe
+
+
+def split_overrides(recipe: Recipe, words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """(overrides of all stages, those of single ones). Raises ConfigError for a stage that there is not."""
+    names = [stage.name for stage in recipe.stages]
+    common: list[str] = []
+    own: dict[str, list[str]] = {name: [] for name in names}
+    for word in words:
+        stage, slash, rest = word.partition("/")
+        if not slash or "=" in stage:
+            common.append(word)
+        elif stage in own:
+            own[stage].append(rest)
+        else:
+            raise ConfigError(
+                f"{word}: {recipe.name} has no stage {stage!r}; its stages are {', '.join(names)}"
+            )
+    return common, own
+
+
+def override_word(key: str, value: Any) -> str:
+    """`key=value` in Hydra's grammar."""
+    return f"{key}={_hydra(value)}"
+
+
+def _hydra(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool | int | float):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_hydra(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        # Hydra takes no quoted keys; the placement, whose keys need quotes, is read as YAML (`settings/load.py`).
+        keys = {key: str(key) if re.fullmatch(r"[\w.-]+", str(key)) else _hydra(str(key)) for key in value}
+        return "{" + ", ".join(f"{keys[key]}: {_hydra(item)}" for key, item in value.items()) + "}"
+    # Hydra takes a backslash literally, unless quotes follow it.
+    text = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), str(value))
+    return f"'{text}'"
+
+
+class StagePlan:
+    """Stages of a recipe under the user's overrides: their settings, directories and fingerprints."""
+
+    def __init__(self, recipe: Recipe, words: Sequence[str] = ()) -> None:
+        """Raises ConfigError for overrides that do not fit."""
+        self.recipe = recipe
+        self._loaded: dict[tuple[str, ...], Settings] = {}
+        self._common, self._own = split_overrides(recipe, words)
+        for number, word in enumerate(list(self._common)):
+            if word.startswith("runner.experiment_name="):
+                recipe.name = word.partition("=")[2].strip("'\"")
+                del self._common[number]
+                break
+        first = self._load(recipe.stages[0], [])
+        self.root = Path(first.runner.output_dir) / recipe.name
+
+    def _load(self, stage: Stage, passed_on: Sequence[str]) -> Settings:
+        words = [
+            *(override_word(key, value) for key, value in self.recipe.overrides.items()),
+            *(override_word(key, value) for key, value in stage.overrides.items()),
+            *self._common,
+            *self._own[stage.name],
+            override_word("runner.task_type", stage.task),
+            override_word("runner.experiment_name", stage.name),
+            *passed_on,
+        ]
+        key = tuple(words)
+        try:
+            if key not in self._loaded:
+                self._loaded[key] = load(self.recipe.config, words).settings
+            return self._loaded[key]
+        except ConfigError as error:
+            raise ConfigError(f"stage {stage.name}: {error}") from None
+
+    def directory(self, name: str) -> Path:
+        return self.root / name
+
+    def settings(self, stage: Stage, *, for_plan: bool = False) -> Settings:
+        """What the stage runs with. for_plan: before the earlier stages have run, with the first model instead."""
+        passed_on = [override_word("runner.output_dir", str(self.root))]
+        if not for_plan:
+            passed_on += self._passed_on(stage)
+        return self._load(stage, passed_on)
+
+    def _passed_on(self, stage: Stage) -> list[str]:
+        """Model, optimizer and problems of earlier stages."""
+        words = []
+        before = self.recipe.model_before(stage.name)
+        if before is not None:
+            words.append(override_word(MODEL_KEY, str(self.directory(before) / "model")))
+        if stage.optimizer == "keep":
+            assert before is not None
+            checkpoints = complete_checkpoints(self.directory(before) / "checkpoints")
+            if not checkpoints:
+                raise ConfigError(
+                    f"stage {stage.name} keeps the optimizer of stage {before}, but {self.directory(before)} has no "
+                    "checkpoint; set optimizer: reset"
+                )
+            words.append(override_word("runner.init_checkpoint", str(checkpoints[-1][1])))
+        if stage.problems_from:
+            problems = self.directory(stage.problems_from) / "train.jsonl"
+            words.append(override_word("data.train_data_paths", [str(problems)]))
+        return words
+
+    def fingerprint(self, stage: Stage) -> str:
+        """Changes when the stage would run with other settings; a key that a new version adds changes nothing."""
+        plain = self.settings(stage, for_plan=True).model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps(
+            {"stage": stage.model_dump(exclude={"overrides"}), "settings": plain}, sort_keys=True
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:12]

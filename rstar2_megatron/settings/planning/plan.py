@@ -1,0 +1,93 @@
+"""The plan: what a YAML means in trajectories, tokens and gigabytes, before anything starts. Pure arithmetic.
+
+The formulas stand in `planning/`, one module a subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rstar2_megatron.model.known_models import known_model
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.settings.placement import (
+    Slots,
+    collocated,
+    component_slots,
+    slots_of,
+    visible_gpus,
+    visible_host_gb,
+)
+from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_sft
+from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
+from rstar2_megatron.settings.planning.memory import GB, HostMemory, Memory, host_memory, training_memory
+from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
+from rstar2_megatron.settings.planning.table import Plan, parameters_text
+from rstar2_megatron.settings.planning.times import plan_times
+from rstar2_megatron.settings.planning.training import plan_training
+from rstar2_megatron.settings.schema import Settings
+
+__all__ = [
+    "GB",
+    "HostMemory",
+    "Memory",
+    "Plan",
+    "host_memory",
+    "kv_bytes_per_token",
+    "kv_capacity",
+    "make_plan",
+    "model_of",
+    "training_memory",
+]
+
+
+def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
+    """(shape, where it comes from); None when the directory is absent and its name says nothing.
+
+    Raises ValueError for a config.json that the actor does not support.
+    """
+    path = settings.rollout.model.model_path
+    if (Path(path) / "config.json").is_file():
+        return ModelConfig.from_directory(path), "config.json"
+    return known_model(path), "by the directory's name"
+
+
+def make_plan(
+    settings: Settings,
+    *,
+    slots: Slots | None = None,
+    find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
+) -> Plan:
+    """The plan of a YAML. Without `slots` the machine is asked; without GPUs 8 x 80 GB a node are assumed.
+
+    Raises ValueError for a placement or a model that cannot be planned at all.
+    """
+    if slots is None:
+        slots = slots_of(settings.cluster, find_gpus(), visible_host_gb())
+    plan = Plan(f"Plan of {settings.runner.experiment_name}")
+    places = component_slots(settings.cluster, slots.count)
+    model, source = model_of(settings)
+    plan_placement(plan, settings, slots, places)
+    world = len(places.get("actor", range(slots.count)))
+    task = settings.runner.task_type
+    if task == "sft":
+        plan_sft(plan, settings)
+    else:
+        plan_batch(plan, settings, world)
+    if model is None:
+        plan.notes.append(
+            f"rollout.model.model_path={settings.rollout.model.model_path} is absent and of no known name: "
+            "memory cannot be planned"
+        )
+        return plan
+    plan.add("model", "parameters", f"{parameters_text(model.num_parameters)} ({source})")
+    if task != "difficulty_filter":
+        plan_training(plan, settings, slots, model, world)
+    if task == "sft":
+        return plan
+    plan_rollout(plan, settings, slots, model, len(places.get("rollout", range(slots.count))))
+    if not slots.is_cpu and task == "reasoning":
+        if collocated(settings.cluster, slots):
+            plan_sharing(plan, settings, slots, model)
+        plan_times(plan, settings, model, world)
+    return plan

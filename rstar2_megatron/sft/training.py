@@ -1,0 +1,118 @@
+"""Supervised fine-tuning through the Megatron actor: packed conversations, loss on the marked tokens.
+
+The same actor, packing and optimizer as in reinforcement learning are used. `run_phase` serves the tiny cold start
+and the full SFT of a recipe (`runs/sft_run.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from tqdm import tqdm
+
+from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
+from rstar2_megatron.sft.rows import SFTRows
+
+# Steps sent to the actor in one call: a call costs about 10 ms, a tiny step not much more.
+_STEPS_PER_CALL = 10
+
+Metrics = dict[str, float]
+
+
+def phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
+    """The steps of whole epochs over `num_rows` conversations; the last batch of an epoch reaches into the next."""
+    steps = math.ceil(sft.epochs * num_rows / sft.batch_size)
+    if sft.max_steps is not None:
+        steps = min(steps, sft.max_steps)
+    return SFTPhaseSettings(
+        name="sft",
+        data_path="",
+        steps=steps,
+        batch_size=sft.batch_size,
+        lr=sft.lr,
+        min_lr_ratio=sft.min_lr_ratio,
+        warmup_steps=math.ceil(sft.warmup_ratio * steps),
+        decay=sft.lr_decay_style,
+        shuffle=sft.shuffle,
+        adam_beta1=sft.adam_beta1,
+        adam_beta2=sft.adam_beta2,
+        weight_decay=sft.weight_decay,
+    )
+
+
+def learning_rate(phase: SFTPhaseSettings, step: int) -> float:
+    """Learning rate of step 0 .. phase.steps-1: linear warm-up, then constant or cosine to min_lr_ratio."""
+    warmup = min(1.0, (step + 1) / max(1, phase.warmup_steps))
+    if phase.decay == "constant":
+        return phase.lr * warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * step / max(1, phase.steps)))
+    return phase.lr * warmup * max(phase.min_lr_ratio, cosine)
+
+
+def batches(num_rows: int, phase: SFTPhaseSettings, seed: int) -> Iterator[list[int]]:
+    """Row numbers of `phase.steps` batches; in file order, or shuffled anew each time through.
+
+    The same for the same arguments, so that a step number is all that a resumed run needs.
+    """
+    rng = random.Random(seed)
+    order: list[int] = []
+    for _ in range(phase.steps):
+        batch: list[int] = []
+        while len(batch) < phase.batch_size:
+            if not order:
+                order = list(range(num_rows))
+                if phase.shuffle:
+                    rng.shuffle(order)
+                order.reverse()  # taken from the end
+            batch.append(order.pop())
+        yield batch
+
+
+def run_phase(
+    actor: WorkerGroup,
+    phase: SFTPhaseSettings,
+    rows: SFTRows,
+    seed: int,
+    timeout_s: float,
+    *,
+    start: int = 0,
+    pauses: Sequence[int] = (),
+    after: Callable[[int, list[Metrics]], None] = lambda done, steps: None,
+) -> list[Metrics]:
+    """Train the steps of a phase after the first `start`; returns their metrics. Shows a progress bar.
+
+    pauses: intervals in steps at whose multiples a call ends; after(done, metrics of the call) runs after each.
+    The actor's optimizer must stand at step `start`: fresh by `start_sft_phase`, or from a checkpoint.
+    """
+    stream = itertools.islice(batches(len(rows), phase, seed), start, None)
+    history: list[Metrics] = []
+    done = start
+    with tqdm(
+        total=phase.steps, initial=start, desc=f"sft {phase.name}", unit="step", leave=False, disable=None
+    ) as bar:
+        while done < phase.steps:
+            count = min(_STEPS_PER_CALL, phase.steps - done, *(e - done % e for e in pauses if e > 0))
+            chunk = [[rows[i] for i in next(stream)] for _ in range(count)]
+            lrs = [learning_rate(phase, done + i) for i in range(count)]
+            steps: list[Metrics] = actor.call("sft_steps", chunk, lrs, timeout_s=timeout_s)[0]
+            history += steps
+            done += count
+            bar.update(count)
+            bar.set_postfix(loss=f"{steps[-1]['sft/loss']:.3f}")
+            after(done, steps)
+    return history
+
+
+def validation_loss(actor: WorkerGroup, rows: SFTRows, batch_size: int, timeout_s: float) -> float:
+    """Mean cross entropy of the trained tokens of all rows under the current weights, in nats a token."""
+    total = tokens = 0.0
+    for first in range(0, len(rows), batch_size):
+        batch = [rows[i] for i in range(first, min(first + batch_size, len(rows)))]
+        summed = actor.call("sft_validation", batch, timeout_s=timeout_s)[0]
+        total += summed["loss"]
+        tokens += summed["tokens"]
+    return total / tokens

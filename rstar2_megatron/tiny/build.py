@@ -1,0 +1,236 @@
+"""Makes everything the no-GPU default starts from: tokenizer, model, problems and SFT data.
+
+    python -m rstar2_megatron.tiny.build --out DIR --seed 0
+
+Deterministic under its seed and cached: the directory's name holds a hash of every parameter and of the code that
+used them, it appears by one rename when it is complete, and a second call returns it as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.tiny.problems import TinyProblem, stream
+from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, tiny_agent_loop
+from rstar2_megatron.tiny.sft import (
+    Segments,
+    TraceWriter,
+    copy_rows,
+    pieces,
+)
+
+# Files whose text decides what is built.
+_CODE = (
+    "build.py",
+    "model.py",
+    "problems.py",
+    "recipe.py",
+    "sft.py",
+    "tokenizer.py",
+    "../rollout/chat.py",
+    "../rollout/tool_response.py",
+)
+# Agent-loop settings that the SFT data depends on; others may change without a new build.
+_FORMAT = {
+    "tools",
+    "max_tool_response_length",
+    "tool_response_truncate_side",
+    "system_prompt",
+    "user_prefix",
+    "generation_prefix",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyPaths:
+    """Where the parts lie under `root`."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face directory: config.json, model.safetensors and the tokenizer's files."""
+        return self.root / "model"
+
+    @property
+    def train(self) -> Path:
+        return self.root / "data" / "train.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        return self.root / "data" / "heldout.jsonl"
+
+    @property
+    def copy(self) -> Path:
+        """First SFT phase; rows in the order of training."""
+        return self.root / "sft" / "copy.jsonl"
+
+    @property
+    def conversations(self) -> Path:
+        """Second SFT phase."""
+        return self.root / "sft" / "conversations.jsonl"
+
+
+def build_tiny(
+    cache_dir: str | Path,
+    seed: int,
+    *,
+    agentloop: AgentLoopSettings | None = None,
+    recipe: TinyRecipe | None = None,
+    shape: TinyModelShape | None = None,
+    progress: Callable[[str], None] = print,
+) -> TinyPaths:
+    """Build, or find, the tiny recipe's files below `cache_dir`.
+
+    Args:
+        cache_dir: Parent of the `tiny-...` directory; made when absent.
+        seed: Of problems, traces and initial weights.
+        agentloop: Conversation format of the SFT data; must be that of the rollouts. Default `tiny_agent_loop()`.
+        recipe, shape: Amounts, and the model's sizes.
+        progress: Called with a line at the start of each part.
+
+    Raises:
+        OSError: when `cache_dir` cannot be written.
+    """
+    agentloop = agentloop or tiny_agent_loop()
+    recipe = recipe or TinyRecipe()
+    shape = shape or TinyModelShape()
+    parameters = {
+        "seed": seed,
+        "agentloop": agentloop.model_dump(include=_FORMAT),
+        "recipe": asdict(recipe),
+        "model": asdict(shape),
+    }
+    key = _content_key(parameters)
+    root = Path(cache_dir).expanduser().resolve() / f"tiny-seed{seed}-{key}"
+    if root.exists():
+        return TinyPaths(root)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
+    try:
+        _build(TinyPaths(unfinished), seed, agentloop, recipe, shape, progress)
+        manifest = json.dumps(parameters, indent=2, sort_keys=True)
+        (unfinished / "manifest.json").write_text(manifest + "\n")
+        unfinished.chmod(0o755)
+        try:
+            unfinished.rename(root)
+        except OSError:
+            if not root.exists():  # otherwise another process was quicker, with the same content
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return TinyPaths(root)
+
+
+def _content_key(parameters: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode())
+    for name in _CODE:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def _build(
+    paths: TinyPaths,
+    seed: int,
+    agentloop: AgentLoopSettings,
+    recipe: TinyRecipe,
+    shape: TinyModelShape,
+    progress: Callable[[str], None],
+) -> None:
+    # Here, because torch and transformers take seconds to import and a cached build needs neither.
+    from rstar2_megatron.tiny.model import build_model, save_model
+    from rstar2_megatron.tiny.tokenizer import save_tokenizer
+
+    for directory in (paths.model, paths.train.parent, paths.copy.parent):
+        directory.mkdir(parents=True)
+
+    progress("tiny recipe: problems")
+    seen: set[str] = set()
+    heldout = _take(stream("main", random.Random(f"heldout {seed}"), seen), recipe.heldout_problems)
+    train = _take(stream("main", random.Random(f"train {seed}"), seen), recipe.train_problems)
+    _write_jsonl(paths.heldout, (p.row(f"tiny-heldout-{i}") for i, p in enumerate(heldout)))
+    _write_jsonl(paths.train, (p.row(f"tiny-train-{i}") for i, p in enumerate(train)))
+
+    progress("tiny recipe: tokenizer and model")
+    tokenizer = _tokenizer(recipe, agentloop)
+    save_tokenizer(tokenizer, paths.model)
+    model = build_model(shape, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
+    save_model(model, paths.model)
+
+    progress("tiny recipe: SFT data")
+    rng = random.Random(f"sft {seed}")
+    template = ChatTemplate(tokenizer, agentloop)
+    # questions of SFT may meet again in RL, never in the held-out set; easy ones are few, so they may repeat
+    held = {p.question for p in heldout}
+    easy, main = _endless("easy", rng, held), _endless("main", rng, held)
+    writer = TraceWriter(template, rng, recipe.mix)
+    rows = [
+        writer.conversation(next(main if rng.random() < recipe.main_share else easy))
+        for _ in range(recipe.conversations)
+    ]
+    _write_jsonl(paths.conversations, ({"segments": row} for row in rows))
+    filler = pieces("".join(text for row in rows[:200] for text, _ in row))
+    _write_jsonl(paths.copy, ({"segments": row} for row in copy_rows(recipe.copy, main, filler, rng)))
+
+
+def _take(problems: Iterator[TinyProblem], count: int) -> list[TinyProblem]:
+    return list(itertools.islice(problems, count))
+
+
+def _endless(level: Any, rng: random.Random, excluded: set[str]) -> Iterator[TinyProblem]:
+    """Problems that may repeat, but none whose question is in `excluded`."""
+    while True:
+        yield from _take(stream(level, rng, set(excluded)), 90)
+
+
+def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreTrainedTokenizerFast
+    """Trained on conversations of a fixed seed, so that every seed's model has the same tokens."""
+    from rstar2_megatron.tiny.tokenizer import TEMPLATE_TAGS, train_tokenizer  # loads transformers
+
+    rng = random.Random("tokenizer")
+    bare: Any = train_tokenizer([], 256 + 3 + len(TEMPLATE_TAGS))
+    writer = TraceWriter(ChatTemplate(bare, agentloop), rng, recipe.mix)
+    problems = _endless("main", rng, set())
+    rows: list[Segments] = [
+        writer.conversation(next(problems)) for _ in range(recipe.tokenizer_conversations)
+    ]
+    tags = re.compile("|".join(re.escape(t) for t in bare.get_added_vocab()))
+    texts = [part for row in rows for part in tags.split("".join(text for text, _ in row)) if part]
+    return train_tokenizer(texts, recipe.vocab_size)
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True, help="cache directory")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    paths = build_tiny(arguments.out, arguments.seed)
+    print(f"tiny recipe at {paths.root}")
+
+
+if __name__ == "__main__":
+    main()

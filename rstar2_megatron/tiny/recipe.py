@@ -1,0 +1,85 @@
+"""Amounts and sizes of the tiny recipe. Everything here is part of the cache's key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rstar2_megatron.settings.schema import AgentLoopSettings
+
+
+def tiny_agent_loop() -> AgentLoopSettings:
+    """The tiny model's conversation format: as short as the step-0 checks allow, because tokens are time.
+
+    `config/rstar2-tiny-cpu.yaml` says the same.
+    """
+    return AgentLoopSettings(
+        max_assistant_turns=3,
+        max_tool_response_length=120,
+        tool_response_truncate_side="middle",
+        system_prompt="Solve with python_code_with_standard_io(code, input).",
+        user_prefix="",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModelShape:
+    """Sizes of the model. Heads and KV heads divide by 2, so that it runs with tensor parallel size 2."""
+
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_positions: int = 2048
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.05
+    previous_token_score: float = 20.0
+    """Peak of the first layer's attention scores by distance (`model`); 0 leaves it random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Weights of the five kinds of conversation, and how a careless one goes on."""
+
+    right: float = 0.28
+    wrong: float = 0.25
+    error: float = 0.22
+    guess: float = 0.10
+    untagged: float = 0.15
+    retry_right: float = 0.85
+    """Of the careless ones: the second program is the right one (otherwise the wrong one)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCurriculum:
+    """Rows of a source, filler that grows with the row's place in the file, and the copy that is trained."""
+
+    rows: int = 15360
+    adjacent: float = 0.3
+    """Share of the rows, from the start, with no filler at all."""
+    full: float = 0.85
+    """Place from which the filler has its full range."""
+    longest: int = 40
+    """Longest filler in pieces, about as many tokens."""
+    answers: float = 0.25
+    """Share of rows that copy a tool's output into a box; the others copy a question's numbers into code."""
+
+    def reach(self, place: float) -> int:
+        """Longest filler at `place` in [0, 1) of the file."""
+        grown = (place - self.adjacent) / (self.full - self.adjacent)
+        return int(self.longest * min(1.0, max(0.0, grown)))
+
+
+@dataclass(frozen=True, slots=True)
+class TinyRecipe:
+    """What is built, apart from the seed, the model's shape and the conversation format."""
+
+    vocab_size: int = 640
+    tokenizer_conversations: int = 3000
+    train_problems: int = 4096
+    heldout_problems: int = 288
+    conversations: int = 6400
+    main_share: float = 0.5
+    """Share of the SFT conversations about problems of the main level; the others are easy."""
+    mix: Mix = field(default_factory=Mix)
+    copy: CopyCurriculum = field(default_factory=CopyCurriculum)

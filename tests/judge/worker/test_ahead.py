@@ -1,0 +1,142 @@
+"""Jobs that a worker leases before it can begin them: few, travelling together, none lost or begun for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+import orjson
+import pytest
+
+from rstar2_megatron.judge.queue import Job
+from rstar2_megatron.judge.worker import ahead, worker
+from rstar2_megatron.judge.worker.ahead import ROUND_TRIP_S, Ahead
+from rstar2_megatron.services.redis_server import RedisServer
+from tests.judge.in_process import judge
+from tests.judge.waiting import until
+
+soon = partial(until, every_s=0.001)  # what is leased ahead is begun within a tenth of a second
+
+# Longer than anything that a test puts behind it takes to be noticed, shorter than a slice.
+BURN = "import time\nwhile time.process_time() < 0.08: pass"
+
+
+def after(per_s: float) -> Ahead:
+    """One that has seen `per_s` calls a second end for a while."""
+    jobs = Ahead(0.0)
+    for second in range(1, 9):
+        jobs.answered(round(per_s), float(second))
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("per_s", "slots", "starts", "expected"),
+    [
+        (0, 16, 3, 3),  # nothing is known yet: what can begin
+        (420, 16, 3, 3 + 8),  # 420 a second are 8 in 20 ms
+        (420, 16, 0, 8),
+        (420, 5, 3, 5),  # beyond the free slots there might be long waiting
+        (420, 0, 3, 0),
+        (40, 16, 3, 3),  # calls of 75 ms: none is begun so soon
+        (420, -1, 3, 0),  # more wait for a slot than there are
+    ],
+)
+def test_ahead_is_what_begins_within_a_round_trip(
+    per_s: float, slots: int, starts: int, expected: int
+) -> None:
+    assert ROUND_TRIP_S == 0.02
+    assert after(per_s).room(slots, starts) == expected
+
+
+def test_jobs_that_are_here_take_room_and_begin_in_their_order() -> None:
+    jobs = after(420)
+    for key in ("a/u1", "a/u2@session", "b/k3"):
+        jobs.add(Job(key, b"", 1))
+    assert jobs.room(16, 0) == 8 - 3
+    assert list(jobs) == ["a/u1", "a/u2@session", "b/k3"]
+    assert jobs.drop("a/u2@session") and not jobs.drop("a/u2@session")
+    assert [jobs.next().key, jobs.next().key] == ["a/u1", "b/k3"] and not jobs
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def all_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that there are slots for are leased, however slow this machine is at the moment."""
+    monkeypatch.setattr(ahead, "ROUND_TRIP_S", 1000.0)
+    monkeypatch.setattr(worker, "ROUND_TRIP_S", 1.0)
+
+
+@pytest.mark.usefixtures("all_ahead")
+async def test_many_short_calls_share_round_trips(redis: RedisServer) -> None:
+    async with judge(redis, starts=2) as there:
+        before = there.queue.exchanges
+        results = await there.results(await there.submit(*(f"print({n})" for n in range(84))))
+        assert [result["stdout"] for result in results] == [f"{n}\n" for n in range(84)]
+        assert there.queue.exchanges - before <= 84 / 3
+
+
+@pytest.mark.usefixtures("all_ahead")
+async def test_one_that_nobody_waits_for_any_more_never_begins(redis: RedisServer) -> None:
+    async with judge(redis, starts=1) as there:
+        calls = there.worker.calls
+        *kept, left = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
+        assert left.key is not None
+        await soon(lambda: left.key in there.worker.ahead, "it is leased ahead")
+        await there.broker.abandon([left])
+        await soon(lambda: left.key not in there.worker.ahead, "it is dropped")
+        assert left.key not in there.worker.running
+        assert [result["outcome"] for result in await there.results(kept)] == ["ok"] * 4
+        assert there.worker.calls == calls + 4 and not left.answer.done()
+        async with asyncio.timeout(10):  # nor does Redis believe that it is held
+            while await there.queue.redis.scard(f"{there.queue.prefix}taken:{there.worker.name}"):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("all_ahead")
+async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(redis: RedisServer) -> None:
+    async with judge(redis, starts=1) as there:
+        running, *waiting = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
+        keys = {ticket.key for ticket in waiting}
+        await soon(lambda: keys & set(there.worker.ahead) != set(), "they are leased ahead")
+        await soon(lambda: running.key in there.worker.running, "the first one runs")
+        begun = keys & set(there.worker.running)
+        await there.worker.stop()
+        assert not running.answer.done(), "its interruption is no answer"
+        given_back = await there.queue.exchange("another", [], 10)
+        assert {job.key for job in given_back} == keys - begun
+        assert {job.tries for job in given_back} == {1}, "a try was counted of what never began"
+        await there.queue.reap()
+        interrupted = await there.queue.exchange("another", [], 10)
+        assert {job.key for job in interrupted} == begun | {running.key}
+        assert {job.tries for job in interrupted} == {2}
+
+
+@pytest.mark.usefixtures("all_ahead")
+async def test_no_more_sessions_are_leased_than_can_open(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An exchange follows each answer, also while cells that will open a session are leased and have not begun.
+    monkeypatch.setattr(worker, "ROUND_TRIP_S", 0.001)
+    async with judge(redis, starts=1, sessions=2) as there:
+        programs = [BURN, BURN, BURN, *(f"n = {n}\nprint(n)" for n in range(4))]
+        tickets = await there.submit(*programs, sessions=["s0", "s1", "s2", "s3"])
+        burning, cells = tickets[:3], tickets[3:]
+
+        def done(count: int) -> bool:
+            return sum(cell.answer.done() for cell in cells) >= count
+
+        await soon(partial(done, 2), "two are open")
+        assert [result["outcome"] for result in await there.results(burning)] == ["ok"] * 3
+        for ended in (1, 2):  # each that ends makes room for the next
+            await asyncio.sleep(0.1)
+            answers = [orjson.loads(cell.answer.result()) for cell in cells if cell.answer.done()]
+            assert [answer["session"] for answer in answers] == ["new"] * (1 + ended)
+            assert await there.broker.queue.end_session(there.worker.sessions.names[0])
+            await soon(partial(done, 2 + ended), "another one opens")
+        assert [result["stdout"] for result in await there.results(cells)] == [f"{n}\n" for n in range(4)]

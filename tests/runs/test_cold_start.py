@@ -1,0 +1,64 @@
+"""The cold start's cache, and what a resumed run needs of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.runs.cold_start import cache_dir, check_reference, find_cached
+from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.settings.schema import Settings, SFTPhaseSettings
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """SFT is asked for and done: its cache is there."""
+    data = tmp_path / "sft.jsonl"
+    data.write_text("{}\n")
+    settings = load_settings("rstar2-tiny-cpu", ["algorithm.kl_beta=0.01"])[0]
+    settings.rollout.model.model_path = str(tmp_path / "base")
+    settings.cold_start.enabled, settings.cold_start.cache_dir = True, str(tmp_path / "cache")
+    settings.cold_start.phases = [
+        SFTPhaseSettings(name="format", data_path=str(data), steps=1, batch_size=1, lr=1e-3)
+    ]
+    directory = cache_dir(settings)
+    (directory / "model").mkdir(parents=True)
+    (directory / "model" / "config.json").write_text("{}")
+    result = {"before": None, "after": 0.5, "seconds": 1.0, "losses": {"format": 0.1}}
+    (directory / "result.json").write_text(json.dumps(result))
+    return settings
+
+
+def test_a_resumed_run_finds_its_reference(settings: Settings) -> None:
+    found = find_cached(settings)
+    assert found is not None and found.reused and found.after == 0.5
+    check_reference(settings)
+
+
+@pytest.mark.parametrize("gone", ["cache", "model", "data"])
+def test_a_lost_reference_is_an_error_with_its_remedies(settings: Settings, gone: str) -> None:
+    """Silently it would be the model before SFT."""
+    directory = cache_dir(settings)
+    if gone == "data":
+        Path(settings.cold_start.phases[0].data_path).unlink()
+    else:
+        shutil.rmtree(directory if gone == "cache" else directory / "model")
+    with pytest.raises(ValueError, match=r"kl_beta=0.01 needs the cold start's model as reference") as caught:
+        check_reference(settings)
+    assert ("sft.jsonl" if gone == "data" else f"{directory} is gone") in str(caught.value)
+    assert "set algorithm.kl_beta=0, or begin anew with runner.resume_dir=null" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["no KL term", "no cold start", "another run's checkpoint"])
+def test_who_needs_no_cold_start_is_not_asked_for_it(settings: Settings, change: str) -> None:
+    shutil.rmtree(cache_dir(settings))
+    if change == "no KL term":
+        settings.algorithm.kl_beta = 0.0
+    elif change == "no cold start":
+        settings.cold_start.enabled = False
+    else:
+        settings.runner.init_checkpoint = "/runs/before/checkpoints/global_step_3"
+    check_reference(settings)

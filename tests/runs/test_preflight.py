@@ -1,0 +1,205 @@
+"""What is refused before anything starts, and that it is refused quickly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.runs.preflight import check_before_start, checkpoint_bytes
+from rstar2_megatron.settings.load import ConfigError, load
+from rstar2_megatron.settings.planning.plan import model_of
+from rstar2_megatron.settings.schema import Settings
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}+1?"}], "solutions": [str(i + 1)], "query_id": f"q{i}"}
+        for i in range(20)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tiny(model: Path, data: Path, *overrides: str) -> Settings:
+    return load(
+        "rstar2-tiny-cpu",
+        [
+            "cold_start.enabled=False",
+            f"rollout.model.model_path={model}",
+            f"data.train_data_paths=[{data}]",
+            "data.val_data_paths=[]",
+            f"runner.output_dir={model.parent / 'results'}",
+            *overrides,
+        ],
+    ).settings
+
+
+def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
+    assert check_before_start(tiny(model, data)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data.max_prompt_length=600", "runner.seq_length=640"],
+            r"=600 \+ .*=256 exceed .*=640; set runner.seq_length=856",
+        ),
+        (["algorithm.group_size=4"], r"down_sample_to_n=8 exceeds algorithm.group_size=4"),
+        (
+            ["algorithm.down_sampling.down_sampling_config.min_zero_reward_trace_num=8"],
+            r"min_zero_reward_trace_num=8 .* exceed down_sample_to_n=8",
+        ),
+        (
+            ["algorithm.kl_beta=0.1", "algorithm.kl_penalty_type=kl"],
+            r"kl_penalty_type=kl with algorithm.kl_beta=0.1 is no KL loss .* choose one of low_var_kl",
+        ),
+        (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
+        (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),
+        (["algorithm.importance_sampling_fix=True"], r"set algorithm.recompute_logprobs=True"),
+        (["rollout.max_total_tokens=100"], r"rollout.max_total_tokens=100 cannot hold one trajectory"),
+        (["algorithm.n_minibatches=1000"], r"n_minibatches=1000 exceeds the 128 trajectories"),
+        (
+            ["cluster.component_placement={actor: 0-5, rollout: 0, reward: 0}"],
+            r"actor=0-5 names slot 5, but there are 2 slots \(0-1\)",
+        ),
+        (["cluster.component_placement={actor: gpu, rollout: 0, reward: 0}"], r"actor=gpu is not `all`"),
+        (["cluster.component_placement={actor: 0, rollout: 0}"], r"does not place reward"),
+        (["cluster.component_placement={'actor,rollout,reward': 0, actor: 1}"], r"names actor twice"),
+        (["cluster.component_placement=all"], r"must name actor, rollout and reward"),
+        (
+            ["actor.model.tensor_model_parallel_size=3"],
+            r"tensor_model_parallel_size=3 does not divide .*\(4\)",
+        ),
+        (["actor.model.pipeline_model_parallel_size=3"], r"4 layers do not divide into 3 pipeline stages"),
+        (
+            ["actor.model.tensor_model_parallel_size=1", "actor.model.context_parallel_size=4"],
+            r"2 actor ranks",
+        ),
+        (["rollout.tensor_parallel_size=4"], r"rollout.tensor_parallel_size=4 does not divide the 2 slots"),
+        (["cluster.component_placement.actor=0"], r"names actor twice"),
+        (
+            ["algorithm.sampling_params.max_new_tokens=4000"],
+            r"exceeds the model's max_position_embeddings=2048",
+        ),
+        (["data.rollout_batch_size=21"], r"has 20 problems, a step needs data.rollout_batch_size=21"),
+        (["data.train_data_paths=[/nowhere/x.jsonl]"], r"data file /nowhere/x.jsonl does not exist"),
+        (
+            ["rollout.model.model_path=/nowhere"],
+            r"model_path=/nowhere is not a directory; give a Hugging Face",
+        ),
+        (["rollout.model.model_path=tiny:model"], r"is made by the cold start"),
+        (["data.train_data_paths=['tiny:train']"], r"is made by the cold start"),
+        (
+            ["runner.replay_rollouts=/nowhere", "runner.max_steps=3"],
+            r"/nowhere has no step_000001.jsonl.gz; .* or set runner.max_steps=0",
+        ),
+        (["runner.val_check_interval=5"], r"val_check_interval=5 needs data.val_data_paths"),
+        (["runner.init_checkpoint=/nowhere"], r"init_checkpoint=/nowhere holds no actor/metadata.json: give"),
+        (
+            ["runner.init_checkpoint=/nowhere", "cold_start.enabled=True"],
+            r"cold_start.enabled=True fine-tunes one first; set cold_start.enabled=False",
+        ),
+    ],
+)
+def test_mistakes_name_value_and_remedy(model: Path, data: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_before_start(tiny(model, data, *overrides))
+
+
+def test_a_model_without_tokenizer(model: Path, data: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer.json"):
+        check_before_start(tiny(model, data))
+
+
+def test_an_architecture_that_is_not_supported(model: Path, data: Path) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is not supported; supported: Qwen2"):
+        check_before_start(tiny(model, data))
+
+
+def test_a_row_without_solutions_is_named_by_file_and_line(model: Path, data: Path) -> None:
+    lines = data.read_text().splitlines()
+    lines[6] = json.dumps({"prompt": "x"})
+    data.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"train.jsonl:7: row without 'solutions'; it has prompt"):
+        check_before_start(tiny(model, data))
+
+
+def test_an_empty_data_set(model: Path, data: Path) -> None:
+    data.write_text("\n\n")
+    with pytest.raises(ConfigError, match=r"no problems in .*train.jsonl"):
+        check_before_start(tiny(model, data))
+
+
+def test_too_little_disk_names_needed_and_free_bytes(model: Path, data: Path) -> None:
+    settings = tiny(model, data)
+    shape, _ = model_of(settings)
+    assert shape is not None
+    needed = 3 * checkpoint_bytes(settings, shape) + 4 * shape.num_parameters
+    with pytest.raises(ConfigError, match=rf"needs {needed} bytes .* has {needed - 1} bytes"):
+        check_before_start(settings, free_bytes=lambda _: needed - 1)
+    check_before_start(settings, free_bytes=lambda _: needed)
+
+
+def test_existing_checkpoints_count_as_room(model: Path, data: Path) -> None:
+    settings = tiny(model, data)
+    shape, _ = model_of(settings)
+    assert shape is not None
+    run = Path(settings.runner.output_dir) / settings.runner.experiment_name
+    for step in (20, 40):
+        (run / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    needed = checkpoint_bytes(settings, shape) + 4 * shape.num_parameters
+    check_before_start(settings, free_bytes=lambda _: needed)
+
+
+def test_a_dry_run_warns_of_what_is_on_another_machine() -> None:
+    settings = load("rstar2-qwen2.5-7b-megatron").settings
+    warnings = check_before_start(settings, dry_run=True, find_gpus=lambda: (0, 0.0), free_bytes=lambda _: 10)
+    text = "\n".join(warnings)
+    for expected in ("no GPU is visible", "is not a directory", "does not exist", "has 10 bytes"):
+        assert expected in text
+    with pytest.raises(ConfigError, match="no GPU is visible"):
+        check_before_start(settings, find_gpus=lambda: (0, 0.0))
+    with pytest.raises(ConfigError, match="is not a directory"):
+        check_before_start(settings, find_gpus=lambda: (8, 80.0))
+
+
+def test_checks_load_no_torch() -> None:
+    """Bad input is answered at once, not after torch has loaded."""
+    program = (
+        "import sys; from rstar2_megatron.runs import preflight; from rstar2_megatron.settings import load; "
+        "from rstar2_megatron.settings.planning import plan; "
+        "plan.make_plan(load.load('rstar2-qwen2.5-7b-megatron').settings); "
+        "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

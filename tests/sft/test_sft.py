@@ -1,0 +1,90 @@
+"""Supervised fine-tuning: rows, steps, and a resumed run against one that was never interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
+from rstar2_megatron.sft.rows import load_sft_rows
+from rstar2_megatron.sft.training import batches, learning_rate, phase_of
+from rstar2_megatron.tiny.build import TinyPaths
+
+
+@pytest.fixture(scope="module")
+def tokenizer(built: TinyPaths) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(built.model)
+
+
+def test_paper_settings_by_default() -> None:
+    """3 epochs, 5e-6, 4 % warm-up, cosine, batch 128 (arXiv 2508.20722, section 3.1): 222 K conversations."""
+    phase = phase_of(SFTSettings(), 222_000)
+    assert (phase.steps, phase.warmup_steps, phase.batch_size, phase.decay) == (5204, 209, 128, "cosine")
+    rates = [learning_rate(phase, step) for step in (0, 207, 208, 2602, 5203)]
+    assert rates[0] == pytest.approx(5e-6 / 209) and rates[2] == pytest.approx(5e-6, rel=0.01)
+    assert rates[3] == pytest.approx(2.5e-6, rel=0.01) and rates[4] < 1e-11
+    assert phase_of(SFTSettings(max_steps=7), 222_000).steps == 7
+
+
+def test_every_epoch_takes_every_row_once() -> None:
+    phase = phase_of(SFTSettings(batch_size=4), 10)
+    taken = list(itertools.chain(*batches(10, phase, seed=1)))
+    assert len(taken) == 32 and [sorted(taken[i : i + 10]) for i in (0, 10, 20)] == [list(range(10))] * 3
+    assert taken[:10] != taken[10:20]
+    assert taken == list(itertools.chain(*batches(10, phase, seed=1)))
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_keep_ids_and_masks(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Add 12 to 5."}, {"role": "assistant", "content": "17"}]
+    path = write(tmp_path / "a.jsonl", [{"segments": [["ab", 0], ["cd", 1]]}, {"messages": messages * 2}])
+    rows = load_sft_rows([path], tokenizer, 200)
+    assert len(rows) == 2 and rows.num_tokens == rows[0].length + rows[1].length
+    assert tokenizer.decode(rows[1].input_ids) == (
+        "<|im_start|>user\nAdd 12 to 5.<|im_end|>\n<|im_start|>assistant\n17<|im_end|>\n" * 2
+    ).rstrip("\n")
+    trained = [i for i, m in zip(rows[1].input_ids, rows[1].loss_mask) if m]
+    assert tokenizer.decode(trained) == "17<|im_end|>" * 2
+    assert rows.num_trained_tokens == sum(rows[0].loss_mask) + sum(rows[1].loss_mask)
+
+
+def test_long_rows_are_cut_and_those_without_a_trained_token_left_out(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"segments": [["a" * 40, 0], ["b", 1]]}, {"segments": [["a", 0], ["b c d e f g", 1]]}],
+    )
+    rows = load_sft_rows([path], tokenizer, 4)
+    assert (len(rows), rows.skipped, rows[0].length) == (1, 1, 4)
+    with pytest.raises(DataError, match="no rows to train on"):
+        load_sft_rows([path], tokenizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"segments": [["a", 0]]}, "a.jsonl:1: no token of this row is trained"),
+        ({"text": "a"}, "a.jsonl:1: expected .*neither 'segments' nor 'messages'"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "a.jsonl:1: .*role 'robot'"),
+        (["a"], "a.jsonl:1: .*expected an object"),
+    ],
+)
+def test_bad_rows_are_named(tokenizer: Any, tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_sft_rows([write(tmp_path / "a.jsonl", [row])], tokenizer, 100)
+
+
+def test_tiny_curriculum_keeps_its_order(built: TinyPaths, tokenizer: Any) -> None:
+    phase = SFTPhaseSettings(name="copy", data_path="", steps=5, batch_size=8, lr=1e-3, shuffle=False)
+    assert list(itertools.chain(*batches(400, phase, seed=3))) == list(range(40))
+    assert len(load_sft_rows([built.copy], tokenizer, 640)) == 400

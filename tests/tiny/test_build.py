@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rstar2_megatron.tiny.build import TinyPaths, build_tiny
+from rstar2_megatron.tiny.recipe import TinyRecipe, tiny_agent_loop
+from tests.tiny.small import SMALL
+
+
+def digests(paths: TinyPaths) -> dict[str, str]:
+    files = sorted(path for path in paths.root.rglob("*") if path.is_file())
+    return {str(f.relative_to(paths.root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def questions(path: Path) -> set[str]:
+    return {json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()}
+
+
+def test_training_and_heldout_problems_are_disjoint(built: TinyPaths) -> None:
+    train, heldout = questions(built.train), questions(built.heldout)
+    assert len(train) == SMALL.train_problems and len(heldout) == SMALL.heldout_problems
+    assert train.isdisjoint(heldout)
+    sft = built.conversations.read_text() + built.copy.read_text()
+    assert not [question for question in heldout if question in sft]
+
+
+def test_rows_have_the_schema_of_the_data_files(built: TinyPaths) -> None:
+    rows = [
+        json.loads(line) for path in (built.train, built.heldout) for line in path.read_text().splitlines()
+    ]
+    assert len({row["query_id"] for row in rows}) == len(rows)
+    for row in rows:
+        assert set(row) == {"prompt", "solutions", "query_id", "task"}
+        assert row["prompt"][0]["role"] == "user" and int(row["solutions"][0]) is not None
+
+
+def test_same_seed_gives_the_same_bytes(built: TinyPaths, tmp_path: Path) -> None:
+    again = build_tiny(tmp_path, seed=0, recipe=SMALL, progress=lambda line: None)
+    assert digests(again) == digests(built)
+    assert again.root.name == built.root.name
+
+
+def test_a_second_call_finds_the_first(built: TinyPaths) -> None:
+    lines: list[str] = []
+    before = built.root.stat().st_mtime_ns
+    again = build_tiny(built.root.parent, seed=0, recipe=SMALL, progress=lines.append)
+    assert again == built and not lines and built.root.stat().st_mtime_ns == before
+
+
+def test_what_changes_the_data_changes_the_directory(
+    built: TinyPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rstar2_megatron.tiny.build._build", lambda paths, *rest: paths.model.mkdir(parents=True)
+    )
+
+    def root(seed: int = 0, **change: Any) -> Path:
+        agentloop = tiny_agent_loop().model_copy(update=change)
+        return build_tiny(
+            built.root.parent, seed, agentloop=agentloop, recipe=SMALL, progress=lambda line: None
+        ).root
+
+    assert root(max_assistant_turns=7) == built.root
+    assert len({built.root, root(seed=1), root(user_prefix="Problem: ")}) == 3
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("rstar2_megatron.tiny.build._tokenizer", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build_tiny(tmp_path, seed=0, recipe=SMALL, progress=lambda line: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line_explains_itself() -> None:
+    for command in (["-m", "rstar2_megatron.tiny.build"], ["data_process/make_tiny_dataset.py"]):
+        root = Path(__file__).parents[2]
+        run = subprocess.run(
+            [sys.executable, *command, "--help"],
+            cwd=root,
+            env={"PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 0 and "--seed" in run.stdout
+
+
+def test_yaml_and_recipe_agree() -> None:
+    """The YAML repeats what the recipe was tuned with: the conversation format, and rows enough for each phase."""
+    config = yaml.safe_load((Path(__file__).parents[2] / "config" / "rstar2-tiny-cpu.yaml").read_text())
+    wanted = tiny_agent_loop().model_dump()
+    assert {key: wanted[key] for key in config["agentloop"]} == config["agentloop"]
+    rows = {"tiny:copy": TinyRecipe().copy.rows, "tiny:conversations": TinyRecipe().conversations}
+    for phase in config["cold_start"]["phases"]:
+        assert phase["steps"] * phase["batch_size"] == rows[phase["data_path"]]
+        assert (phase.get("shuffle", True) is False) == (phase["name"] == "copy")

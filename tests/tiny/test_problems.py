@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from rstar2_megatron.tiny.problems import FAMILIES, SIZES, TinyProblem, stream
+from rstar2_megatron.tiny.sft import run_trusted
+
+
+def take(level: str, seed: int, count: int, seen: set[str] | None = None) -> list[TinyProblem]:
+    questions = set() if seen is None else seen
+    return list(itertools.islice(stream(level, random.Random(seed), questions), count))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", ["easy", "main"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_code_does_what_its_name_says(family: str, level: str) -> None:
+    rng = random.Random(f"{family} {level}")
+    for _ in range(40):
+        problem = FAMILIES[family](rng, SIZES[level])  # type: ignore[index]
+        assert run_trusted(problem.right_code, 0.0).stdout == f"{problem.answer}\n"
+        wrong = run_trusted(problem.wrong_code, 0.0)
+        assert wrong.success and wrong.stdout.strip() != problem.answer
+        for code in problem.error_codes:
+            assert not run_trusted(code, 0.0).success
+
+
+def test_families_take_turns_and_questions_do_not_repeat() -> None:
+    problems = take("main", 0, 20 * len(FAMILIES))
+    assert [p.family for p in problems] == list(FAMILIES) * 20
+    assert len({p.question for p in problems}) == len(problems)
+
+
+def test_a_stream_is_decided_by_its_seed() -> None:
+    assert take("main", 3, 50) == take("main", 3, 50)
+    assert take("main", 3, 50) != take("main", 4, 50)
+
+
+def test_seen_questions_are_left_out() -> None:
+    first = {p.question for p in take("easy", 0, 90)}
+    again = take("easy", 0, 90, seen=set(first))
+    assert first.isdisjoint(p.question for p in again)
+
+
+def test_used_up_questions_are_an_error_that_names_the_family() -> None:
+    with pytest.raises(ValueError, match=r"no unseen '.*' problem left at level 'easy'"):
+        take("easy", 0, 100_000)
+
+
+def test_row_has_the_schema_of_the_data_files() -> None:
+    problem = take("main", 0, 1)[0]
+    assert problem.row("q7") == {
+        "prompt": [{"role": "user", "content": problem.question}],
+        "solutions": [problem.answer],
+        "query_id": "q7",
+        "task": "math",
+    }

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.rollout.tool_call import parse_tool_calls
+from rstar2_megatron.tiny.build import TinyPaths
+from rstar2_megatron.tiny.problems import stream
+from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix, tiny_agent_loop
+from rstar2_megatron.tiny.sft import TraceWriter, copy_rows, pieces, run_trusted
+from rstar2_megatron.trajectory import Problem
+
+
+@pytest.fixture(scope="module")
+def template(built: TinyPaths) -> ChatTemplate:
+    tokenizer: Any = AutoTokenizer.from_pretrained(built.model)
+    return ChatTemplate(tokenizer, tiny_agent_loop())
+
+
+def writer(template: ChatTemplate, **weights: float) -> TraceWriter:
+    """Writes one kind of conversation only."""
+    mix = {"right": 0.0, "wrong": 0.0, "error": 0.0, "guess": 0.0, "untagged": 0.0, **weights}
+    return TraceWriter(template, random.Random(0), Mix(**mix))
+
+
+def problems(count: int = 45) -> list:
+    return list(itertools.islice(stream("main", random.Random(1), set()), count))
+
+
+def final_turn(row: list[tuple[str, int]]) -> str:
+    return row[-1][0]
+
+
+def test_right_conversations_hold_the_answer_and_calls_that_parse(template: ChatTemplate) -> None:
+    for problem in problems():
+        row = writer(template, right=1.0).conversation(problem)
+        assert [trained for _, trained in row] == [0, 1, 0, 1]
+        (call,) = parse_tool_calls(row[1][0], template.schemas)
+        assert call.valid and call.arguments["code"] == problem.right_code
+        assert final_turn(row).endswith(f"<answer>\n\\boxed{{{problem.answer}}}\n</answer><|im_end|>")
+
+
+def test_other_kinds_fail_as_meant(template: ChatTemplate) -> None:
+    for problem in problems():
+        box = f"\\boxed{{{problem.answer}}}"
+        assert box not in final_turn(writer(template, wrong=1.0).conversation(problem))
+        guess = writer(template, guess=1.0).conversation(problem)
+        assert box not in final_turn(guess) and "<tool_call>" not in final_turn(guess)
+        untagged = final_turn(writer(template, untagged=1.0).conversation(problem))
+        assert box in untagged and "<answer>" not in untagged
+        failed = writer(template, error=1.0, retry_right=1.0).conversation(problem)
+        assert "Tool call failure" in failed[2][0] and "Tool call success" in failed[4][0]
+        assert "Error" in failed[2][0].split("...(truncated)...")[1]  # what went wrong survives the cut
+        assert box in final_turn(failed)
+
+
+def test_conversations_begin_as_rollouts_do(template: ChatTemplate) -> None:
+    """Same ids: what SFT trains on is what the engine will be given."""
+    problem = problems(1)[0]
+    row = writer(template, right=1.0).conversation(problem)
+    rollout = Problem("q", [{"role": "user", "content": problem.question}], [problem.answer])
+    assert template.tokenizer.encode(row[0][0], add_special_tokens=False) == template.prompt_ids(rollout)
+    response = row[2][0].split("<tool_response>\n")[1].split("\n</tool_response>")[0]
+    ids = template.tokenizer.encode(row[2][0], add_special_tokens=False)
+    assert ids == template.tool_response_ids([response])
+    check_tools_in_prompt(row[0][0], template.schemas)
+
+
+def test_mix_decides_how_often_a_kind_occurs(built: TinyPaths) -> None:
+    rows = [json.loads(line)["segments"] for line in built.conversations.read_text().splitlines()]
+    counts: Counter[str] = Counter()
+    for row in rows:
+        text = "".join(text for text, _ in row)
+        counts["guess"] += "<tool_call>" not in text
+        counts["error"] += "Tool call failure" in text
+        counts["untagged"] += "<answer>" not in text
+    mix = Mix()
+    for kind, count in counts.items():
+        assert count / len(rows) == pytest.approx(getattr(mix, kind), abs=0.08), kind
+
+
+def test_trusted_run_reports_as_an_interpreter_does() -> None:
+    run = run_trusted("import math\nprint(math.nope)", 0.02)
+    assert not run.success and run.stdout == ""
+    assert run.stderr.startswith('Traceback (most recent call last):\n  File "source.py", line 2')
+    assert run.stderr.rstrip().endswith("AttributeError: module 'math' has no attribute 'nope'")
+    assert run_trusted("print((1", 0.0).stderr.rstrip().endswith("SyntaxError: '(' was never closed")
+
+
+def test_pieces_join_to_the_text() -> None:
+    text = '<|im_start|>user\nAdd 12 to x_1.<|im_end|>\n<tool_call>\n{"a": "b\\n"}\n</tool_call>'
+    assert "".join(pieces(text)) == text
+    assert pieces("<|im_end|>\n<answer>12") == ["<|im_end|>", "\n", "<answer>", "12"]
+
+
+def test_curriculum_grows_and_its_targets_stand_in_their_source() -> None:
+    curriculum = CopyCurriculum(rows=600)
+    filler = [f" w{i}" for i in range(300)]
+    rows = list(copy_rows(curriculum, stream("main", random.Random(0), set()), filler, random.Random(0)))
+    lengths = [row[0][0].count(" w") for row in rows]
+    assert set(lengths[:180]) == {0}
+    assert 0 < max(lengths[180:300]) < max(lengths[510:]) <= curriculum.longest
+    for (source, untrained), (target, trained) in rows:
+        assert (untrained, trained) == (0, 1)
+        numbers = [n for n in target.replace("'1'", "").replace("+1)", ")").split("\\n")[-1].split() if n]
+        digits = "".join(c if c.isdigit() else " " for c in " ".join(numbers)).split()
+        assert digits and all(number in source for number in digits)

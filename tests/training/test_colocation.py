@@ -1,0 +1,92 @@
+"""Who holds the memory when, for the calls of a whole run. The groups only record: the real ones run in tests/e2e."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.settings.schema import ActorSettings
+from rstar2_megatron.training.colocation import MemoryHandover, takes_turns
+
+
+class Recorder:
+    """A worker group that notes its calls in one list shared with the other."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+        self.before: Callable[[str], None] | None = None
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> None:
+        if self.before is not None:
+            self.before(method)
+        self.calls.append(" ".join([self.name, method, *(str(a) for a in args)]))
+
+
+@pytest.fixture
+def run() -> tuple[MemoryHandover, Recorder, Recorder, list[str]]:
+    calls: list[str] = []
+    actor, rollout = Recorder("actor", calls), Recorder("engines", calls)
+
+    def sync() -> None:
+        handover.to_sync()
+        rollout.call("receive_weights", timeout_s=1)
+        actor.call("send_weights", timeout_s=1)
+        handover.synced()
+
+    handover: MemoryHandover = MemoryHandover(actor, rollout, sync, 1.0)  # type: ignore[arg-type]
+    handover.sync = sync  # type: ignore[attr-defined]
+    return handover, actor, rollout, calls
+
+
+def test_a_step_moves_the_memory_in_order(run: Any) -> None:
+    handover, actor, rollout, calls = run
+    rollout.call("generate", timeout_s=1)
+    assert calls == ["engines generate"]  # they start with the memory
+    calls.clear()
+    actor.call("compute_logprobs", timeout_s=1)
+    actor.call("train_step", timeout_s=1)
+    handover.sync()
+    rollout.call("generate", timeout_s=1)
+    assert calls == [
+        "engines release_memory",
+        "actor reload",
+        "actor compute_logprobs",
+        "actor train_step",
+        "actor offload True",
+        "engines resume_memory ['weights']",
+        "engines receive_weights",
+        "actor send_weights",
+        "actor offload",
+        "engines resume_memory ['kv_cache']",
+        "engines generate",
+    ]
+
+
+def test_engines_never_generate_from_forgotten_weights(run: Any) -> None:
+    """A checkpoint after the sync takes the engines' memory, so their weights must be sent again."""
+    handover, actor, rollout, calls = run
+    actor.call("train_step", timeout_s=1)
+    handover.sync()
+    actor.call("weights_checksum", timeout_s=1)  # its weights are still there
+    calls.clear()
+    actor.call("save_checkpoint", timeout_s=1)
+    actor.call("finish_checkpoint", timeout_s=1)
+    assert calls == [
+        "engines release_memory",
+        "actor reload",
+        "actor save_checkpoint",
+        "actor finish_checkpoint",
+    ]
+    calls.clear()
+    rollout.call("generate", timeout_s=1)
+    assert calls.index("engines receive_weights") < calls.index("engines generate")
+    assert calls[-3:] == ["actor offload", "engines resume_memory ['kv_cache']", "engines generate"]
+
+
+def test_turns_are_taken_on_shared_slots_only() -> None:
+    offloads = ActorSettings(offload_optimizer=True)
+    assert takes_turns(offloads, collocated=True)
+    assert not takes_turns(offloads, collocated=False)
+    assert not takes_turns(ActorSettings(), collocated=True)
