@@ -47,7 +47,7 @@ install_transformer_engine() {
   pip_install --no-deps --force-reinstall "$folder"/transformer_engine_torch-*.whl || return 1
   # without a driver (an image being built) the import finds no libcuda.so.1
   "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null || return 0
-  "$venv/bin/python" -c 'import transformer_engine.pytorch'
+  "$venv/bin/python" -c 'import torch, transformer_engine.pytorch' # torch first: it loads cuBLAS
 }
 
 te_archs() { # compute capabilities of this machine's GPUs, 90 (H100, H200) where none is visible
