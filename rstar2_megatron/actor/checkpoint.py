@@ -24,6 +24,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rstar2_megatron.actor.network.model import bare
+from rstar2_megatron.actor.optimizer_state import (
+    check_state_fits_weights,
+    local_checksums,
+    positions_without_padding,
+)
 
 # Handed out as copies: megatron-core writes the process group of the moment into it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -171,9 +176,10 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[
     state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         state[_model_key(chunks, number)] = bare(chunk).sharded_state_dict(metadata=dict(_METADATA))
-    state["optimizer"] = optimizer.sharded_state_dict(
-        dict(state), is_loading=loading, metadata=dict(_METADATA)
-    )
+    with positions_without_padding(chunks):
+        state["optimizer"] = optimizer.sharded_state_dict(
+            dict(state), is_loading=loading, metadata=dict(_METADATA)
+        )
     return state
 
 
@@ -204,25 +210,32 @@ def start_save(
     return PendingSave(request, partial, final, _live_storages(chunks, optimizer))
 
 
-def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """Restore model and optimizer in place and return the counters; collective.
-
-    Raises ValueError when the directory is not a complete checkpoint. Random states are restored only under
-    the number of ranks that saved them.
-    """
+def read_counters(directory: str | Path) -> dict[str, Any]:
+    """What `start_save` got as `counters`. Local. Raises ValueError when the directory is not a complete checkpoint."""
     path = Path(directory)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"{path} is not a complete checkpoint: choose another global_step_N or start anew")
-    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(path))
-    for number, chunk in enumerate(chunks):
-        bare(chunk).load_state_dict(state[_model_key(chunks, number)])
-    optimizer.load_state_dict(state["optimizer"])
-    file = path / _RANDOM / _random_file()
-    if file.exists():
-        _restore_random_states(torch.load(file, weights_only=False))
     counters = dist_checkpointing.load_common_state_dict(str(path))[_COUNTERS]
     assert isinstance(counters, dict)
     return counters
+
+
+def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
+    """Restore model and optimizer in place; collective.
+
+    Raises ValueError when the optimizer state of the checkpoint does not belong to its weights. Random states are
+    restored only under the number of ranks that saved them.
+    """
+    path = Path(directory)
+    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(path))
+    for number, chunk in enumerate(chunks):
+        bare(chunk).load_state_dict(state[_model_key(chunks, number)])
+    loaded = local_checksums(chunks)
+    optimizer.load_state_dict(state["optimizer"])
+    check_state_fits_weights(str(path), chunks, optimizer, loaded)
+    file = path / _RANDOM / _random_file()
+    if file.exists():
+        _restore_random_states(torch.load(file, weights_only=False))
 
 
 def _random_file() -> str:

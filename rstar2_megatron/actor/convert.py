@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from rstar2_megatron.actor.checkpoint import read_counters
 from rstar2_megatron.actor.hf_weights import (
     EXPERT_NAMES,
     LAYER_NAMES,
@@ -32,6 +33,7 @@ from rstar2_megatron.actor.hf_weights import (
     write_hf_directory,
 )
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.weights.checksum import check_same_weights, tensor_checksum
 
 _LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts.experts."  # as megatron-core names the experts of all ranks, stacked
@@ -59,7 +61,7 @@ class _Slice(DefaultLoadPlanner):
 def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, tensor) of a checkpoint that `MegatronActor.save_checkpoint` wrote.
 
-    Raises ValueError when the directory is no checkpoint or lacks a weight.
+    Raises ValueError when the directory is no checkpoint, lacks a weight, or holds other weights than were saved.
     """
     try:
         reader = torch_checkpoint.FileSystemReader(checkpoint)
@@ -80,10 +82,12 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
         return planner.target.view(planner.target.shape[len(leading) :])
 
     found = 0
+    checksums: dict[str, int] = {}
     for parameter, mapping, first_expert in _parameters(config, metadata, read):
         pieces = mapping.split(parameter, config.head_dim, config.num_kv_heads)
         for hf_name, piece in zip(mapping.names(first_expert), pieces):
             found += piece.numel()
+            checksums[hf_name] = tensor_checksum(piece)
             yield hf_name, piece
         del parameter, pieces, piece  # before the next one is read
     if found != config.num_parameters:
@@ -91,6 +95,9 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
             f"{checkpoint} holds {found} weights, the model of the given config.json {config.num_parameters}: "
             "give the Hugging Face directory that training started from"
         )
+    saved = read_counters(checkpoint).get("weights_checksum")
+    if saved is not None:  # checkpoints of earlier revisions have none
+        check_same_weights(str(checkpoint), saved, checksums)
 
 
 def _parameters(config: ModelConfig, metadata: Any, read: Any) -> Iterator[tuple[Tensor, Mapping, int]]:

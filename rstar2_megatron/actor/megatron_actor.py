@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from rstar2_megatron.settings.schema import (
     OptimSettings,
     RunnerSettings,
 )
-from rstar2_megatron.weights.checksum import weights_checksum
+from rstar2_megatron.weights.checksum import check_same_weights, weights_checksum
 
 # Policy, reference, optimizer, checkpoint and hf_weights import megatron-core, and so are imported inside methods: on a CPU
 # `process_groups.join` must have installed its stand-ins first.
@@ -361,10 +361,20 @@ class MegatronActor:
             "optimizer_steps": self.optimizer_steps,
             "skipped_steps": self.skipped_steps,
             "schedule_start": self.schedule_start,
+            "weights_checksum": self.weights_checksum(),
+            "form": self._checkpoint_form,
         }
         self._pending = checkpoint.start_save(directory, self.policy.chunks, self.policy.optimizer, counters)
         if wait:
             self.finish_checkpoint()
+
+    @property
+    def _checkpoint_form(self) -> dict[str, Any]:
+        """Settings that decide how a checkpoint is stored, whatever the layout."""
+        return {
+            "actor.model.precision": self.actor.model.precision,
+            "actor.optim.use_distributed_optimizer": self.actor.optim.use_distributed_optimizer,
+        }
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint being written is in place; collective. Raises OSError when it failed."""
@@ -379,12 +389,22 @@ class MegatronActor:
     def load_checkpoint(self, directory: str | Path) -> None:
         """Restore what `save_checkpoint` wrote, also under another parallel layout; collective.
 
-        Raises ValueError when the directory is not a complete checkpoint.
+        Raises ValueError when the directory is not a complete checkpoint, was written under settings that give it another
+        form, or when the weights are then not, bit by bit, those that were saved.
         """
         from rstar2_megatron.actor import checkpoint
 
         self.finish_checkpoint()
-        counters = checkpoint.load(directory, self.policy.chunks, self.policy.optimizer)
+        counters = checkpoint.read_counters(directory)
+        for key, saved in counters.get("form", {}).items():
+            if saved != self._checkpoint_form[key]:
+                raise ValueError(
+                    f"{directory} was saved with {key}={saved}, this run has {self._checkpoint_form[key]}: set {key}={saved}, "
+                    "or begin from the exported model with a fresh optimizer"
+                )
+        checkpoint.load(directory, self.policy.chunks, self.policy.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]
         self.schedule_start = counters.get("schedule_start", 0)
+        if "weights_checksum" in counters:  # checkpoints of earlier revisions have none
+            check_same_weights(str(directory), counters["weights_checksum"], self.weights_checksum())

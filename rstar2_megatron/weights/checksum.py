@@ -7,7 +7,7 @@ number that depends on its place, so that swapped, shifted or truncated data is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,3 +38,17 @@ def tensor_checksum(tensor: Tensor) -> int:
 def weights_checksum(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Checksum of every tensor by name."""
     return {name: tensor_checksum(tensor) for name, tensor in named_tensors}
+
+
+def check_same_weights(source: str, saved: Mapping[str, int], loaded: Mapping[str, int]) -> None:
+    """Raise ValueError unless the weights loaded from `source` are those that were saved there.
+
+    saved, loaded: `weights_checksum` by Hugging Face name.
+    """
+    differing = sorted(name for name in saved.keys() | loaded.keys() if saved.get(name) != loaded.get(name))
+    if differing:
+        raise ValueError(
+            f"{source}: {len(differing)} of {len(saved)} weights are not those that were saved, e.g. "
+            f"{', '.join(differing[:3])}; the checkpoint is damaged, or saved from another model or precision: "
+            "choose another global_step_N by runner.resume_dir"
+        )

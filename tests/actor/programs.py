@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rstar2_megatron.actor import optimizer
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.network import logprob
 from rstar2_megatron.algorithm.batch import TrainSequence
@@ -376,3 +380,59 @@ def fine_tune(
         return [step["sft/loss"] for step in history], validation_loss(group, rows, 4, 60.0)
     finally:
         actor.close()
+
+
+def save_and_go_on(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directory: Path,
+    batches: list[Batch],
+    bucket_size: int | None = None,
+) -> tuple[dict[str, int], dict[str, float]]:
+    """A step, a checkpoint, another step: (checksums of the exported weights when saved, metrics of the second step)."""
+    with _bucket_size(bucket_size):
+        actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        actor.train_step(batches[0])
+        actor.save_checkpoint(directory)
+        return actor.weights_checksum(), actor.train_step(batches[1])
+    finally:
+        actor.close()
+
+
+def load_each(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directories: list[Path],
+    batch: Batch,
+    bucket_size: int | None = None,
+) -> list[tuple[dict[str, int], dict[str, float]]]:
+    """For each checkpoint, loaded into a new process group: (checksums of the weights, metrics of the next step)."""
+    with _bucket_size(bucket_size):
+        actor = _actor(rank, world_size, init_method, config, model_path)
+    results = []
+    try:
+        for directory in directories:
+            actor.load_checkpoint(directory)
+            results.append((actor.weights_checksum(), actor.train_step(batch)))
+        return results
+    finally:
+        actor.close()
+
+
+@contextmanager
+def _bucket_size(elements: int | None) -> Iterator[None]:
+    """Buckets of about so many elements, as a model of billions has with megatron-core's 40 million."""
+    plain = optimizer.DistributedDataParallelConfig
+    if elements is not None:
+        optimizer.DistributedDataParallelConfig = functools.partial(plain, bucket_size=elements)  # type: ignore
+    try:
+        yield
+    finally:
+        optimizer.DistributedDataParallelConfig = plain  # type: ignore[misc]

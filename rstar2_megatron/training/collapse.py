@@ -1,0 +1,128 @@
+"""A run that is ruined stops and says so, instead of training on for nights. Pure.
+
+Two signs are watched: steps whose groups are all rejected, and a fall of pass rate or log-probs right after a resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+"""One step of metrics.jsonl."""
+
+PASS_RATE, LOG_PROB = "rollout/pass_rate", "rollout/logprob_mean"
+_STEPS_BEFORE = 5  # of the run before the resume, that its first steps are compared with
+_STEPS_AFTER = 3
+_SIGMA = 3.0
+_LOG_PROB_FACTOR, _LOG_PROB_FLOOR = 3.0, 0.1
+
+
+class CollapseError(RuntimeError):
+    """The policy is ruined; the message gives the figures and what to do."""
+
+
+class EmptySteps(CollapseError):
+    """No step of the last few had a group to train on."""
+
+
+class CollapseWatch:
+    """Looks at each step's metrics as they come."""
+
+    def __init__(self, max_empty_steps: int, before_resume: Sequence[Row] = ()) -> None:
+        """max_empty_steps: consecutive steps without a kept group that end the run; 0: any number is allowed.
+
+        before_resume: the steps of this run until the checkpoint that it resumed from; empty for a new run, or when its
+        first steps shall not be compared with them.
+        """
+        self._max_empty_steps = max_empty_steps
+        self._before = list(before_resume[-_STEPS_BEFORE:])
+        self._after: list[Row] = []
+        self._empty: list[Row] = []
+
+    @property
+    def compares_with_before(self) -> bool:
+        """Whether the next step is one of the first after a resume."""
+        return bool(self._before) and len(self._after) < _STEPS_AFTER
+
+    def add(self, row: Row) -> None:
+        """Raise CollapseError when the run, with this step, shows a sign of ruin."""
+        if self.compares_with_before:
+            self._after.append(row)
+            _check_pass_rate(self._before, self._after)
+            _check_log_prob(self._before, self._after)
+        self._empty = [] if row.get("rollout/groups_kept") else [*self._empty, row]
+        if self._max_empty_steps and len(self._empty) >= self._max_empty_steps:
+            raise EmptySteps(_empty_message(self._empty))
+
+
+def _check_pass_rate(before: Sequence[Row], after: Sequence[Row]) -> None:
+    """The pass rate must not have halved by more than chance allows.
+
+    Chance: groups are independent and each is, at worst, all right or all wrong; then the standard error of a mean over
+    n groups is sqrt(p (1 - p) / n). Both means count groups of their steps.
+    """
+    old, _ = _mean(before, PASS_RATE)
+    new, groups = _mean(after, PASS_RATE)
+    if math.isnan(old) or math.isnan(new):
+        return
+    error = math.sqrt(max(old * (1 - old), 0.0) / groups)
+    if new < old / 2 and old - new > _SIGMA * error:
+        raise CollapseError(_resume_message("pass rate", PASS_RATE, old, new, before, after))
+
+
+def _check_log_prob(before: Sequence[Row], after: Sequence[Row]) -> None:
+    """The mean log-prob of generated tokens must stay within a factor of 3: training moves it by percents."""
+    old, _ = _mean(before, LOG_PROB)
+    new, _ = _mean(after, LOG_PROB)
+    if math.isnan(old) or math.isnan(new) or abs(new - old) <= _LOG_PROB_FLOOR:
+        return
+    if not old * _LOG_PROB_FACTOR <= new <= old / _LOG_PROB_FACTOR:
+        raise CollapseError(
+            _resume_message("mean log-prob of generated tokens", LOG_PROB, old, new, before, after)
+        )
+
+
+def _mean(rows: Sequence[Row], metric: str) -> tuple[float, float]:
+    """(mean weighted by groups, number of groups) over the rows that have the metric; (nan, 0) without any."""
+    pairs = [
+        (float(row[metric]), float(row.get("rollout/groups", 1)))
+        for row in rows
+        if row.get(metric) is not None
+    ]
+    groups = sum(weight for _, weight in pairs)
+    return (sum(value * weight for value, weight in pairs) / groups if groups else math.nan), groups
+
+
+def _resume_message(
+    what: str, metric: str, old: float, new: float, before: Sequence[Row], after: Sequence[Row]
+) -> str:
+    first, last = before[0]["step"], before[-1]["step"]
+    return (
+        f"after the resume from step {last:.0f} the {what} fell off a cliff: {metric} {old:.4g} over steps {first:.0f} to "
+        f"{last:.0f}, {new:.4g} over the {len(after)} steps since. The checkpoint of step {last:.0f} is kept and none was "
+        "written since. Check that data, sampling and model are those of the run before; runner.check_after_resume=False goes "
+        "on all the same"
+    )
+
+
+def _empty_message(rows: Sequence[Row]) -> str:
+    reasons = {
+        reason: sum(row.get(f"rollout/groups_rejected_{reason}", 0) for row in rows)
+        for reason in ("all_correct", "all_wrong", "too_few")
+    }
+    counted = ", ".join(
+        f"{count:.0f} {reason.replace('_', ' ')}" for reason, count in reasons.items() if count
+    )
+    remedy = (
+        "the problems are too easy for this model: filter them (runner.task_type=difficulty_filter) or take harder ones"
+        if reasons["all_correct"] >= reasons["all_wrong"]
+        else "the model solves nothing: look at trajectories.jsonl, resume from an earlier global_step_N by runner.resume_dir, "
+        "or take easier problems"
+    )
+    return (
+        f"no step from {rows[0]['step']:.0f} to {rows[-1]['step']:.0f} had a group to train on "
+        f"(rejected: {counted or 'none'}); "
+        f"{remedy}. runner.max_empty_steps={len(rows)} ends a run then; 0 lets it go on"
+    )
