@@ -1,72 +1,80 @@
 #!/usr/bin/env bash
-# Makes .venv from the project's pinned files, or does nothing when it is up to date.
-#   scripts/setup_env.sh [--dev]      --dev adds what the tests need
-# The order matters: torch first, so that nothing else picks another build of it; then packages that resolve
-# normally under constraints; last the ones whose own pins would drag in CUDA builds, without dependencies.
+# Makes .venv from the project's pinned files, or does nothing when it is up to date (docs/install.md).
+#   scripts/setup_env.sh [--dev] [--transformer-engine]
+#     --dev                  adds what the tests need
+#     --transformer-engine   tries its build again after a failure
+#   RSTAR2_GPU=1   GPU packages where no GPU is visible yet (an image being built); 0: none where one is
+#   RSTAR2_VENV=DIR   another place than .venv; log, lock and built wheels lie beside it
+# On a CPU the order matters: torch first, so that nothing else picks another build of it; then packages that resolve normally
+# under constraints; last the ones whose own pins would drag in CUDA builds, without dependencies. On a GPU all is in a lock.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
-fail() { echo "setup: $*" >&2; exit 1; }
+venv=${RSTAR2_VENV:-.venv}
+home=$(dirname "$venv")
+mkdir -p "$home"
+log=$home/.setup.log te_log=$home/.setup.transformer-engine.log
+for part in steps prerequisites gpu transformer_engine; do . "scripts/install/$part.sh"; done
 
-files=(requirements/constraints.txt requirements/base.txt requirements/no-deps.txt)
-extras=""
-# RSTAR2_GPU=1 asks for the GPU packages where none is visible yet: while a container image is built.
-if [ -n "${RSTAR2_GPU:-}" ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then
-  extras="gpu"
-  files+=(requirements/gpu.txt)
-fi
-want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
-want_dev=$(cat requirements/dev.txt requirements/loggers.txt | sha256sum | cut -c1-16)
-stamp=.venv/.rstar2-installed
-stamp_dev=.venv/.rstar2-installed-dev
-dev=""
-[ "${1:-}" = "--dev" ] && dev=1
-
-up_to_date() { [ -x .venv/bin/python ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
-if up_to_date "$stamp" "$want" && { [ -z "$dev" ] || up_to_date "$stamp_dev" "$want_dev"; }; then exit 0; fi
-
-# One setup at a time: two runs started together would tear each other's environment apart.
-exec 9>.setup.lock
-flock -w 1800 9 || fail "another setup has held .setup.lock for 30 minutes; remove it if no setup is running"
-
-python=""
-for candidate in python3.11 python3 python; do
-  if command -v "$candidate" >/dev/null 2>&1 &&
-    [ "$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "3.11" ]; then
-    python=$candidate
-    break
-  fi
+dev="" again=""
+for argument in "$@"; do
+  case $argument in
+    --dev) dev=1 ;;
+    --transformer-engine) again=1 ;;
+    *) fail "unknown argument $argument; known: --dev, --transformer-engine" ;;
+  esac
 done
-[ -n "$python" ] || fail "Python 3.11 not found (python3.11, python3). Debian 12: apt-get install python3 python3-venv"
 
-free_mb=$(df -Pm . | awk 'NR==2 {print $4}')
-[ "$free_mb" -ge 4000 ] || [ -x .venv/bin/python ] || fail "the environment needs 4 GB, $(pwd) has $free_mb MB free"
+stamp=$venv/.rstar2-installed
+stamp_dev=$venv/.rstar2-installed-dev
+gpu_mark=$venv/.rstar2-gpu # an environment with GPU packages stays one where none is visible: a login node, a driver without GPUs
+gpu=""
+case ${RSTAR2_GPU:-} in
+  0) ;;
+  ?*) gpu=1 ;;
+  *) if [ -e "$gpu_mark" ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then gpu=1; fi ;;
+esac
+files=(requirements/constraints.txt requirements/base.txt requirements/no-deps.txt)
+[ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt)
+want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
+want_dev=$(cat requirements/dev.txt requirements/loggers.txt requirements/constraints.txt | sha256sum | cut -c1-16)
 
-log=.setup.log
-: > "$log"
-step() {
-  local label=$1; shift
-  echo "setup: $label"
-  "$@" >> "$log" 2>&1 || { tail -n 25 "$log" >&2; fail "$label failed; the whole output is in $(pwd)/$log"; }
+up_to_date() { [ -x "$venv/bin/python" ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
+
+install_cpu_packages() {
+  step "torch (1 of 4)" pip_install -c requirements/constraints.txt torch
+  step "run-time packages (2 of 4, the longest)" pip_install -c requirements/constraints.txt -r requirements/base.txt
+  step "sglang, rlinf and their like (3 of 4)" pip_install --no-deps -r requirements/no-deps.txt
+  step "rstar2_megatron itself (4 of 4)" pip_install --no-deps --no-build-isolation -e .
 }
-if ! up_to_date "$stamp" "$want"; then
-  if [ ! -x .venv/bin/python ]; then
-    echo "setup: making .venv with $("$python" --version)"
-    "$python" -m venv .venv >> "$log" 2>&1 || { rm -rf .venv; tail -n 8 "$log" >&2
-      fail "could not make a virtual environment. Debian 12: apt-get install python3-venv"; }
+
+install_dev_packages() {
+  step "test packages" pip_install -c requirements/constraints.txt -r requirements/dev.txt
+  step "wandb and swanlab" pip_install --no-deps -r requirements/loggers.txt
+}
+
+main() {
+  # One setup at a time: two runs started together would tear each other's environment apart.
+  exec 9>"$home/.setup.lock"
+  flock -w "$([ -n "$gpu" ] && echo 7200 || echo 1800)" 9 ||
+    fail "another setup holds $home/.setup.lock; remove it if no setup is running"
+  : > "$log"
+  if ! up_to_date "$stamp" "$want"; then
+    python=$(find_python)
+    if [ -n "$gpu" ]; then check_gpu_prerequisites; else check_disk 4000; check_glibc 2.34 "sglang's wheels"; fi
+    make_venv
+    if [ -n "$gpu" ]; then install_gpu_packages; touch "$gpu_mark"; else install_cpu_packages; fi
+    echo "$want" > "$stamp"
   fi
-  pip=(.venv/bin/python -m pip install --disable-pip-version-check --no-input)
-  step "torch (1 of 4)" "${pip[@]}" -c requirements/constraints.txt torch
-  step "run-time packages (2 of 4, the longest)" "${pip[@]}" -c requirements/constraints.txt -r requirements/base.txt
-  step "sglang, rlinf and their like (3 of 4)" "${pip[@]}" --no-deps -r requirements/no-deps.txt
-  [ -z "$extras" ] || step "GPU packages" "${pip[@]}" -c requirements/constraints.txt -r requirements/gpu.txt
-  step "rstar2_megatron itself (4 of 4)" "${pip[@]}" --no-deps --no-build-isolation -e .
-  echo "$want" > "$stamp"
+  if [ -n "$dev" ] && ! up_to_date "$stamp_dev" "$want_dev"; then
+    install_dev_packages
+    echo "$want_dev" > "$stamp_dev"
+  fi
+  [ -z "$gpu" ] || setup_transformer_engine
+}
+
+if up_to_date "$stamp" "$want" && { [ -z "$dev" ] || up_to_date "$stamp_dev" "$want_dev"; } &&
+  { [ -z "$gpu" ] || te_settled; }; then
+  exit 0
 fi
-if [ -n "$dev" ] && ! up_to_date "$stamp_dev" "$want_dev"; then
-  step "test packages" .venv/bin/python -m pip install --disable-pip-version-check --no-input \
-    -c requirements/constraints.txt -r requirements/dev.txt
-  step "wandb and swanlab" .venv/bin/python -m pip install --disable-pip-version-check --no-input \
-    --no-deps -r requirements/loggers.txt
-  echo "$want_dev" > "$stamp_dev"
-fi
+main

@@ -6,6 +6,7 @@ Each problem is a sentence with the operands and the remedy; all of them are rep
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -205,11 +206,17 @@ def layout_problems(
 
 
 def engine_problems(settings: Settings) -> Iterator[str]:
-    """A transformer engine that is asked for and not installed here."""
+    """A transformer engine that is asked for and not installed here; an allocator that engines and IPC do not bear."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            yield (
+                f"{name}={os.environ[name]}: expandable_segments changes the memory handles by which the actor gives its "
+                "weights to engines, and the engine's memory saver refuses it; take it out of the environment"
+            )
     if settings.actor.model.transformer_impl == "transformer_engine" and not find_spec("transformer_engine"):
         yield (
             "actor.model.transformer_impl=transformer_engine, but TransformerEngine is not installed; set it to auto "
-            "or local, or install transformer-engine[pytorch]"
+            "or local, or bash scripts/setup_env.sh --transformer-engine"
         )
 
 

@@ -62,6 +62,16 @@ def tiny(model: Path, data: Path, *overrides: str) -> Settings:
     ).settings
 
 
+def test_an_allocator_that_moves_memory_is_refused(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512, expandable_segments: True")
+    with pytest.raises(ConfigError, match=r"PYTORCH_ALLOC_CONF=max_split.*take it out of the environment"):
+        check_before_start(tiny(model, data))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert check_before_start(tiny(model, data)) == []
+
+
 def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
     assert check_before_start(tiny(model, data)) == []
 

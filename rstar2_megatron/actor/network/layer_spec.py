@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -17,18 +18,36 @@ Implementation = Literal["local", "transformer_engine"]
 
 
 def choose_implementation(wanted: str, device: str) -> Implementation:
-    """Resolve `actor.model.transformer_impl`. Raises ValueError when a wanted engine is absent."""
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    usable = installed and device == "cuda" and torch.cuda.is_available()
-    if wanted == "auto":
-        return "transformer_engine" if usable else "local"
-    if wanted == "transformer_engine" and not usable:
+    """Resolve `actor.model.transformer_impl`. Raises ValueError when a wanted engine is absent or does not import."""
+    if wanted == "local" or (wanted == "auto" and not (device == "cuda" and torch.cuda.is_available())):
+        return "local"
+    missing = _why_no_engine(device)
+    if missing is None:
+        return "transformer_engine"
+    if wanted == "transformer_engine":
         raise ValueError(
-            f"actor.model.transformer_impl=transformer_engine, but TransformerEngine is "
-            f"{'installed without a CUDA device' if installed else 'not installed'}; "
-            "set it to auto or local, or install transformer-engine[pytorch]"
+            f"actor.model.transformer_impl=transformer_engine, but TransformerEngine is {missing}; "
+            "set it to auto or local, or bash scripts/setup_env.sh --transformer-engine"
         )
-    return "local" if wanted == "local" else "transformer_engine"
+    warnings.warn(
+        f"TransformerEngine is {missing}: training with megatron-core's local layers, which are slower "
+        "(bash scripts/setup_env.sh --transformer-engine installs it)",
+        stacklevel=2,
+    )
+    return "local"
+
+
+def _why_no_engine(device: str) -> str | None:
+    """None where TransformerEngine can be used. Its extension for torch is built apart, so the import is tried."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "not installed"
+    if device != "cuda" or not torch.cuda.is_available():
+        return "installed without a CUDA device"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a missing library or symbol is an OSError, a missing extension whatever it likes
+        return f"installed, but does not import ({type(error).__name__}: {error})"
+    return None
 
 
 def block_spec(config: TransformerConfig, implementation: Implementation, vp_stage: int | None) -> Any:

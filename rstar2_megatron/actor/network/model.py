@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -23,7 +26,8 @@ class PolicyModel(GPTModel):
     """GPTModel whose last stage answers log-probs and entropies of the trained tokens, never full logits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with _output_layer_without_apex():
+            super().__init__(*args, **kwargs)
         if self.post_process:
             # Same parameters, names, sharding and tied-embedding marks, another forward: GPTModel offers no
             # way to choose the class of its output layer.
@@ -41,6 +45,21 @@ class PolicyModel(GPTModel):
         result = self.output_layer(hidden_states, weight, **head)
         assert isinstance(result, Tensor)
         return result
+
+
+@contextmanager
+def _output_layer_without_apex() -> Iterator[None]:
+    """Let megatron-core build its output layer where `gradient_accumulation_fusion` is on and Apex is absent.
+
+    It refuses otherwise (tensor_parallel/layers.py:924, 0.16.1), for a kernel of its own backward pass. Here that pass is
+    LogProbHead's, which adds to DDP's buffer itself; all other fused layers are TransformerEngine's.
+    """
+    available = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = available
 
 
 def transformer_config(
@@ -113,7 +132,8 @@ def _expert_fields(model: ModelConfig, settings: ActorModelSettings, *, grouped:
     """Mixture of experts as Qwen3 has it: softmax over all experts in fp32, the best k, no dropped token.
 
     mcore takes the softmax over the chosen k alone, which is the same as rescaling (`norm_topk_prob`).
-    grouped: one GEMM for all experts of a rank (TransformerEngine); otherwise one after the other.
+    grouped: one GEMM for all experts of a rank, and one kernel that sorts tokens by expert (TransformerEngine); otherwise
+    one expert after the other.
     """
     if not model.is_moe:
         return {}
@@ -126,6 +146,7 @@ def _expert_fields(model: ModelConfig, settings: ActorModelSettings, *, grouped:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": grouped,
+        "moe_permute_fusion": grouped,
         "expert_model_parallel_size": settings.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,
     }

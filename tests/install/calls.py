@@ -1,0 +1,195 @@
+"""Every call that source files make into other packages, and whether the installed signatures take it.
+
+The calls are read from the source, so a change of ours or of a version is seen without running it; which is the only way for the
+lines that need a GPU. A call is known where its callee is imported by name, is `super()` of an imported class, or is a method of a
+receiver whose class is given. Values are not known: only number and names of arguments are bound.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One use of something imported: a call, or with `arguments` None a mere mention."""
+
+    where: str
+    """file:line"""
+    callee: str
+    """dotted, e.g. torch.cuda.Stream or megatron.core.optimizer.OptimizerConfig"""
+    arguments: tuple[int, tuple[str, ...], bool] | None = None
+    """positional ones, keywords, whether * or ** adds unknown ones"""
+    method: bool = False
+    """of an instance: `self` comes first"""
+    receiver: tuple[str, str] | None = None
+    """the entry of the receivers that made it known"""
+
+    def __str__(self) -> str:
+        if self.arguments is None:
+            return f"{self.where}: {self.callee}"
+        count, keywords, is_open = self.arguments
+        words = [*("_" for _ in range(count)), *(f"{k}=" for k in keywords), *(["..."] if is_open else [])]
+        return f"{self.where}: {self.callee}({', '.join(words)})"
+
+
+Receivers = Mapping[tuple[str, str], str]
+"""(name of the class or function around, expression) -> class, for methods of objects; "expression()" -> the method that a call of
+the object itself runs"""
+
+
+def calls_of(path: Path, packages: Iterable[str], receivers: Receivers = {}) -> Iterator[Call]:  # noqa: B006
+    """The calls into `packages` of one source file; relative imports are taken as the project's own and left out."""
+    tree = ast.parse(path.read_text())
+    finder = _Finder(path, tuple(packages), receivers)
+    finder.imports(tree)
+    finder.visit(tree)
+    yield from finder.found
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, path: Path, packages: tuple[str, ...], receivers: Receivers) -> None:
+        self.path, self.packages, self.receivers = path, packages, receivers
+        self.names: dict[str, str] = {}
+        self.bases: list[str | None] = []
+        self.scopes: list[str] = []
+        self.found: list[Call] = []
+
+    def imports(self, tree: ast.AST) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    root = alias.name.partition(".")[0]
+                    if root in self.packages:
+                        self.names[alias.asname or root] = alias.name if alias.asname else root
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                if node.module.partition(".")[0] in self.packages:
+                    for alias in node.names:
+                        self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                        self._add(node, f"{node.module}.{alias.name}")
+
+    def _add(
+        self, node: Any, callee: str, call: ast.Call | None = None, receiver: tuple[str, str] | None = None
+    ) -> None:
+        arguments = None
+        if call is not None:
+            plain = [x for x in call.args if not isinstance(x, ast.Starred)]
+            keywords = tuple(k.arg for k in call.keywords if k.arg is not None)
+            is_open = len(plain) < len(call.args) or len(keywords) < len(call.keywords)
+            arguments = (len(plain), keywords, is_open)
+        where = f"{self.path}:{node.lineno}"
+        self.found.append(Call(where, callee, arguments, receiver is not None, receiver))
+
+    def _known(self, expression: str) -> tuple[str, str] | None:
+        return next(((s, expression) for s in reversed(self.scopes) if (s, expression) in self.receivers), None)
+
+    def _dotted(self, node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            inner = self._dotted(node.value)
+            return None if inner is None else f"{inner}.{node.attr}"
+        return None
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        known = [base for base in map(self._dotted, node.bases) if base]
+        self.bases.append(known[0] if known else None)
+        self.scopes.append(node.name)
+        self.generic_visit(node)
+        self.scopes.pop()
+        self.bases.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.scopes.append(node.name)
+        self.generic_visit(node)
+        self.scopes.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        dotted = self._dotted(node)
+        if dotted and isinstance(node.ctx, ast.Store):
+            return  # what is set need not be there
+        if dotted:
+            self._add(node, dotted)
+        else:
+            self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        target = node.func
+        dotted = self._dotted(target)
+        if dotted:
+            self._add(node, dotted, node)
+        elif isinstance(target, ast.Attribute):
+            owner = target.value
+            of_super = isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "super"
+            if of_super and self.bases and self.bases[-1]:
+                self._add(node, f"{self.bases[-1]}.{target.attr}", node, (self.scopes[-1], "super()"))
+            else:
+                if known := self._known(ast.unparse(owner)):
+                    self._add(node, f"{self.receivers[known]}.{target.attr}", node, known)
+                self.visit(owner)
+        else:
+            if known := self._known(f"{ast.unparse(target)}()"):  # an instance that is called
+                self._add(node, self.receivers[known], node, known)
+            self.visit(target)
+        for argument in [*node.args, *node.keywords]:
+            self.visit(argument)
+
+
+def find(dotted: str) -> Any:
+    """The object of a dotted name. Raises AttributeError or ImportError where it is not there."""
+    words = dotted.split(".")
+    for cut in range(len(words), 0, -1):
+        try:
+            value = importlib.import_module(".".join(words[:cut]))
+        except ModuleNotFoundError as error:
+            if not error.name or not ".".join(words[:cut]).startswith(error.name):
+                raise  # a module of the package wants another one that is not there
+            continue
+        for word in words[cut:]:
+            value = getattr(value, word)
+        return value
+    raise ImportError(f"no module {words[0]}")
+
+
+def problem(call: Call) -> str | None:
+    """Why the installed packages do not take the call, or None. Functions without a signature (C) need only be there."""
+    try:
+        target = find(call.callee)
+    except (AttributeError, ImportError) as error:
+        return f"{call}: {error}"
+    if call.arguments is None:
+        return None
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+    count, keywords, is_open = call.arguments
+    first = [None] if call.method and _takes_self(call.callee) else []
+    bind = signature.bind_partial if is_open else signature.bind
+    try:
+        bind(*first, *[None] * count, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return f"{call}: {error}; the installed signature is {signature}"
+    return None
+
+
+def has_signature(call: Call) -> bool:
+    try:
+        inspect.signature(find(call.callee))
+    except (TypeError, ValueError, AttributeError, ImportError):
+        return False
+    return call.arguments is not None
+
+
+def _takes_self(dotted: str) -> bool:
+    owner, _, name = dotted.rpartition(".")
+    kind = inspect.getattr_static(find(owner), name, None)
+    return not isinstance(kind, staticmethod | classmethod)
