@@ -71,7 +71,7 @@ def engine_arguments_of_configs() -> dict[str, Any]:
     """What each YAML gives to SGLang on a GPU: known to ServerArgs, and one of its choices where it has choices."""
     from sglang.srt.server_args import ServerArgs
 
-    from rstar2_megatron.rollout.engine_arguments import engine_arguments
+    from rstar2_megatron.rollout.engine.arguments import engine_arguments
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rstar2_megatron.settings.known_models import known_model
+from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import load
 
 WORLD = 8
@@ -46,7 +46,7 @@ def pretended_cuda(device: str) -> Iterator[None]:
     """Answer "there is a GPU" where layers are made, and lay their parameters on `device`."""
     from megatron.core.tensor_parallel import random as tracker
 
-    from rstar2_megatron.actor.model import PolicyModel
+    from rstar2_megatron.actor.network.model import PolicyModel
 
     answers: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
@@ -146,7 +146,7 @@ def build_shape(config_name: str, rank: int) -> dict[str, Any]:
     """One rank of a shipped YAML at its real shape."""
     from rstar2_megatron.actor import hf_weights
     from rstar2_megatron.actor.layout import check_layout
-    from rstar2_megatron.actor.model import bare, build_chunks
+    from rstar2_megatron.actor.network.model import bare, build_chunks
 
     settings = load(config_name).settings
     model = known_model(settings.rollout.model.model_path)
@@ -209,8 +209,8 @@ def round_trip_thin(kind: str, directory: Path) -> dict[str, Any]:
 
     from rstar2_megatron.actor import hf_weights
     from rstar2_megatron.actor.layout import Layout
-    from rstar2_megatron.actor.model import bare, build_chunks
-    from rstar2_megatron.actor.model_config import ModelConfig
+    from rstar2_megatron.actor.network.model import bare, build_chunks
+    from rstar2_megatron.model.model_config import ModelConfig
     from rstar2_megatron.settings.schema import ActorModelSettings
     from tests.actor.tiny import write_model
 
