@@ -48,13 +48,18 @@ def pretended_cuda(device: str) -> Iterator[None]:
 
     from rstar2_megatron.actor.model import PolicyModel
 
+    def arange(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return plain_arange(*args, device="cpu" if str(device).startswith("cuda") else device, **kwargs)
+
+    plain_arange = torch.arange
     answers: list[tuple[Any, str, Any]] = [
+        (torch, "arange", arange),  # the token dispatcher's
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "current_device", lambda: device),
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (tracker.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
-        (PolicyModel, "to", lambda self, *_: self),  # it is where it belongs
+        (PolicyModel, "to", lambda self, _: torch.nn.Module.to(self, device)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in answers]
     for owner, name, value in answers:
