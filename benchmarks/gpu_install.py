@@ -2,9 +2,9 @@
 
 python -m benchmarks.gpu_install DIR     DIR/venv is the environment; writes DIR/report.json
 
-Versions, seconds and size of each step of the installation, TransformerEngine's build, imports (each in a process of its own, beside
-the stub of the driver), kernels compiled and linked for the H100 with the toolkit of the wheels as sglang's and flashinfer's
-own compilers do it, and the tests of tests/install.
+Versions, seconds and size of each step of the installation, TransformerEngine's build, imports (each in a process of its own,
+beside the stub of the driver), kernels compiled and linked for the H100 with the toolkit of the wheels as sglang's and
+flashinfer's own compilers do it, and the tests of tests/install.
 """
 
 from __future__ import annotations

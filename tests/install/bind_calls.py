@@ -1,7 +1,7 @@
-"""Binds the project's calls into megatron-core, SGLang, RLinf and torch; beside TransformerEngine also megatron-core's into that.
+"""Binds the project's calls into megatron-core, SGLang, RLinf and torch, and megatron-core's into TransformerEngine.
 
-`python -m tests.install.bind_calls OUT.json` writes {"project": ..., "engine_arguments": ..., ...}, each with its "problems". A program
-of its own: without a GPU SGLang is imported beside stand-ins for Triton, which other tests do not want.
+`python -m tests.install.bind_calls OUT.json` writes {"project": ..., "engine_arguments": ..., ...}, each with its "problems". A
+program of its own: without a GPU SGLang is imported beside stand-ins for Triton, which other tests do not want.
 """
 
 from __future__ import annotations

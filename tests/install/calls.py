@@ -1,8 +1,8 @@
 """Every call that source files make into other packages, and whether the installed signatures take it.
 
-The calls are read from the source, so a change of ours or of a version is seen without running it; which is the only way for the
-lines that need a GPU. A call is known where its callee is imported by name, is `super()` of an imported class, or is a method of a
-receiver whose class is given. Values are not known: only number and names of arguments are bound.
+The calls are read from the source, so a change of ours or of a version is seen without running it, which is the only way for
+the lines that need a GPU. A call is known where its callee is imported by name, is `super()` of an imported class, or is a
+method of a receiver whose class is given. Values are not known: only number and names of arguments are bound.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class Call:
 
 
 Receivers = Mapping[tuple[str, str], str]
-"""(name of the class or function around, expression) -> class, for methods of objects; "expression()" -> the method that a call of
-the object itself runs"""
+"""(name of the class or function around, expression) -> class, for methods of objects; "expression()" -> the method that a call
+of the object itself runs"""
 
 
 def calls_of(
     path: Path,
     packages: Iterable[str],
     receivers: Receivers = {},  # noqa: B006
-    versions: Mapping[str, str] = {},  # noqa: B006
+    versions: Mapping[str, str] = {},
     absent: set[str] | None = None,
 ) -> Iterator[Call]:
     """The calls into `packages` of one source file; relative imports are taken as the file's own and left out.
 
-    versions: {"is_te_min_version": "2.11.0"} decides branches on such a function, the other branch is not looked at; a bare name
-    among them is true. What a
-    `try` with `except ImportError` imports may be missing: it is added to `absent`, and the rest of that `try` is left out.
+    versions: {"is_te_min_version": "2.11.0"} decides branches on such a function, the other branch is not looked at; a bare
+    name among them is true. What a `try` with `except ImportError` imports may be missing: it is added to `absent`, and the
+    rest of that `try` is left out.
     """
     tree = _Dead(tuple(packages), versions, absent if absent is not None else set()).visit(
         ast.parse(path.read_text())
@@ -106,10 +106,11 @@ class _Dead(ast.NodeTransformer):
         return node
 
     def _imported(self, line: ast.stmt) -> list[str]:
-        if isinstance(line, ast.ImportFrom) and line.module and not line.level:
-            if line.module.partition(".")[0] in self.packages:
-                return [f"{line.module}.{alias.name}" for alias in line.names]
-        return []
+        if not isinstance(line, ast.ImportFrom) or not line.module or line.level:
+            return []
+        return [
+            f"{line.module}.{x.name}" for x in line.names if line.module.partition(".")[0] in self.packages
+        ]
 
 
 def _is_there(dotted: str) -> bool:
@@ -136,10 +137,11 @@ class _Finder(ast.NodeVisitor):
                     if root in self.packages:
                         self.names[alias.asname or root] = alias.name if alias.asname else root
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                if node.module.partition(".")[0] in self.packages:
-                    for alias in node.names:
-                        self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                        self._add(node, f"{node.module}.{alias.name}")
+                if node.module.partition(".")[0] not in self.packages:
+                    continue
+                for alias in node.names:
+                    self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                    self._add(node, f"{node.module}.{alias.name}")
 
     def _add(
         self, node: Any, callee: str, call: ast.Call | None = None, receiver: tuple[str, str] | None = None
@@ -179,7 +181,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
         self.scopes.pop()
 
-    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         dotted = self._dotted(node)

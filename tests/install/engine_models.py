@@ -1,9 +1,10 @@
 """GPTModel with TransformerEngine's layers, built by the project's own code in one process on a machine without a GPU.
 
-`python -m tests.install.engine_models OUT.json` builds the shipped sizes at their real shapes, on torch's "meta" device, for the first
-and the last rank of the YAML's layout over torch's fake process groups; makes their sharded state dicts and takes weights of the
-shapes of a Hugging Face model through the project's converter in and out. A thin model of each kind does the same in host memory
-with real numbers. TransformerEngine asks for a CUDA device at few places: those get an answer here, and nothing is computed.
+`python -m tests.install.engine_models OUT.json` builds the shipped sizes at their real shapes, on torch's "meta" device, for
+the first and the last rank of the YAML's layout over torch's fake process groups; makes their sharded state dicts and takes
+weights of the shapes of a Hugging Face model through the project's converter in and out. A thin model of each kind does the
+same in host memory with real numbers. TransformerEngine asks for a CUDA device at few places: those get an answer, and nothing
+is computed.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class ShapesOnly:
 
 
 def hf_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in such a checkpoint, from transformers' own model; experts one by one, as files have them."""
+    """Names and shapes of such a checkpoint's tensors, from transformers' own model; experts one by one, as files have them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}

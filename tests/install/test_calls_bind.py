@@ -13,8 +13,8 @@ import pytest
 
 from tests.install.calls import calls_of, problem
 
-# megatron-core 0.16.1 looks for these and does without: TransformerEngine 2.11 has no longer a workspace to hand to its GEMM (the
-# router's product is torch's in fp32 then) nor the old name of its split.
+# megatron-core 0.16.1 looks for these and does without: TransformerEngine 2.11 has no longer a workspace to hand to its GEMM
+# (the router's product is torch's in fp32 then) nor the old name of its split.
 ABSENT = {
     "transformer_engine.pytorch.attention._SplitAlongDim",
     "transformer_engine.pytorch.module.base.get_workspace",

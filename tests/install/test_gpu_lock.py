@@ -1,4 +1,4 @@
-"""requirements/gpu.lock is what a resolver makes of the pins of today, and both environments have one version of what they share."""
+"""requirements/gpu.lock is what a resolver makes of the pins; what both environments share has one version."""
 
 from __future__ import annotations
 

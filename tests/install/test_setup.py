@@ -118,10 +118,14 @@ def test_the_wheels_toolkit_gets_what_a_linker_looks_for(venv: Path) -> None:
     """lib64, names without versions and a libcuda to link against: with them a program links as against a full toolkit."""
     lib = venv / SITE / "nvidia" / "cu13" / "lib"
     lib.mkdir(parents=True)
-    make = 'gcc -shared -fPIC -Wl,-soname,libcudart.so.13 -x c -o "$lib/libcudart.so.13" - <<< "int cudaFree(void*p){return 0;}"; '
+    make = (
+        'gcc -shared -fPIC -Wl,-soname,libcudart.so.13 -x c -o "$lib/libcudart.so.13" - '
+        '<<< "int cudaFree(void*p){return 0;}"; '
+    )
     assert bash(make + "complete_toolkit && complete_toolkit", venv=str(venv), lib=str(lib)).returncode == 0
     link = (
-        'gcc -shared -fPIC -x c -o "$lib/probe.so" - -L"$lib/../lib64" -L"$lib/../lib64/stubs" -Wl,--no-as-needed -lcudart -lcuda '
+        'gcc -shared -fPIC -x c -o "$lib/probe.so" - '
+        '-L"$lib/../lib64" -L"$lib/../lib64/stubs" -Wl,--no-as-needed -lcudart -lcuda '
         '<<< "int cudaFree(void*); int probe(void){return cudaFree(0);}"; readelf -d "$lib/probe.so"'
     )
     linked = bash(link, venv=str(venv), lib=str(lib))
