@@ -17,6 +17,8 @@ from rstar2_megatron.settings.known_models import known_model
 from rstar2_megatron.settings.load import config_names, load
 from tests.install.engine_models import SHAPES, THIN, WORLD
 
+pytestmark = pytest.mark.timeout(900)  # a program of its own that imports all engines, on a busy machine
+
 needs_engine = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="TransformerEngine is not installed; scripts/try_gpu_install.sh runs this where it is",
@@ -30,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, "-m", "tests.install.engine_models", str(out)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
         env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -62,6 +64,15 @@ def test_weights_come_out_of_the_layers_as_they_went_in(built: dict[str, Any], k
     one = built["thin"][kind]
     assert "error" not in one, one["error"]
     assert one["wrong"] == [] and one["tensors"] > 40
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", THIN)
+def test_the_optimizer_is_the_engines(built: dict[str, Any], kind: str) -> None:
+    one = built["optimizers"][kind]
+    assert "error" not in one, one["error"]
+    assert one["adam"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
+    assert one["main_gradients"] and one["masters"] > 0
 
 
 @pytest.mark.parametrize("implementation", ["local", pytest.param("transformer_engine", marks=needs_engine)])
