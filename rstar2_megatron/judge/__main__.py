@@ -10,7 +10,7 @@ import os
 import sys
 
 from rstar2_megatron.judge import commands
-from rstar2_megatron.judge.limits import CallLimits, default_starts
+from rstar2_megatron.judge.limits import CallLimits, default_permits
 
 log = logging.getLogger("judge")
 _SESSIONS_PER_CORE = 32
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: 8 a core)"
     )
     parser.add_argument(
-        "--max-running", type=int, default=default_starts(),
+        "--max-running", type=int, default=default_permits(),
         help="calls that compute at once; sleeping and long ones do not count (default: 1.5 a core)",
     )  # fmt: skip
     parser.add_argument(

@@ -50,7 +50,7 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
         sessions=arguments.sessions,
         session_ttl_s=arguments.session_ttl_s,
         require_isolation=arguments.require_isolation,
-        starts=arguments.max_running,
+        permits=arguments.max_running,
         name=arguments.name,
     )
     await worker.start()

@@ -18,7 +18,7 @@ _ENVIRONMENT = {
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 
 
-def default_starts() -> int:
+def default_permits() -> int:
     """How many calls may compute at once (`--max-running`), half as many again as this process has cores.
 
     Calls wait for memory, and between one and the next a slot reports and forks. One a core measured the same CPU a

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 PREFIX = "rstar2:judge:"
 HEARTBEAT_S = 1.0
-LEASE_S = 6  # a worker silent for so long has lost its jobs
+HEARTBEAT_TTL_S = 6  # a worker silent for so long has lost its jobs
 MAX_TRIES = 2  # a job whose worker dies is done once more, then fails as poison
 KEEP_ANSWER_S = 600
 _BLOCK_S = 2.0
@@ -39,7 +39,7 @@ class QueueFull(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LeasedJob:
     """A job as a worker takes it."""
 
     key: str
@@ -154,13 +154,13 @@ class JobQueue:
 
     async def exchange(
         self, worker: str, answers: list[tuple[str, bytes]], count: int, session_room: int = 0
-    ) -> list[Job]:
+    ) -> list[LeasedJob]:
         """Ack jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
         arguments: list[Any] = [self.prefix, worker, count, session_room, KEEP_ANSWER_S, self._leased]
         for key, answer in answers:
             arguments += (key, answer)
         flat = await self._exchange(args=arguments)
-        jobs = [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+        jobs = [LeasedJob(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
         self._leased += len(jobs)
         return jobs
 
@@ -190,7 +190,7 @@ class JobQueue:
 
     async def heartbeat(self, worker: str, info: dict[str, Any]) -> int:
         """This worker is alive. Returns how many sessions Redis knows it to hold."""
-        return int(await self._heartbeat(args=[self.prefix, worker, LEASE_S, orjson.dumps(info)]))
+        return int(await self._heartbeat(args=[self.prefix, worker, HEARTBEAT_TTL_S, orjson.dumps(info)]))
 
     async def claim_sessions(self, worker: str, sessions: list[str]) -> list[str]:
         """These sessions are open at `worker`. Returns those that another one has opened since Redis forgot them."""

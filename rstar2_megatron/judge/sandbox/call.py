@@ -20,13 +20,13 @@ from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import isolation
 from rstar2_megatron.judge.sandbox.call_parent import CallParent
 from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
-from rstar2_megatron.judge.sandbox.isolation import Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, own_autogroup, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
 from rstar2_megatron.judge.sandbox.snippet import memory_file
 
-STEPPED_BACK = bytes(4)  # an empty message to the worker in mid-call: its answer comes later
+DEMOTED = bytes(4)  # an empty message to the worker in mid-call: its answer comes later
 _LIBRARIES = re.compile(r"\b(numpy|sympy|mpmath|scipy|pandas|matplotlib|networkx|sklearn|statsmodels)\b")
 
 
@@ -40,7 +40,7 @@ class Runner:
 
     def __init__(
         self,
-        walls: Walls,
+        layers: IsolationLayers,
         slot: int,
         group: SlotGroup | None,
         scratch: str,
@@ -48,7 +48,7 @@ class Runner:
     ) -> None:
         """`scratch` holds working directories where there is no private tmpfs; `worker` becomes readable when
         nobody wants the running call any more, and is told when the call steps back (see Supervision)."""
-        self.walls = walls
+        self.layers = layers
         self.slot = slot
         self.group = group
         self.scratch = scratch
@@ -74,13 +74,13 @@ class Runner:
         return self.group is not None and self.group.kills() > kills_before
 
     def _make_directory(self) -> str:
-        if "private_tmpfs" in self.walls.active:
+        if "private_tmpfs" in self.layers.active:
             return isolation.CALL_DIRECTORY
         import tempfile  # here, because what it imports is no part of a call behind all walls
 
         directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
-        if self.walls.uid_base is not None:
-            os.chown(directory, self.walls.uid_base + self.slot, -1)
+        if self.layers.uid_base is not None:
+            os.chown(directory, self.layers.uid_base + self.slot, -1)
         return directory
 
     def _remove_directory(self, directory: str) -> None:
@@ -107,7 +107,7 @@ class Runner:
             job["solution"],
             job.get("files"),
             stdin != self.null,
-            isolation.Room.of(limits, directory),
+            isolation.SandboxLimits.of(limits, directory),
             self._cpu_seconds(limits),
             limits.memory_mb * MEGABYTE,
         )
@@ -169,11 +169,11 @@ class Runner:
                 elif streams[fd].is_too_much:
                     return Outcome.OUTPUT_LIMIT
 
-    def _step_back(self) -> None:
+    def _tell_demotion(self) -> None:
         """Tell the worker that this call sleeps, or is no short one: another may start beside it."""
         if self.worker is not None:
             with contextlib.suppress(OSError):
-                self.worker.sendall(STEPPED_BACK)
+                self.worker.sendall(DEMOTED)
 
 
 def memory_used(pid: int, resident_at_start: int) -> int:
@@ -213,7 +213,7 @@ class CallRunner(Runner):
         parent = self.library if uses_libraries(job) else self.small
         out, err = self._start(job, limits, directory, parent.start)
         time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
-        supervision = Supervision(lambda: parent.pid, started, self.own_group, self._step_back)
+        supervision = Supervision(lambda: parent.pid, started, self.own_group, self._tell_demotion)
         # Whatever happens here, the call does not outlive it.
         verdict: Outcome | None = Outcome.INTERNAL_ERROR
         try:

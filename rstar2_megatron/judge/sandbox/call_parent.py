@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import linux
-from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
 from rstar2_megatron.judge.sandbox.process_tree import end_group, resident_bytes
-from rstar2_megatron.judge.sandbox.sandbox import REHEARSALS, Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.sandbox import WARMUPS, Descriptors, Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import memory_file
 
 _HELLO = struct.Struct("<q16s")  # resident bytes at the start, failure mark
@@ -37,7 +37,7 @@ class End(NamedTuple):
     peak_memory_bytes: int
 
 
-class Line(NamedTuple):
+class Connection(NamedTuple):
     """One end of the line between a slot and a call parent: messages, and beside them process ids.
 
     An id is written to a pipe that the slot reads when it needs it: a message would wake it for each call.
@@ -51,22 +51,22 @@ class Line(NamedTuple):
         os.close(self.pids)
 
 
-def make_line() -> tuple[Line, Line]:
+def make_connection() -> tuple[Connection, Connection]:
     """The slot's end and the call parent's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reader, writer = os.pipe2(os.O_CLOEXEC)
-    return Line(ours, reader), Line(theirs, writer)
+    return Connection(ours, reader), Connection(theirs, writer)
 
 
-def serve_calls(line: Line, walls: Walls, slot: int) -> NoReturn:
+def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> NoReturn:
     """Fork a call whenever a program has come, until the slot closes the line.
 
     The loop touches as little as it can. The program itself is read by the child.
     """
     linux.adopt_orphans()
-    sandbox = Sandbox(walls, slot)
-    _rehearse()
-    messages, pids = line
+    sandbox = Sandbox(layers, slot)
+    _warm_up()
+    messages, pids = connection
     messages.send(_HELLO.pack(resident_bytes(os.getpid()), sandbox.failure_mark.encode()))
     buffer = bytearray(_LARGEST_MESSAGE)  # made here, or each call would have to find so much room
 
@@ -85,11 +85,11 @@ def serve_calls(line: Line, walls: Walls, slot: int) -> NoReturn:
     os._exit(0)
 
 
-def _rehearse() -> None:
+def _warm_up() -> None:
     """Receive programs from itself, for the reason that the sandbox rehearses."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    program = Program("python", "", None, False, Room.of(CallLimits(), "/"), 0, 0)
-    for _ in range(REHEARSALS):
+    program = Program("python", "", None, False, SandboxLimits.of(CallLimits(), "/"), 0, 0)
+    for _ in range(WARMUPS):
         _send(ours, program, Descriptors(0, 1, 2))
         _, received = _receive(theirs, bytearray(_LARGEST_MESSAGE))
         for fd in received[:3]:
@@ -99,7 +99,7 @@ def _rehearse() -> None:
 
 
 def _send(messages: socket.socket, program: Program, descriptors: Descriptors) -> None:
-    body = marshal.dumps((*program[:4], tuple(program.room), *program[5:]))
+    body = marshal.dumps((*program[:4], tuple(program.limits), *program[5:]))
     fds = [fd for fd in descriptors if fd >= 0]
     if len(body) <= _LARGEST_MESSAGE:
         socket.send_fds(messages, [body], fds)
@@ -130,8 +130,8 @@ def _drop_unread(messages: socket.socket) -> None:
 class CallParent:
     """The slot's end: starts one call at a time and learns how it ended. EOFError when the call parent has died."""
 
-    def __init__(self, line: Line) -> None:
-        self._messages, self._pids = line
+    def __init__(self, connection: Connection) -> None:
+        self._messages, self._pids = connection
         hello = self._receive(_HELLO)
         self.resident_at_start: int = hello[0]
         self.failure_mark: str = hello[1].decode()

@@ -1,4 +1,4 @@
-"""C++ submissions: compiled inside the call's own walls, then run in the same process."""
+"""C++ submissions: compiled inside the call's own isolation, then run in the same process."""
 
 from __future__ import annotations
 

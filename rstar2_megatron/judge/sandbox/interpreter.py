@@ -50,7 +50,7 @@ class SessionRunner(Runner):
 
     def __init__(self, *slot: Any) -> None:
         super().__init__(*slot)
-        self.sandbox = Sandbox(self.walls, self.slot, live=True)
+        self.sandbox = Sandbox(self.layers, self.slot, live=True)
         self.resident_at_start = resident_bytes(os.getpid())
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class SessionRunner(Runner):
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # what was left by the last cell belongs to nobody
-        supervision = Supervision(lambda: self.pid, started, self.own_group, self._step_back)
+        supervision = Supervision(lambda: self.pid, started, self.own_group, self._tell_demotion)
         supervision.used_before_s = usage_of(self.pid).cpu_s
         self._signal_all(signal.SIGCONT)
         code = 0

@@ -118,30 +118,30 @@ class Supervision:
     """Looks at one running call now and then. Times are of the monotonic clock."""
 
     def __init__(
-        self, find_pid: Callable[[], int], started: float, own_group: bytes, on_step_back: Callable[[], None]
+        self, find_pid: Callable[[], int], started: float, own_group: bytes, on_demotion: Callable[[], None]
     ) -> None:
-        """`find_pid` is asked at the first look, which most calls do not live to see. `on_step_back` is called
+        """`find_pid` is asked at the first look, which most calls do not live to see. `on_demotion` is called
         once, when the call sleeps or waits, or has used a slice: others may start."""
         self.find_pid = find_pid
         self.own_group = own_group
-        self.on_step_back = on_step_back
+        self.on_demotion = on_demotion
         self.used_before_s = 0.0  # by a live interpreter in earlier calls
         self.next_look = started + _FIRST_LOOK_S
         self.niceness = 0
-        self._stepped_back = False
+        self._is_demoted = False
 
     def look(self, now: float) -> None:
         usage = usage_of(self.find_pid())
         cpu_s = usage.cpu_s - self.used_before_s
-        if not self._stepped_back and (cpu_s >= SLICE_S or not usage.is_running):
-            self._stepped_back = True
-            self.on_step_back()
+        if not self._is_demoted and (cpu_s >= SLICE_S or not usage.is_running):
+            self._is_demoted = True
+            self.on_demotion()
         niceness = max((value for used_s, value in DEMOTIONS if cpu_s >= used_s), default=0)
         if niceness:  # also those that were started since the last look
             for member in usage.members:
                 make_nice(member, niceness, self.own_group)
         self.niceness = niceness
-        if not self._stepped_back:
+        if not self._is_demoted:
             self.next_look = now + _NEXT_LOOK_S
         elif niceness < DEMOTIONS[-1][1]:
             self.next_look = now + _LATER_LOOK_S

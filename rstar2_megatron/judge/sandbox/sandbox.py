@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux, snippet
-from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
 from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED
 from rstar2_megatron.judge.sandbox.process_tree import children
 
-REHEARSALS = 12  # Python 3.11 specialises what has run 8 times
+WARMUPS = 12  # Python 3.11 specialises what has run 8 times
 _SET_BY_CALL = (resource.RLIMIT_CPU, resource.RLIMIT_AS)
 _CHANNEL = 3  # where a live interpreter finds the socket that its cells come through
 
@@ -31,7 +31,7 @@ class Program(NamedTuple):
     source: str
     files: dict[str, str] | None  # path -> base64
     has_input: bool  # standard input is a file, not the null device
-    room: Room
+    limits: SandboxLimits
     cpu_seconds: int  # -1: no limit
     memory_bytes: int  # of address space, beyond what it starts with
 
@@ -70,18 +70,18 @@ def goes_first_steps() -> tuple[list[Step], list[Step]]:
 class Sandbox:
     """In the process that a slot's calls are forked from."""
 
-    def __init__(self, walls: Walls, slot: int, *, live: bool = False) -> None:
+    def __init__(self, layers: IsolationLayers, slot: int, *, live: bool = False) -> None:
         """`live`: for an interpreter that takes its cells from a channel, not for calls."""
-        self.walls = walls
+        self.layers = layers
         self.slot = slot
         self.live = live
         self.free_fd = _CHANNEL + 1 if live else _CHANNEL
-        self.room = Room.of(CallLimits(), isolation.CALL_DIRECTORY)
-        self.steps = self._steps(self.room)
+        self.usual_limits = SandboxLimits.of(CallLimits(), isolation.CALL_DIRECTORY)
+        self.steps = self._steps(self.usual_limits)
         self.address_space = own_address_space()
         self.streams = snippet.Streams()
         self.before_fork, self.after_fork = goes_first_steps()
-        self.namespaced = "pid_namespace" in walls.active
+        self.namespaced = "pid_namespace" in layers.active
         if self.namespaced:
             own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             self.before_fork.append(linux.unshare_step(linux.CLONE_NEWPID))
@@ -90,18 +90,18 @@ class Sandbox:
         self.counter = self.streams.use()
         sys.argv[:] = [snippet.FILE_NAME]
         if not live:  # that is forked once
-            self._rehearse()
+            self._warm_up()
         self.namespace = snippet.new_main_module()
         # A program may choose any exit code, so it takes this word too to say that the walls failed.
         self.failure_mark = os.urandom(8).hex()
 
-    def _steps(self, room: Room) -> list[Step]:
+    def _steps(self, limits: SandboxLimits) -> list[Step]:
         return [
             linux.close_from_step(self.free_fd),
             # A group of its own, not a session: the kernel may weigh sessions and not processes (autogroup), and
             # then a call's niceness would count for nothing beside other calls.
             ("setpgid", None, os.setpgid, (0, 0)),
-            *isolation.wall_steps(self.walls, self.slot, room, self.free_fd),
+            *isolation.isolation_steps(self.layers, self.slot, limits, self.free_fd),
         ]
 
     def fork(self, begin: Callable[[], Any]) -> int:
@@ -137,47 +137,48 @@ class Sandbox:
         for target, source in enumerate(descriptors):
             if source >= 0:
                 os.dup2(source, target)
-        _, _, files, _, room, cpu_s, memory_bytes = program
+        _, _, files, _, limits, cpu_s, memory_bytes = program
         memory = self.address_space + memory_bytes
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        linux.do(self.steps if room == self.room else self._steps(Room(*room)))
+        linux.do(self.steps if limits == self.usual_limits else self._steps(SandboxLimits(*limits)))
         if files and not self.live:
             snippet.write_files(files)
 
     def _run(self, program: tuple[Any, ...], namespace: dict[str, Any]) -> int:
         """Returns the exit code, if at all."""
-        kind, source, _, has_input, room, cpu_s, _ = program
+        kind, source, _, has_input, limits, cpu_s, _ = program
         if kind == "cpp":
             return cpp.build_and_run(source, cpu_s - 1)
         if has_input:
             snippet.use_input()
-        if room[0] != sys.path[0]:
-            sys.path[0] = room[0]
+        if limits[0] != sys.path[0]:
+            sys.path[0] = limits[0]
         snippet.reseed()
         if self.live:
             snippet.serve_cells(socket.socket(fileno=_CHANNEL), self.counter)
         return snippet.run_program(source, namespace, self.counter)
 
-    def _rehearse(self) -> None:
+    def _warm_up(self) -> None:
         """Do here, with arguments that change nothing, what calls will do.
 
         They then find what the interpreter learns by it (specialised code, types' attributes), and need not learn it and
         have the pages copied that it writes. In each call parent, because pages that all of them share cost more to copy.
         """
-        limits = [(kind, resource.getrlimit(kind)) for kind in _SET_BY_CALL]
-        cpu_s, memory = (most for _, (_, most) in limits)
-        walls_to_be = self.room, self.steps
-        self.room, self.steps = self.room._replace(directory=sys.path[0]), [linux.nothing_step()] * 10
-        room = tuple(self.room)
+        rlimits = [(kind, resource.getrlimit(kind)) for kind in _SET_BY_CALL]
+        cpu_s, memory = (most for _, (_, most) in rlimits)
+        prepared = self.usual_limits, self.steps
+        self.usual_limits = self.usual_limits._replace(directory=sys.path[0])
+        self.steps = [linux.nothing_step()] * 10
+        limits = tuple(self.usual_limits)
         with snippet.descriptors_of_a_call():
-            for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * REHEARSALS:
-                program = ("python", source, None, False, room, cpu_s, memory - self.address_space)
+            for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * WARMUPS:
+                program = ("python", source, None, False, limits, cpu_s, memory - self.address_space)
                 self._enter(program, (0, 1, 2))
                 self._run(program, {"__name__": "__main__"})
-        for kind, limit in limits:
+        for kind, limit in rlimits:
             resource.setrlimit(kind, limit)
-        self.room, self.steps = walls_to_be
+        self.usual_limits, self.steps = prepared
 
     def end_orphans(self) -> None:
         """Without a PID namespace: end what a call left behind. It all became this process's children."""

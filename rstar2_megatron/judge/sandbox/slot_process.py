@@ -31,7 +31,7 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def receive_message(sock: socket.socket) -> bytes:
-    """The next message. An empty one is a cancellation, or from a call STEPPED_BACK."""
+    """The next message. An empty one is a cancellation, or from a call DEMOTED."""
     (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
     return receive_exactly(sock, size)
 

@@ -30,13 +30,13 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2_megatron.judge.limits import default_starts
+from rstar2_megatron.judge.limits import default_permits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux
 from rstar2_megatron.judge.sandbox.call import CallRunner
-from rstar2_megatron.judge.sandbox.call_parent import CallParent, Line, make_line, serve_calls
+from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, make_connection, serve_calls
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.sandbox.interpreter import SessionRunner
-from rstar2_megatron.judge.sandbox.isolation import Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import children, weigh_as
 from rstar2_megatron.judge.sandbox.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.parent_death import die_with_parent
@@ -48,9 +48,11 @@ _SOON_S = 0.2  # a slot that ends within this time probably cannot start
 class Forker:
     """Forks slot processes and collects the dead."""
 
-    def __init__(self, walls: Walls, groups: list[SlotGroup | None], num_slots: int, scratch: str) -> None:
+    def __init__(
+        self, layers: IsolationLayers, groups: list[SlotGroup | None], num_slots: int, scratch: str
+    ) -> None:
         """The first `num_slots` of the groups are for calls, the rest for sessions."""
-        self.walls = walls
+        self.layers = layers
         self.groups = groups
         self.num_slots = num_slots
         self.scratch = scratch
@@ -143,9 +145,9 @@ class LibraryZygote(Forker):
         if fds is None:
             return
         if slot < self.num_slots:
-            line = Line(socket.socket(fileno=fds[0]), fds[1])
-            self.fork_for(slot, lambda _: serve_calls(line, self.walls, slot), set(fds))
-            line.close()
+            connection = Connection(socket.socket(fileno=fds[0]), fds[1])
+            self.fork_for(slot, lambda _: serve_calls(connection, self.layers, slot), set(fds))
+            connection.close()
         else:
             sock = socket.socket(fileno=fds[0])
             self.fork_for(slot, lambda group: self._serve_session(sock, slot, group), set(fds))
@@ -153,7 +155,7 @@ class LibraryZygote(Forker):
 
     def _serve_session(self, sock: socket.socket, slot: int, group: SlotGroup | None) -> NoReturn:
         linux.adopt_orphans()
-        serve_slot(sock, SessionRunner(self.walls, slot, group, self.scratch, sock))
+        serve_slot(sock, SessionRunner(self.layers, slot, group, self.scratch, sock))
 
 
 class Zygote(Forker):
@@ -169,13 +171,13 @@ class Zygote(Forker):
             die_with_parent(signal.SIGKILL)
             control.close()
             self.library.close()
-            LibraryZygote(self.walls, self.groups, self.num_slots, self.scratch).serve(theirs)
+            LibraryZygote(self.layers, self.groups, self.num_slots, self.scratch).serve(theirs)
         self.others.add(pid)
         theirs.close()
         settle()
         if not self.library.recv(16):
             raise RuntimeError("numpy and sympy could not be imported")
-        told = {"isolation": self.walls.report(), "cpp": cpp.compiler() is not None}
+        told = {"isolation": self.layers.report(), "cpp": cpp.compiler() is not None}
         send_message(control, json.dumps(told).encode())
         for slot in range(self.num_slots):
             self.start_slot(slot)
@@ -194,7 +196,7 @@ class Zygote(Forker):
     def start_slot(self, slot: int) -> None:
         self.started[slot] = time.monotonic()
         ours, theirs = socket.socketpair()
-        library, its_end = make_line()
+        library, its_end = make_connection()
         kept = {ours.fileno(), library.messages.fileno(), library.pids}
         self.fork_for(slot, lambda group: self._serve(ours, slot, group, library), kept)
         self._to_library(slot, its_end.messages.fileno(), its_end.pids)
@@ -203,16 +205,18 @@ class Zygote(Forker):
         ours.close()
         library.close()
 
-    def _serve(self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Line) -> NoReturn:
+    def _serve(
+        self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Connection
+    ) -> NoReturn:
         """In the slot's process: start its call parent, and serve."""
-        small, its_end = make_line()
+        small, its_end = make_connection()
         if os.fork() == 0:
             die_with_parent(signal.SIGKILL)
             linux.close_all_but({its_end.messages.fileno(), its_end.pids})
-            serve_calls(its_end, self.walls, slot)
+            serve_calls(its_end, self.layers, slot)
         its_end.close()
         parents = {"small": CallParent(small), "library": CallParent(library)}
-        serve_slot(sock, CallRunner(self.walls, slot, group, self.scratch, sock, **parents))
+        serve_slot(sock, CallRunner(self.layers, slot, group, self.scratch, sock, **parents))
 
     def on_end(self, slot: int) -> None:
         if time.monotonic() - self.started[slot] < _SOON_S:  # one that cannot start shall not fill the log
@@ -266,20 +270,20 @@ def import_libraries() -> None:
 
 
 def _run_zygote(
-    control: socket.socket, walls: Walls, groups: list[SlotGroup | None], slots: int, scratch: str
+    control: socket.socket, layers: IsolationLayers, groups: list[SlotGroup | None], slots: int, scratch: str
 ) -> NoReturn:
     die_with_parent(signal.SIGKILL)
-    isolation.build_private_root(walls)
-    isolation.choose_remaining_layers(walls)
-    isolation.raise_inherited_layers(walls)
+    isolation.build_private_root(layers)
+    isolation.choose_remaining_layers(layers)
+    isolation.raise_inherited_layers(layers)
     import_standard_library()
-    Zygote(walls, groups, slots, scratch).serve(control)
+    Zygote(layers, groups, slots, scratch).serve(control)
 
 
 def launch(control_fd: int, slots: int, sessions: int) -> int:
     """The launcher. Returns the zygote's exit code when it has ended and its control groups are removed."""
     die_with_parent(signal.SIGTERM)
-    weigh_as(default_starts())  # all calls are of this one session
+    weigh_as(default_permits())  # all calls are of this one session
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     kept = (sys.prefix, sys.base_prefix)
@@ -287,20 +291,20 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
     ]
     linux.raise_open_files()
-    walls = Walls()
+    layers = IsolationLayers()
     tree: GroupTree | None = None
     groups: list[SlotGroup | None] = [None] * (slots + sessions)
     try:
         tree = GroupTree(slots + sessions)
         groups = list(tree.slots)
-        walls.raised("memory_cgroup")
+        layers.raised("memory_cgroup")
     except OSError as error:
-        walls.lacks("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
+        layers.lacks("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
     owner = os.getpid()
-    isolation.enter_namespaces(walls)
-    isolation.choose_uids(walls, slots + sessions, owner)
-    if not walls.in_user_namespace and "own_uid" not in walls.active:
-        walls.notes["uid"] = f"calls run as uid {os.geteuid()}"
+    isolation.enter_namespaces(layers)
+    isolation.choose_uids(layers, slots + sessions, owner)
+    if not layers.in_user_namespace and "own_uid" not in layers.active:
+        layers.notes["uid"] = f"calls run as uid {os.geteuid()}"
     scratch_reader, scratch_writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -308,7 +312,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         try:
             scratch = os.read(scratch_reader, 4096).decode()
             os.close(scratch_reader)
-            _run_zygote(socket.socket(fileno=control_fd), walls, groups, slots, scratch)
+            _run_zygote(socket.socket(fileno=control_fd), layers, groups, slots, scratch)
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 os.write(2, f"judge zygote: {error!r}\n".encode())

@@ -15,10 +15,10 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.gathering import Gathering
+from rstar2_megatron.judge.coalescing import ReplyCoalescing
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, until_redis_answers
 from rstar2_megatron.judge.server.math_answers import MathJudge
 from rstar2_megatron.judge.server.models import Submission
 from rstar2_megatron.judge.server.options import check_files, check_session, check_text
@@ -26,7 +26,7 @@ from rstar2_megatron.judge.server.sender import Sender
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
-_GRACE_S = 15.0 + 2 * LEASE_S  # beyond the limits of a call that is done twice
+_GRACE_S = 15.0 + 2 * HEARTBEAT_TTL_S  # beyond the limits of a call that is done twice
 _CHECK_S = 5.0
 _CACHED = (str(Outcome.OK), str(Outcome.ERROR))
 _OUTCOME_MARK = b'"outcome":'  # cannot occur inside a JSON string: its quotes would be escaped there
@@ -250,11 +250,11 @@ class Broker:
                 self.outcomes[outcome_of(answer)] += 1
 
     async def _read_replies(self) -> None:
-        gathering = Gathering(time.monotonic())
+        coalescing = ReplyCoalescing(time.monotonic())
         while True:
             try:
                 answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
-                gathering.read(len(answers), time.monotonic())
+                coalescing.read(len(answers), time.monotonic())
                 if self._cached_as:
                     await self._remember(answers)
             except Exception as error:  # whatever it is, requests wait for this reader
@@ -272,7 +272,7 @@ class Broker:
                     why = "the session is open on no worker: its time to live is over, or its worker ended"
                     answer = self._make(self._sub_id(key), Outcome.SESSION_LOST, why)
                 self._settle(key, answer)
-            if pause_s := gathering.pause_s(len(self.waiting)):
+            if pause_s := coalescing.pause_s(len(self.waiting)):
                 await asyncio.sleep(pause_s)
 
     def _sub_id(self, key: str) -> str | None:

@@ -79,7 +79,7 @@ class Sessions:
         key: str,
         job: bytes,
         deadline_s: float,
-        on_step_back: Callable[[], None] = lambda: None,
+        on_demotion: Callable[[], None] = lambda: None,
     ) -> bytes:
         """In its turn: run a cell (JSON), in a new interpreter unless the session `must_exist`.
 
@@ -96,7 +96,7 @@ class Sessions:
             if done == key:
                 return answer
         try:
-            answer = await session.slot.run(job, deadline_s, on_step_back)
+            answer = await session.slot.run(job, deadline_s, on_demotion)
         except BaseException:
             self.end(name)
             raise

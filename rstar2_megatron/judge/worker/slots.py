@@ -41,11 +41,11 @@ class Slot:
         self._writer = writer
 
     async def run(
-        self, job: bytes, deadline_s: float, on_step_back: Callable[[], None] = lambda: None
+        self, job: bytes, deadline_s: float, on_demotion: Callable[[], None] = lambda: None
     ) -> bytes:
         """Run a job (JSON) and return its result (JSON). Raises SlotDied.
 
-        `on_step_back` is called when the call sleeps or turns out to be a long one: another may start beside it.
+        `on_demotion` is called when the call sleeps or turns out to be a long one: another may start beside it.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -54,7 +54,7 @@ class Slot:
                     (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                     if size:
                         return await self._reader.readexactly(size)
-                    on_step_back()
+                    on_demotion()
         except (asyncio.IncompleteReadError, OSError) as error:
             self.close()
             raise SlotDied(f"slot {self.index} ended in mid-call ({type(error).__name__})") from None

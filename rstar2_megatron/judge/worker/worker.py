@@ -19,13 +19,13 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.limits import CallLimits, default_starts
+from rstar2_megatron.judge.limits import CallLimits, default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import HEARTBEAT_S, Job, JobQueue, until_redis_answers
-from rstar2_megatron.judge.worker.ahead import ROUND_TRIP_S, Ahead
+from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, until_redis_answers
+from rstar2_megatron.judge.worker.permits import Permit, Permits
+from rstar2_megatron.judge.worker.prefetch import ROUND_TRIP_S, PrefetchedJobs
 from rstar2_megatron.judge.worker.sessions import SessionGone, Sessions
 from rstar2_megatron.judge.worker.slots import IsolationMissing, Slot, SlotDied, SlotPool
-from rstar2_megatron.judge.worker.starts import Start, Starts
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that answers so much later than the call's limit is hung
@@ -43,17 +43,17 @@ class Worker:
         sessions: int = 0,
         session_ttl_s: float = 900.0,
         require_isolation: str = "any",
-        starts: int | None = None,
+        permits: int | None = None,
         name: str | None = None,
     ) -> None:
-        """`starts` bounds the calls that neither sleep nor have used their slice of CPU (default_starts)."""
+        """`starts` bounds the calls that neither sleep nor have used their slice of CPU (default_permits)."""
         self.queue = queue
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
-        self.starts = Starts(default_starts() if starts is None else starts)
+        self.permits = Permits(default_permits() if permits is None else permits)
         self.sessions = Sessions(self.pool, session_ttl_s)
         self.require_isolation = require_isolation
-        self.ahead = Ahead(time.monotonic())
+        self.prefetched = PrefetchedJobs(time.monotonic())
         self.running: dict[str, asyncio.Task[None]] = {}
         self.in_slot: dict[str, Slot] = {}
         self.calls = 0
@@ -71,15 +71,15 @@ class Worker:
     async def start(self) -> None:
         """Start the sandbox and check its walls. Raises SandboxFailed, IsolationMissing."""
         await self.pool.start()
-        walls = self.pool.description["isolation"]
-        log.info("isolation %s: %s", walls["level"], ", ".join(walls["active"]))
-        for layer, why in walls["missing"].items():
+        isolation = self.pool.description["isolation"]
+        log.info("isolation %s: %s", isolation["level"], ", ".join(isolation["active"]))
+        for layer, why in isolation["missing"].items():
             log.warning("isolation layer %s is missing: %s", layer, why)
-        if self.require_isolation == "full" and walls["level"] != "full":
+        if self.require_isolation == "full" and isolation["level"] != "full":
             await self.pool.stop()
-            missing = "; ".join(f"{layer}: {why}" for layer, why in walls["missing"].items())
+            missing = "; ".join(f"{layer}: {why}" for layer, why in isolation["missing"].items())
             raise IsolationMissing(
-                f"--require-isolation full, but this machine gives {walls['level']} ({missing}). "
+                f"--require-isolation full, but this machine gives {isolation['level']} ({missing}). "
                 "Run as root with control groups, or ask for --require-isolation any"
             )
         await until_redis_answers("heartbeat", self._beat)
@@ -92,9 +92,9 @@ class Worker:
         """What /status shows of this worker."""
         return {
             "slots": self.pool.count,
-            "starts": self.starts.count,
+            "starts": self.permits.count,
             "running": len(self.running),
-            "ahead": len(self.ahead),
+            "ahead": len(self.prefetched),
             "sessions": len(self.sessions),
             "session_room": self.pool.session_room,
             "calls": self.calls,
@@ -108,7 +108,7 @@ class Worker:
             asyncio.create_task(helper())
             for helper in (self._keep_alive, self._hear_cancellations, self._hear_bell)
         ]
-        self.pool.on_free = self.starts.on_free = self._go_on
+        self.pool.on_free = self.permits.on_free = self._go_on
         self._wake.set()
         try:
             while True:
@@ -122,17 +122,17 @@ class Worker:
 
     def _go_on(self) -> None:
         """A slot or a start is free, or an answer is there: begin what was leased, and have an exchange follow."""
-        while self.ahead and self._has_room and not self.stopping.is_set():
-            self._begin(self.ahead.next())
-        if not self.ahead:
+        while self.prefetched and self._has_room and not self.stopping.is_set():
+            self._begin(self.prefetched.next())
+        if not self.prefetched:
             self._wake.set()
         elif self._exchange_later is None:  # there is something to begin next: more may travel together
             later = asyncio.get_running_loop().call_later(ROUND_TRIP_S, self._wake.set)
             self._exchange_later = later
 
-    def _begin(self, job: Job) -> None:
-        slot, start = self.pool.free.get_nowait(), self.starts.take()
-        task = asyncio.create_task(self._execute(job, slot, start))
+    def _begin(self, job: LeasedJob) -> None:
+        slot, permit = self.pool.free.get_nowait(), self.permits.take()
+        task = asyncio.create_task(self._execute(job, slot, permit))
         self.running[job.key] = task
         task.add_done_callback(lambda _: self.running.pop(job.key, None))
 
@@ -141,9 +141,9 @@ class Worker:
         if self._exchange_later is not None:
             self._exchange_later.cancel()
             self._exchange_later = None
-        count = 0 if self.stopping.is_set() else self.ahead.room(self._free_slots, self.starts.free)
+        count = 0 if self.stopping.is_set() else self.prefetched.room(self._free_slots, self.permits.free)
         answers, self._done = self._done, []
-        self.ahead.answered(len(answers), time.monotonic())
+        self.prefetched.answered(len(answers), time.monotonic())
         try:
             if answers or (count and self._hungry):
                 jobs = await self._ask(answers, count)
@@ -151,7 +151,7 @@ class Worker:
                     self._hungry = len(jobs) == count  # there may be more where they came from
                 for job in jobs:
                     if job.key not in self.running:  # else Redis forgot that it runs here
-                        self.ahead.add(job)
+                        self.prefetched.add(job)
                 if jobs:
                     self._go_on()
         except (RedisError, OSError) as error:
@@ -165,7 +165,7 @@ class Worker:
 
     @property
     def _has_room(self) -> bool:
-        return self._free_slots > 0 and self.starts.free > 0
+        return self._free_slots > 0 and self.permits.free > 0
 
     @property
     def _free_slots(self) -> int:
@@ -180,7 +180,7 @@ class Worker:
     @property
     def _sessions_coming(self) -> set[str]:
         """Sessions that a leased or running job opens, unless they are open by now."""
-        return {key.rpartition("@")[2] for key in (*self.ahead, *self.running) if "@" in key}
+        return {key.rpartition("@")[2] for key in (*self.prefetched, *self.running) if "@" in key}
 
     async def _next_slot(self) -> Slot:
         """For a job that has begun already: it comes before all that are leased."""
@@ -190,11 +190,11 @@ class Worker:
         finally:
             self._slots_awaited -= 1
 
-    async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[Job]:
+    async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[LeasedJob]:
         """The exchange itself, repeated while Redis is away. What an answer that got lost held is put back."""
         certain = True
 
-        async def step() -> list[Job]:
+        async def step() -> list[LeasedJob]:
             nonlocal certain
             try:
                 return await self.queue.exchange(self.name, answers, count, self._session_room)
@@ -204,7 +204,12 @@ class Worker:
 
         jobs = await until_redis_answers("exchange", step, self.stopping)
         if not certain:
-            held = [*self.running, *self.ahead, *(key for key, _ in self._done), *(job.key for job in jobs)]
+            held = [
+                *self.running,
+                *self.prefetched,
+                *(key for key, _ in self._done),
+                *(job.key for job in jobs),
+            ]
             again = await self.queue.reclaim(self.name, held)
             log.warning("Redis is back; %d jobs that never reached this worker are queued again", again)
         return jobs
@@ -226,7 +231,7 @@ class Worker:
             self._hungry = True
             self._wake.set()
 
-    async def _execute(self, job: Job, slot: Slot, start: Start) -> None:
+    async def _execute(self, job: LeasedJob, slot: Slot, permit: Permit) -> None:
         """Run one job, once more if its slot dies, and ack it."""
         request = orjson.loads(job.payload)
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
@@ -236,25 +241,31 @@ class Worker:
         deadline_s = limits.time_limit_s + compile_s + _GRACE_S
         body = orjson.dumps(request)
         if "session" in request:
-            answer = await self._run_in_session(job, request, body, slot, start, deadline_s)
+            answer = await self._run_in_session(job, request, body, slot, permit, deadline_s)
         else:
             try:
-                answer = await self._run(job, request, body, slot, start, deadline_s)
+                answer = await self._run(job, request, body, slot, permit, deadline_s)
             finally:
-                start.give_back()
+                permit.release()
         self.calls += 1
         self._done.append((job.key, answer))
         self._go_on()
 
     async def _run(
-        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, start: Start, deadline_s: float
+        self,
+        job: LeasedJob,
+        request: dict[str, Any],
+        body: bytes,
+        slot: Slot,
+        permit: Permit,
+        deadline_s: float,
     ) -> bytes:
         for attempt in range(2):
             if attempt:
                 slot = await self._next_slot()
             self.in_slot[job.key] = slot
             try:
-                answer = await slot.run(body, deadline_s, start.give_back)
+                answer = await slot.run(body, deadline_s, permit.release)
                 self.pool.free.put_nowait(slot)
                 return answer
             except SlotDied as error:
@@ -267,24 +278,30 @@ class Worker:
         return self._failed(request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
 
     async def _run_in_session(
-        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, start: Start, deadline_s: float
+        self,
+        job: LeasedJob,
+        request: dict[str, Any],
+        body: bytes,
+        slot: Slot,
+        permit: Permit,
+        deadline_s: float,
     ) -> bytes:
         """Run a cell. `slot` is its leave to use the machine: the session has a process of its own."""
         name, must_exist = request["session"], request["session_must_exist"]
         leave: Slot | None = slot
         if self.sessions.is_busy(name):  # waits without holding others up
             self.pool.free.put_nowait(slot)
-            start.give_back()
+            permit.release()
             leave = None
         async with self.sessions.turn(name):
             if leave is None:
-                leave, start = await self._next_slot(), await self.starts.acquire()
+                leave, permit = await self._next_slot(), await self.permits.acquire()
             try:
                 for attempt in range(2):
                     is_new = name not in self.sessions
                     try:
                         return await self.sessions.run(
-                            name, must_exist, job.key, body, deadline_s, start.give_back
+                            name, must_exist, job.key, body, deadline_s, permit.release
                         )
                     except SessionGone:
                         why = (
@@ -299,7 +316,7 @@ class Worker:
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
                 self.pool.free.put_nowait(leave)
-                start.give_back()
+                permit.release()
                 if name not in self.sessions:
                     await self._forget_sessions([name])
 
@@ -365,7 +382,7 @@ class Worker:
                         await self._end_session(key[1:])
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
-                    elif self.ahead.drop(key):
+                    elif self.prefetched.drop(key):
                         # Redis drops the answer, and no longer counts the job as held.
                         self._done.append((key, b""))
                         self._go_on()
@@ -392,7 +409,7 @@ class Worker:
             async with asyncio.timeout(2.0):
                 if self._done:
                     await self.queue.exchange(self.name, self._done, 0)
-                if self.ahead:  # never begun: no try of theirs
+                if self.prefetched:  # never begun: no try of theirs
                     await self.queue.reclaim(self.name, list(interrupted))
                 await self.queue.retire(self.name)
         except (RedisError, TimeoutError, OSError):

@@ -30,23 +30,23 @@ def single() -> Iterator[JudgeService]:
 def test_a_call_ended_at_any_moment_leaves_its_program_to_nobody() -> None:
     program = """
 import os, random, time
-from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_line, serve_calls
-from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_connection, serve_calls
+from rstar2_megatron.judge.sandbox.isolation import SandboxLimits, IsolationLayers
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
 
-ours, theirs = make_line()
+ours, theirs = make_connection()
 if os.fork() == 0:
     ours.close()
-    serve_calls(theirs, Walls(), 0)
+    serve_calls(theirs, IsolationLayers(), 0)
 theirs.close()
 parent = CallParent(ours)
 null = os.open("/dev/null", os.O_RDONLY)
 
 def start(source):
     reader, writer = os.pipe()
-    room = Room.of(CallLimits(), "/tmp")
-    parent.start(Program("python", source, None, False, room, 10, 1 << 30), Descriptors(null, writer, writer))
+    limits = SandboxLimits.of(CallLimits(), "/tmp")
+    parent.start(Program("python", source, None, False, limits, 10, 1 << 30), Descriptors(null, writer, writer))
     os.close(writer)
     return reader
 

@@ -26,7 +26,7 @@ class Rate:
             self.per_s = kept * self.per_s + (1 - kept) * count / passed
 
 
-class Gathering:
+class ReplyCoalescing:
     """The pause before the next read, from how many wait and how fast they were answered.
 
     Read one by one, answers wake the server, each client and the worker one by one too: at 32 clients that is a third

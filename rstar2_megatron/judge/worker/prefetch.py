@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rstar2_megatron.judge.gathering import Rate
+from rstar2_megatron.judge.coalescing import Rate
 
 if TYPE_CHECKING:
-    from rstar2_megatron.judge.queue import Job
+    from rstar2_megatron.judge.queue import LeasedJob
 
 # From one round trip to the next, while there are jobs to begin: what an answer waits for it at most.
 ROUND_TRIP_S = 0.02
 
 
-class Ahead:
+class PrefetchedJobs:
     """Leased jobs by key, begun in the order they came."""
 
     def __init__(self, now: float) -> None:
         """`now` and all times are monotonic seconds."""
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, LeasedJob] = {}
         self._rate = Rate(now)
 
     def __len__(self) -> int:
@@ -40,19 +40,19 @@ class Ahead:
         """So many calls have ended."""
         self._rate.add(count, now)
 
-    def room(self, slots: int, starts: int) -> int:
-        """How many more to lease when so many slots and starts are free: those that can begin, and some ahead.
+    def room(self, slots: int, permits: int) -> int:
+        """How many more to lease when so many slots and permits are free: those that can begin, and some ahead.
 
         None ahead where all slots are taken: their calls may sleep for as long as they like.
         """
-        now = min(slots, starts)
+        now = min(slots, permits)
         ahead = min(int(self._rate.per_s * ROUND_TRIP_S), slots - now)
         return max(0, now + ahead - len(self._jobs))
 
-    def add(self, job: Job) -> None:
+    def add(self, job: LeasedJob) -> None:
         self._jobs[job.key] = job
 
-    def next(self) -> Job:
+    def next(self) -> LeasedJob:
         """The one that was leased first. Raises StopIteration when there is none."""
         return self._jobs.pop(next(iter(self._jobs)))
 
