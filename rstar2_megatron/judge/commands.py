@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.services.process import end_child
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
 
 log = logging.getLogger("judge")
@@ -182,14 +182,7 @@ class _WorkerProcess:
         self.process = self._start()
 
     def stop(self) -> None:
-        if not self.alive():
-            return
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(8.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(5.0)
+        end_child(self.process, grace_s=8.0)
 
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:

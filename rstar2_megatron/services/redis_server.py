@@ -17,7 +17,7 @@ import redis
 
 from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import free_port
+from rstar2_megatron.services.process import end_child, free_port
 
 _PREFIX = "rstar2-redis-"
 
@@ -89,7 +89,7 @@ class RedisServer:
         """Start again on the same port and data (after a crash)."""
         if self.directory is None:
             raise RedisUnavailable("restart() before start()")
-        self._end_process()
+        self._end()
         self._launch(find_redis_server())
 
     def _launch(self, binary: str) -> None:
@@ -123,21 +123,16 @@ class RedisServer:
             f"Redis on 127.0.0.1:{self.port}: {what}; choose another port\n{tail}".rstrip()
         )
 
-    def _end_process(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(5.0)
+    def _end(self) -> None:
+        if self.process is not None:
+            end_child(self.process, grace_s=5.0)
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def stop(self) -> None:
         """End the server and remove its data. Safe to call twice."""
-        self._end_process()
+        self._end()
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 

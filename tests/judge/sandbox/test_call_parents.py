@@ -57,7 +57,9 @@ def end(reader):
     return status, output
 
 ended = 0
-for number in range(200):
+for number in range(3000):  # how many are ended in time depends on the machine's load
+    if number >= 200 and ended > 50:
+        break
     reader = start("print('victim')")
     time.sleep(random.choice((0.0, random.random() * 0.003)))
     parent.end_call()
