@@ -84,6 +84,7 @@ class JudgeClient:
         if client_id:
             self._headers["X-Client-Id"] = client_id
         self._counts: Counter[str] = Counter()
+        self._taken: dict[str, float] = {}  # `counters` at the last `take_counters`
         self._outage_seconds = 0.0
         self._down_since: float | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -295,10 +296,17 @@ class JudgeClient:
 
     @property
     def counters(self) -> dict[str, float]:
-        """calls, retries, outages, outage_seconds, failed_KIND, outcome_NAME since the start."""
+        """calls, retries, outages, outage_seconds, failed_KIND, outcome_NAME since this client was made."""
         running = 0.0 if self._down_since is None else time.monotonic() - self._down_since
         totals: dict[str, float] = {"calls": 0, "retries": 0, "outages": 0}
         return {**totals, **self._counts, "outage_seconds": self._outage_seconds + running}
+
+    def take_counters(self) -> dict[str, float]:
+        """What `counters` has gained since the last call of this method."""
+        now = self.counters
+        gained = {name: value - self._taken.get(name, 0.0) for name, value in now.items()}
+        self._taken = now
+        return gained
 
     async def close(self) -> None:
         """Close the connections. Safe to call twice."""
