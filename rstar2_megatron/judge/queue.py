@@ -40,11 +40,10 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LeasedJob:
-    """A job as a worker takes it."""
+    """A job that a worker has taken from the queue and has to acknowledge."""
 
     key: str
     payload: bytes
-    tries: int
 
 
 class JobQueue:
@@ -78,12 +77,6 @@ class JobQueue:
 
     async def close(self) -> None:
         await self.redis.aclose()
-
-    async def ping(self) -> bool:
-        try:
-            return bool(await self.redis.ping())
-        except RedisError:
-            return False
 
     # ------------------------------------------------------------------------------------ for servers
 
@@ -160,7 +153,7 @@ class JobQueue:
         for key, answer in answers:
             arguments += (key, answer)
         flat = await self._exchange(args=arguments)
-        jobs = [LeasedJob(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+        jobs = [LeasedJob(flat[i].decode(), flat[i + 1]) for i in range(0, len(flat), 3)]
         self._leased += len(jobs)
         return jobs
 

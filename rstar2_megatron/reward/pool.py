@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -87,14 +87,7 @@ class GraderPool:
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
         self._cache: OrderedDict[tuple[_Question, tuple[str, ...]], str] = OrderedDict()
-        self._counts: Counter[str] = Counter()
         self._closed = False
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Grades by detail, and `workers_replaced`."""
-        with self._lock:
-            return dict(self._counts)
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
         """Grade a response. Raises GraderLost, RuntimeError if closed."""
@@ -143,7 +136,7 @@ class GraderPool:
         else:
             extracted = extract_answer(response_text)
             if extracted.answer is None:
-                return self._count(Grade(0.0, extracted.detail))
+                return Grade(0.0, extracted.detail)
             question = _Question(mode, extracted.answer, extracted.answer)
             detail = quick_grade(extracted.answer, solutions)
         if detail is None:
@@ -151,7 +144,7 @@ class GraderPool:
                 detail = self._cache.get((question, tuple(solutions)))
         if detail is None:
             return question
-        return self._count(Grade(float(detail == CORRECT), detail, question.answer))
+        return Grade(float(detail == CORRECT), detail, question.answer)
 
     def _slow(self, question: _Question, solutions: list[str]) -> Grade:
         """Grade in a worker. One that dies is replaced and the answer tried once more in the time left: the
@@ -175,13 +168,12 @@ class GraderPool:
                     break
         finally:
             self._idle.put(worker)
-        return self._count(Grade(float(detail == CORRECT), detail, question.answer))
+        return Grade(float(detail == CORRECT), detail, question.answer)
 
     def _forget(self, worker: _Worker | None) -> None:
         if worker is not None:
             with self._lock:
                 self._workers.discard(worker)
-                self._counts["workers_replaced"] += 1
             worker.kill()
 
     def _start_worker(self) -> _Worker:
@@ -204,11 +196,6 @@ class GraderPool:
             self._cache[(question, tuple(solutions))] = detail
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
-
-    def _count(self, grade: Grade) -> Grade:
-        with self._lock:
-            self._counts[grade.detail] += 1
-        return grade
 
 
 class _Worker:

@@ -267,23 +267,6 @@ class JudgeClient:
 
     # ------------------------------------------------------------------------------------------ others
 
-    async def wait_until_ready(self, timeout_s: float = 60.0) -> None:
-        """Until the judge answers /ping. Raises JudgeUnavailable."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                async with self._open().get(f"{self.base_url}/ping") as response:
-                    if response.status == 200:
-                        return
-                    what = f"HTTP {response.status}"
-            except (TimeoutError, aiohttp.ClientError) as error:
-                what = f"{type(error).__name__}: {error}"
-            if time.monotonic() > deadline:
-                raise JudgeUnavailable(
-                    f"the judge at {self.base_url} did not answer in {timeout_s:.0f} s ({what})"
-                )
-            await asyncio.sleep(0.1)
-
     def _down(self) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()

@@ -17,7 +17,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
 
 CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -35,7 +34,6 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
-_PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
@@ -118,10 +116,10 @@ def pivot_root(new: str, old: str) -> None:
     _check(_libc.syscall(_number("pivot_root"), new.encode(), old.encode()), "pivot_root")
 
 
-def bind_read_only(source: str, target: str, *, devices: bool = False) -> None:
+def bind_read_only(source: str, target: str) -> None:
     """Bind `source` with everything mounted below it on `target`, read-only and without set-uid."""
     mount(source, target, None, MS_BIND | MS_REC)
-    attributes = 0x1 | 0x2 | (0 if devices else 0x4)  # RDONLY, NOSUID, NODEV
+    attributes = 0x1 | 0x2 | 0x4  # RDONLY, NOSUID, NODEV
     request = struct.pack("<QQQQ", attributes, 0, 0, 0)
     at_fdcwd, at_recursive = -100, 0x8000
     _check(
