@@ -46,14 +46,14 @@ def test_ahead_is_what_begins_within_a_round_trip(
     per_s: float, slots: int, permits: int, expected: int
 ) -> None:
     assert ROUND_TRIP_S == 0.02
-    assert after(per_s).room(slots, permits) == expected
+    assert after(per_s).num_to_lease(slots, permits) == expected
 
 
 def test_jobs_that_are_here_take_room_and_begin_in_their_order() -> None:
     jobs = after(420)
     for key in ("a/u1", "a/u2@session", "b/k3"):
         jobs.add(LeasedJob(key, b""))
-    assert jobs.room(16, 0) == 8 - 3
+    assert jobs.num_to_lease(16, 0) == 8 - 3
     assert list(jobs) == ["a/u1", "a/u2@session", "b/k3"]
     assert jobs.drop("a/u2@session") and not jobs.drop("a/u2@session")
     assert [jobs.next().key, jobs.next().key] == ["a/u1", "b/k3"] and not jobs
