@@ -139,7 +139,9 @@ class Worker:
         if self._exchange_later is not None:
             self._exchange_later.cancel()
             self._exchange_later = None
-        count = 0 if self.stopping.is_set() else self.prefetched.num_to_lease(self._free_slots, self.permits.free)
+        count = (
+            0 if self.stopping.is_set() else self.prefetched.num_to_lease(self._free_slots, self.permits.free)
+        )
         answers, self._done = self._done, []
         self.prefetched.answered(len(answers), time.monotonic())
         try:
