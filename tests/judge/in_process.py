@@ -13,7 +13,7 @@ import orjson
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue, LeasedJob
 from rstar2_megatron.judge.server.broker import Broker, Ticket
-from rstar2_megatron.judge.server.models import Submission
+from rstar2_megatron.judge.server.submission import Submission
 from rstar2_megatron.judge.worker.worker import Worker
 from rstar2_megatron.services.redis_server import RedisServer
 
