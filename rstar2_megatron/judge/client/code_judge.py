@@ -1,4 +1,4 @@
-"""The Code Judge of a run: one started on loopback, or the running one that the YAML names."""
+"""The Code Judge of a run: started here, or the running one that the YAML names."""
 
 from __future__ import annotations
 
