@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome
 
 
@@ -68,6 +69,7 @@ class SampleFile:
 
     def __init__(self, path: str | Path, identity: Mapping[str, Any]) -> None:
         self.path = Path(path)
+        self._file = JsonlFile(self.path, sync=False)
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
         self._identity = json.loads(json.dumps(identity))
 
@@ -99,9 +101,8 @@ class SampleFile:
         return found
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line; it is with the operating system before this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        """Write one line; the operating system has it before this returns."""
+        self._file.append(row)
 
     def _check_settings(self) -> None:
         if not self.path.exists():
@@ -125,18 +126,9 @@ class SampleFile:
                 "remove this file to start anew"
             )
 
-    def _rows(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
-        rows = []
-        for number, line in enumerate(data[:whole].splitlines(), 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise SamplesError(f"{self.path}:{number}: not JSON ({error}); repair or remove it") from None
-        return rows
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        self._file.drop_torn_line()
+        for number, row in self._file.numbered_rows():
+            if row is None:
+                raise SamplesError(f"{self.path}:{number}: not JSON; repair or remove it")
+            yield row

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, trajectory_row
-from rstar2_megatron.records.whole_file import replacing
 from rstar2_megatron.trajectory import Group, Trajectory
 
 
@@ -46,31 +43,6 @@ def choose_shown(
         chosen.append(number)
         count += len(group.usable)
     return [ShownGroup(groups[number], resampled[number]) for number in sorted(chosen)]
-
-
-class TrajectorySamples:
-    """Appends the shown groups of each step, one line a trajectory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, step: int, shown: Sequence[ShownGroup]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            for group in shown:
-                for row in group_rows(step, group):
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    def truncate_after(self, step: int) -> None:
-        """Drop samples of steps after `step`, which a resumed run does again."""
-        if not self.path.exists():
-            return
-        with self.path.open(encoding="utf-8") as old, replacing(self.path) as new:
-            for line in old:
-                try:
-                    if json.loads(line)["step"] <= step:
-                        new.write(line)
-                except ValueError:
-                    break  # a kill cut this line short
 
 
 def group_rows(step: int, shown: ShownGroup) -> list[dict[str, Any]]:

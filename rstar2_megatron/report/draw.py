@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import replacement
 from rstar2_megatron.report.table import WEIGHTS, held_out
 
@@ -99,7 +99,7 @@ def _draw(
     heading: str,
     borders: Sequence[tuple[int, str]],
 ) -> Path:
-    rows = MetricsFile(directory / "metrics.jsonl").rows()
+    rows = JsonlFile(directory / "metrics.jsonl").rows()
     if not rows:
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps to draw")
     target = Path(out) if out is not None else directory / "curves.png"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 
 SPAN = 5  # steps averaged at either end
 
@@ -56,7 +56,7 @@ def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
 def summary(directory: str | Path) -> Table:
     """(quantity, first steps, last steps, change) of a run. Raises ValueError when it has no metrics."""
     directory = Path(directory)
-    rows = MetricsFile(directory / "metrics.jsonl").rows()
+    rows = JsonlFile(directory / "metrics.jsonl").rows()
     if not rows:
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps")
     span = min(SPAN, len(rows))
@@ -98,7 +98,7 @@ def render_markdown(directory: str | Path) -> str:
 
 
 def _heads(directory: str | Path) -> tuple[str, str, str, str]:
-    steps = len(MetricsFile(Path(directory) / "metrics.jsonl").rows())
+    steps = len(JsonlFile(Path(directory) / "metrics.jsonl").rows())
     span = min(SPAN, steps)
     unit = "step" if span == 1 else f"{span} steps"
     return f"{Path(directory).name}, {steps} steps", f"first {unit}", f"last {unit}", "change"

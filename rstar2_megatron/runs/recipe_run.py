@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
@@ -168,7 +168,7 @@ def write_curve(plan: StagePlan) -> Path | None:
     rows: list[Mapping[str, Any]] = []
     borders: list[dict[str, Any]] = []
     for stage in plan.recipe.stages:
-        own = MetricsFile(plan.directory(stage.name) / "metrics.jsonl").rows()
+        own = JsonlFile(plan.directory(stage.name) / "metrics.jsonl").rows()
         if stage.task != "reasoning" or not own:
             continue
         done = len(rows)

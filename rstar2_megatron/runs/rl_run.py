@@ -19,10 +19,7 @@ from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import UnfinishedCheckpoint, load_data_state
-from rstar2_megatron.records.metrics_file import MetricsFile
-from rstar2_megatron.records.rollout_log import append_rollouts
-from rstar2_megatron.records.samples import TrajectorySamples
-from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
+from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
@@ -45,6 +42,11 @@ class RLRun(ClusterRun):
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
         self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
+        self.files = RunFiles(
+            self.directory,
+            save_rollouts=settings.runner.save_rollouts,
+            save_rollout_tokens=settings.runner.save_rollout_tokens,
+        )
         self.last_evaluation: tuple[int, Any] = (-1, None)
         self._unfinished: UnfinishedCheckpoint | None = None
 
@@ -179,7 +181,6 @@ class RLRun(ClusterRun):
         random.setstate(state["python_random"])
         self.table = state["table"]
         self.coordinator.restore(state.get("carried", []))
-        MetricsFile(self.directory / "metrics.jsonl").truncate_after(step)
         self.trainer.sync_weights(version=step)
         self.trainer.check_weights()
         return step
@@ -194,11 +195,9 @@ class RLRun(ClusterRun):
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
         self._closing.append(log.finish)
-        metrics_file = MetricsFile(self.directory / "metrics.jsonl")
-        samples = TrajectorySamples(self.directory / "trajectories.jsonl")
-        samples.truncate_after(done)
+        self.files.truncate_after(done)
         for step in range(done + 1, runner.max_steps + 1):
-            if runner.stop_when and (held := first_that_holds(runner.stop_when, metrics_file.rows())):
+            if runner.stop_when and (held := first_that_holds(runner.stop_when, self.files.metrics.rows())):
                 return self._stop_early(step - 1, held)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
@@ -223,13 +222,8 @@ class RLRun(ClusterRun):
                 self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                 row.update(self.last_evaluation[1].metrics())
             print(step_line(row), flush=True)
-            metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
+            self.files.append(step, row, result.groups, result.shown)
             log.log({k: v for k, v in row.items() if k != "step"}, step)
-            samples.append(step, result.shown)
-            if runner.save_rollouts:
-                append_rollouts(self.directory / "rollouts.jsonl", step, result.groups)
-            if runner.save_rollout_tokens:
-                write_groups(rollouts_path(self.directory / "rollouts", step), result.groups)
             if save or step == runner.max_steps:
                 self._save(step)
         self._publish_checkpoint()

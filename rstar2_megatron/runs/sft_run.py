@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.runner_tools import MetricLogger
 from rstar2_megatron.records import checkpoint
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.report.draw import draw_sft
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings
@@ -34,7 +34,7 @@ class SFTRun(ClusterRun):
             + (f"; {rows.skipped} left out as too long" if rows.skipped else "")
         )
         resume = self.begin(phase.steps)
-        self.metrics = MetricsFile(self.directory / "metrics.jsonl")
+        self.metrics = JsonlFile(self.directory / "metrics.jsonl")
         self._start(model, timeout)
         self.actor.call("start_sft_phase", phase, timeout_s=timeout)
         start = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.report.compare import (
     Arm,
     area,
@@ -30,7 +30,7 @@ from rstar2_megatron.report.table import mean_of, render_markdown, render_table
 
 
 def write_run(directory: Path, rewards: list[float], first_step: int = 1) -> Path:
-    file = MetricsFile(directory / "metrics.jsonl")
+    file = JsonlFile(directory / "metrics.jsonl")
     for step, reward in enumerate(rewards, first_step):
         file.append(
             {
