@@ -24,6 +24,11 @@ class FinishReason(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # engine or judge lost, or deadline passed: dropped, never trained on
 
 
+def is_usable(finish_reason: str | None) -> bool:
+    """False when the infrastructure spoiled the trajectory or the end of its phase cut it. None: it has not ended."""
+    return finish_reason not in (None, FinishReason.INFRASTRUCTURE, FinishReason.CUT)
+
+
 class ToolOutcome(StrEnum):
     """What became of one tool call."""
 
@@ -120,7 +125,7 @@ class Trajectory:
     @property
     def usable(self) -> bool:
         """False for a trajectory that infrastructure spoiled or the phase's end cut: it is counted and dropped."""
-        return self.finish_reason not in (None, FinishReason.INFRASTRUCTURE, FinishReason.CUT)
+        return is_usable(self.finish_reason)
 
     @property
     def oldest_version(self) -> int | None:

@@ -49,15 +49,6 @@ class ProblemLoader:
         self._batches: Iterator[list[Problem]] | None = None
         self._ahead: list[Problem] = []  # drawn for a refill and not used: they come first in the next batch
 
-    @property
-    def epoch(self) -> int:
-        """Epochs that are over."""
-        return self._epoch
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return len(self._loader)
-
     def next_batch(self) -> list[Problem]:
         """The next batch. Raises DataError after `max_epochs` epochs."""
         return self.take(self._batch_size)

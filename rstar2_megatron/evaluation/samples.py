@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome
+from rstar2_megatron.trajectory import Problem, ToolOutcome, is_usable
 
 
 class SamplesError(ValueError):
@@ -18,13 +18,11 @@ class SamplesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What statistics need of one attempt. Only `usable` ones count: the others were spoilt by infrastructure."""
+    """What statistics need of one attempt. Only `usable` ones count: infrastructure spoiled the others, or they were cut."""
 
     query_id: str
     index: int  # 0 .. k-1 among the problem's attempts
-    task: str
     reward: float
-    grade: str
     answer: str | None
     finish_reason: str | None
     num_turns: int
@@ -32,11 +30,10 @@ class Sample:
     num_tool_errors: int
     response_tokens: int  # tool responses included
     generated_tokens: int
-    seconds: float
 
     @property
     def usable(self) -> bool:
-        return self.finish_reason not in (None, FinishReason.INFRASTRUCTURE)
+        return is_usable(self.finish_reason)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Sample:
@@ -46,9 +43,7 @@ class Sample:
         return cls(
             query_id=row["query_id"],
             index=int(row["rollout_index"]),
-            task=row.get("task", "math"),
             reward=float(row["reward"] or 0.0),
-            grade=row["grade"],
             answer=row.get("answer"),
             finish_reason=row["finish_reason"],
             num_turns=len(row["turns"]),
@@ -56,7 +51,6 @@ class Sample:
             num_tool_errors=sum(outcome.is_model_error for outcome in calls),
             response_tokens=int(row["response_tokens"]),
             generated_tokens=int(row["trained_tokens"]),
-            seconds=float(row["seconds"]),
         )
 
 

@@ -1,6 +1,4 @@
-"""The table at the end of a run: its first steps against its last, and held-out results. Text and
-markdown.
-"""
+"""The table at the end of a run: its first steps against its last, and held-out results."""
 
 from __future__ import annotations
 
@@ -88,13 +86,6 @@ def render_table(directory: str | Path) -> str:
     lines.insert(1, "-" * len(lines[0]))
     lines += _footer(directory)
     return "\n".join(lines)
-
-
-def render_markdown(directory: str | Path) -> str:
-    """The table as markdown, for a README."""
-    lines = ["| " + " | ".join(_heads(directory)) + " |", "|---|---:|---:|---:|"]
-    lines += ["| " + " | ".join(row) + " |" for row in summary(directory)]
-    return "\n".join([*lines, "", *_footer(directory)])
 
 
 def _heads(directory: str | Path) -> tuple[str, str, str, str]:

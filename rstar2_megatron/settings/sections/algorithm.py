@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rstar2_megatron.settings.sections.base import Section
 
+KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
+"""Values of `algorithm.kl_penalty_type` that are loss terms."""
+
 
 class DownSamplingConfig(Section):
     reject_equal_reward: bool = True
