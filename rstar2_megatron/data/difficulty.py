@@ -26,7 +26,7 @@ class PassCount:
     def why_dropped(self, *, always_solved: bool, never_solved: bool, wanted: int) -> str:
         """The reason to leave the problem out, or "".
 
-        A problem some of whose `wanted` attempts were spoilt by the infrastructure stays: nothing is known for sure.
+        A problem some of whose `wanted` attempts were spoiled by the infrastructure stays: nothing is known for sure.
         """
         if self.samples < wanted:
             return ""
@@ -58,7 +58,7 @@ def difficulty_report(counts: Sequence[PassCount], dropped: Mapping[str, str], w
         "samples": wanted,
         "pass_rate": sum(count.solved for count in counts) / samples if samples else None,
         "problems_by_times_solved": {str(n): histogram[n] for n in range(wanted + 1)},
-        "problems_with_spoilt_attempts": sum(count.samples < wanted for count in counts),
+        "problems_with_spoiled_attempts": sum(count.samples < wanted for count in counts),
     }
 
 
@@ -69,8 +69,8 @@ def render_report(report: Mapping[str, Any]) -> str:
     lines += [
         f"{count:>8,} solved {times} times" for times, count in report["problems_by_times_solved"].items()
     ]
-    if report["problems_with_spoilt_attempts"]:
-        lines.append(f"{report['problems_with_spoilt_attempts']:>8,} kept because attempts were spoilt")
+    if report["problems_with_spoiled_attempts"]:
+        lines.append(f"{report['problems_with_spoiled_attempts']:>8,} kept because attempts were spoiled")
     lines += [f"{count:>8,} dropped: {why}" for why, count in report["dropped"].items()]
     lines.append(f"{report['rows_out']:>8,} left")
     return "\n".join(lines)

@@ -212,7 +212,7 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
     missing = sum(scores.missing for name, scores in parts.items() if name != "all")
     if not parts or missing:
         print(
-            f"warning: {missing or len(problems) * k} attempts were spoilt by the infrastructure and are left out; the same "
+            f"warning: {missing or len(problems) * k} attempts were spoiled by the infrastructure and are left out; the same "
             f"command tries them again. The reasons stand in {out / 'trajectories.jsonl'} and {out / 'logs'}",
             file=sys.stderr,
         )
@@ -254,7 +254,7 @@ def render(parts: Mapping[str, Scores]) -> str:
         add(label, lambda s, name=name: f"{s.lengths[name]:.0f}")
     for ending in next(iter(parts.values())).endings if parts else ():
         add(f"ended: {ending.replace('_', ' ')}", lambda s, ending=ending: f"{s.endings[ending]:.3f}")
-    add("attempts spoilt, left out", lambda s: str(s.missing))
+    add("attempts spoiled, left out", lambda s: str(s.missing))
     first = max(len(label) for label, _ in rows)
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(parts))]
     lines = [

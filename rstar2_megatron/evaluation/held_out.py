@@ -20,7 +20,7 @@ _OF_TASKS = ("average", "pass@", "majority@", "response_length", "tool_calls")
 
 @dataclass
 class HeldOutResult:
-    """Scores over all problems and by task; `scores` is None when infrastructure spoilt every attempt."""
+    """Scores over all problems and by task; `scores` is None when infrastructure spoiled every attempt."""
 
     scores: Scores | None
     seconds: float
@@ -45,9 +45,9 @@ class HeldOutResult:
 
     def __str__(self) -> str:
         if self.scores is None:
-            return f"no usable attempt, the infrastructure spoilt all of them ({self.seconds:.0f} s)"
+            return f"no usable attempt, the infrastructure spoiled all of them ({self.seconds:.0f} s)"
         s = self.scores
-        missing = f", {s.missing} attempts spoilt" if s.missing else ""
+        missing = f", {s.missing} attempts spoiled" if s.missing else ""
         return (
             f"avg@{s.k} {s.average.value:.3f} [{s.average.low:.3f}, {s.average.high:.3f}] on {s.num_problems} problems"
             f"{missing} ({self.seconds:.0f} s)"

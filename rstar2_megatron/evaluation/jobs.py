@@ -53,7 +53,7 @@ class Jobs:
         return [Slice(first.group, first.problem, taken)]
 
     def ended(self, group: int, index: int, *, usable: bool) -> None:
-        """Take a job back from an engine; one that was spoilt is put at the end unless it was tried often enough."""
+        """Take a job back from an engine; one that was spoiled is put at the end unless it was tried often enough."""
         job = self._running.pop((group, index))
         job.attempts += 1
         if usable or job.attempts == MAX_ATTEMPTS:

@@ -122,7 +122,7 @@ def sample(
     """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
 
     out: jsonl of trajectories (`trajectory_row`); what it already holds is not drawn again. An attempt that the
-        infrastructure spoilt is tried `jobs.MAX_ATTEMPTS` times, then left out of the result; a later call tries it again.
+        infrastructure spoiled is tried `jobs.MAX_ATTEMPTS` times, then left out of the result; a later call tries it again.
     Logs of engines and judge go to `logs/` beside `out`. Sampling is not reproducible token by token: an engine's batches
     depend on timing.
 
@@ -258,7 +258,7 @@ class _Sampler:
                 and engine.lost
                 and engine.restarts >= engine.settings.max_engine_restarts
             ):
-                raise EngineLost(trajectory.error)  # for good: the jobs that are left would all be spoilt
+                raise EngineLost(trajectory.error)  # for good: the jobs that are left would all be spoiled
             if trajectory.usable:
                 await grade_trajectories(pool, work.problem, [trajectory])
             row = trajectory_row(work.problem, trajectory)

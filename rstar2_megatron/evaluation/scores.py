@@ -44,7 +44,7 @@ class Scores:
     num_problems: int
     num_samples: int
     k: int
-    """Attempts asked for; infrastructure may have spoilt some."""
+    """Attempts asked for; infrastructure may have spoiled some."""
     average: Estimate
     """avg@k: mean over problems of the share of their attempts that are right (pass@1)."""
     pass_at: dict[int, Estimate]
@@ -54,7 +54,7 @@ class Scores:
     run_deviation: float | None
     """Standard deviation of the accuracy of the k runs; None for k = 1."""
     missing: int
-    """Attempts that infrastructure spoilt, left out of everything."""
+    """Attempts that infrastructure spoiled, left out of everything."""
     tools: dict[str, float] = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)
     endings: dict[str, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def score(
     usable = [item for group in by_problem.values() for item in group]
     if not usable:
         raise ValueError(
-            "no usable attempt to score: every one was spoilt by infrastructure, or there was none"
+            "no usable attempt to score: every one was spoiled by infrastructure, or there was none"
         )
     groups = list(by_problem.values())
     counts = [(len(group), sum(item.reward > 0 for item in group)) for group in groups]
