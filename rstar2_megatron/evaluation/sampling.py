@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from rstar2_megatron.evaluation.jobs import Job, Jobs, run_together
+from rstar2_megatron.evaluation.attempt_queue import Attempt, AttemptQueue, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
@@ -122,7 +122,7 @@ def sample(
     """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
 
     out: jsonl of trajectories (`trajectory_row`); what it already holds is not drawn again. An attempt that the
-        infrastructure spoiled is tried `jobs.MAX_ATTEMPTS` times, then left out of the result; a later call tries it again.
+        infrastructure spoiled is tried `attempt_queue.MAX_TRIES` times, then left out of the result; a later call tries it again.
     Logs of engines and judge go to `logs/` beside `out`. Sampling is not reproducible token by token: an engine's batches
     depend on timing.
 
@@ -143,7 +143,7 @@ def sample(
 
 
 class _Sampler:
-    """One call of `sample`: services up, engines pulling jobs, services down."""
+    """One call of `sample`: services up, engines pulling attempts, services down."""
 
     def __init__(
         self,
@@ -171,8 +171,8 @@ class _Sampler:
         tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
         template = ChatTemplate(tokenizer, settings.agentloop)
         self._check_prompts(template)
-        jobs = [
-            Job(group, problem, index)
+        attempts = [
+            Attempt(group, problem, index)
             for group, problem in enumerate(self.problems)
             for index in range(settings.spec.samples)
             if (problem.query_id, index) not in self.found
@@ -191,8 +191,8 @@ class _Sampler:
             judge = await stack.enter_async_context(self._judge(url))
             reward = settings.reward
             pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
-            self.jobs = Jobs(jobs, settings.rollout.slice_size)
-            with tqdm(total=len(jobs), desc=self.label, disable=None if self.progress else True) as bar:
+            self.attempts = AttemptQueue(attempts, settings.rollout.slice_size)
+            with tqdm(total=len(attempts), desc=self.label, disable=None if self.progress else True) as bar:
                 await run_together(self._serve(engine, judge, template, pool, bar) for engine in engines)
 
     def _check_prompts(self, template: ChatTemplate) -> None:
@@ -232,7 +232,7 @@ class _Sampler:
     async def _serve(
         self, engine: EngineClient, judge: JudgeClient, template: ChatTemplate, pool: GraderPool, bar: Any
     ) -> None:
-        """Keep one engine busy until no job is left."""
+        """Keep one engine busy until no attempt is left."""
         settings, spec = self.settings, self.settings.spec
         loop = AgentLoop(
             engine,
@@ -258,7 +258,9 @@ class _Sampler:
                 and engine.lost
                 and engine.restarts >= engine.settings.max_engine_restarts
             ):
-                raise EngineLost(trajectory.error)  # for good: the jobs that are left would all be spoiled
+                raise EngineLost(
+                    trajectory.error
+                )  # for good: the attempts that are left would all be spoiled
             if trajectory.usable:
                 await grade_trajectories(pool, work.problem, [trajectory])
             row = trajectory_row(work.problem, trajectory)
@@ -266,8 +268,8 @@ class _Sampler:
             if trajectory.usable:
                 self.found[trajectory.query_id, trajectory.rollout_index] = Sample.from_row(row)
                 bar.update()
-            self.jobs.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
+            self.attempts.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
 
-        runner = EngineRunner(loop, EngineScheduler(budget), self.jobs.next, finished)
+        runner = EngineRunner(loop, EngineScheduler(budget), self.attempts.next, finished)
         engine.on_report = runner.observe
         await runner.run()
