@@ -23,7 +23,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import MemoryHandover
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.trajectory import Group, Problem, Trajectory
+from rstar2_megatron.trajectory import Group, Problem
 
 
 @dataclass
@@ -38,10 +38,6 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
     shown: list[ShownGroup] = field(default_factory=list)
     """Groups that are written whole to trajectories.jsonl."""
-
-    @property
-    def kept(self) -> list[Trajectory]:
-        return [trajectory for result in self.resampled for trajectory in result.kept]
 
 
 class Trainer:
