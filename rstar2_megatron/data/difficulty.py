@@ -1,8 +1,8 @@
-"""How often a model solves each problem, and which problems are left out for it. Pure.
+"""How often a model solves each problem, and which problems are dropped for it. Pure.
 
-Before its third stage the paper draws 8 rollouts of each problem and drops what was solved 8 times (arXiv 2508.20722,
-section 3.2). A problem that is never solved gives no gradient either, but the model may come to solve it: it is
-dropped only when asked.
+Before its third stage the paper draws 8 rollouts of each problem and drops problems solved 8 times (arXiv 2508.20722,
+section 3.2). A problem that is never solved gives no gradient either, but the model may learn to solve it
+later, so it is dropped only on request.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rstar2_megatron.trajectory import Problem
 
 @dataclass(frozen=True, slots=True)
 class PassCount:
-    """Attempts at one problem that count, and how many of them were right."""
+    """Usable attempts at one problem, and how many of them were right."""
 
     query_id: str
     solved: int
     samples: int
 
     def why_dropped(self, *, always_solved: bool, never_solved: bool, wanted: int) -> str:
-        """The reason to leave the problem out, or "".
+        """The reason to drop the problem, or "".
 
-        A problem some of whose `wanted` attempts were spoiled by the infrastructure stays: nothing is known for sure.
+        A problem with fewer than `wanted` usable attempts stays, because its pass rate is not known.
         """
         if self.samples < wanted:
             return ""

@@ -22,7 +22,7 @@ def read_problems(
     """All problems of the jsonl files, in order. Raises DataError with file and line number.
 
     A row without `query_id` gets `{file stem}-{line}`; a `query_id` that occurs twice is an error, because
-    groups are told apart by it. A file that has not changed is parsed once in a process.
+    it names a group. A file that has not changed is parsed once in a process.
     """
     problems: list[Problem] = []
     seen: dict[str, str] = {}

@@ -32,7 +32,7 @@ class HeldOutResult:
         return self.scores.average.value if self.scores else None
 
     def metrics(self) -> dict[str, float]:
-        """`eval/...` values: all scores, and the main ones of each task when there are several."""
+        """`eval/...` values: all scores, and the main scores of each task when there are several tasks."""
         metrics = (
             {f"eval/{name}": value for name, value in self.scores.metrics().items()} if self.scores else {}
         )
@@ -63,7 +63,7 @@ def evaluate(
 ) -> HeldOutResult:
     """Roll out the first `evaluation.num_problems` problems with evaluation sampling and score them.
 
-    Every trajectory is written to `{directory}/{label}.jsonl`, blanks as underscores; nothing without a directory.
+    With a directory, every trajectory is written to `{directory}/{label}.jsonl`, with underscores for blanks.
 
     Raises ValueError without problems, and what `RolloutCoordinator.run` raises.
     """

@@ -1,4 +1,4 @@
-"""Sampled attempts on disk: one JSON line each, written as it ends, so that a stopped evaluation goes on. Pure."""
+"""Sampled attempts on disk: one JSON line each, written as it ends, so that a stopped evaluation can continue. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rstar2_megatron.trajectory import Problem, ToolOutcome, is_usable
 
 
 class SamplesError(ValueError):
-    """The file belongs to another evaluation; the message says what differs and what to do."""
+    """The file belongs to another evaluation; the message names the differences and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Sample:
 
 
 class SampleFile:
-    """`path`, and beside it `path.settings.json`: what the samples were drawn with.
+    """The samples at `path`, and beside it `path.settings.json` with the settings that they were drawn with.
 
     `identity` must be the same for every sample of a file; the number of samples per problem is not part of it, so
     that more can be drawn later.
@@ -68,7 +68,7 @@ class SampleFile:
         self._identity = json.loads(json.dumps(identity))
 
     def open(self, problems: Sequence[Problem]) -> dict[tuple[str, int], Sample]:
-        """The usable samples of `problems` that are there, by (query_id, index); ready for `append` then.
+        """The usable samples of `problems` in the file, by (query_id, index). Must be called before `append`.
 
         A line that a kill cut short is removed. Raises SamplesError when the file was made with other settings or
         other problems of the same query_id.
@@ -117,7 +117,7 @@ class SampleFile:
         if differing:
             raise SamplesError(
                 f"{self.path} was made with other settings ({'; '.join(differing)}); give another output directory, or "
-                "remove this file to start anew"
+                "remove this file to start again"
             )
 
     def _rows(self) -> Iterator[dict[str, Any]]:

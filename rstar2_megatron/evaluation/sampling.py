@@ -1,13 +1,13 @@
-"""Draw k trajectories per problem from a model directory: engine, agent loop, judge and grader as in training.
+"""Draws k trajectories per problem from a model directory: engine, agent loop, judge and grader as in training.
 
-`sample(problems, settings, out)` is all a caller needs:
+A caller needs only `sample(problems, settings, out)`:
 
     settings = SamplingSettings.of(load_settings(NAME)[0], spec, model="DIR")
     samples = sample(problems, settings, Path("out/trajectories.jsonl"))
 
-It starts what it needs (SGLang engines, the Code Judge with its Redis unless the settings name a running one, grading
-processes), writes every trajectory to `out` as it ends, and stops what it started, also when it is interrupted. Called
-again with the same `out` it draws only what is missing. No Ray: one process drives all engines of this node.
+It starts SGLang engines, grading processes, and the Code Judge with its Redis unless the settings name a running judge. It
+writes every trajectory to `out` as it ends. It stops what it started, also when it is interrupted. A further call with the
+same `out` draws only the missing attempts. No Ray: one process drives all engines of this node.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_t
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """What sampling needs of a run's settings.
+    """The part of a run's settings that sampling needs.
 
     `spec.samples` is k. `max_context_tokens` bounds prompt and response together. `num_engines` engines run on this
     node, each on `rollout.tensor_parallel_size` GPUs (on a machine without GPUs one engine is sensible).
@@ -96,7 +96,7 @@ class SamplingSettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must not change between samples of one file: model, wording, sampling, judge's limits, grader."""
+        """The settings that all samples of one file share: model, prompts, sampling, limits of the judge, grader."""
         model = Path(self.rollout.model.model_path)
         files = sorted(model.glob("*.safetensors"))
         return {
@@ -121,8 +121,8 @@ def sample(
 ) -> list[Sample]:
     """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
 
-    out: jsonl of trajectories (`trajectory_row`); what it already holds is not drawn again. An attempt that the
-        infrastructure spoiled is tried `attempt_queue.MAX_TRIES` times, then left out of the result; a later call tries it again.
+    out: jsonl of trajectories (`trajectory_row`); attempts that it already holds are not drawn again. An attempt that the
+        infrastructure spoiled is tried `attempt_queue.MAX_TRIES` times, then left out; a later call tries it again.
     Logs of engines and judge go to `logs/` beside `out`. Sampling is not reproducible token by token: an engine's batches
     depend on timing.
 

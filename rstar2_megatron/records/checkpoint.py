@@ -76,7 +76,7 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[tuple[int, Path]]:
 
 
 def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Path] | None:
-    """The checkpoint that `runner.resume_dir` asks for, or None to start anew. Raises ValueError."""
+    """The checkpoint that `runner.resume_dir` asks for, or None for a new run. Raises ValueError."""
     if resume_dir is None:
         return None
     if resume_dir == "auto":
@@ -87,7 +87,7 @@ def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Pat
     if not match or not (path / "actor").is_dir() or not (path / "data" / "data.pt").is_file():
         raise ValueError(
             f"runner.resume_dir={resume_dir} is not a checkpoint: expected a directory global_step_N with actor/ and "
-            "data/data.pt in it; use `auto` for the newest of this experiment or null to start anew"
+            "data/data.pt in it; use `auto` for the newest of this experiment or null for a new run"
         )
     return int(match.group(1)), path
 

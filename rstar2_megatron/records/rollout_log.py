@@ -1,7 +1,7 @@
-"""rollouts.jsonl: lengths, turns and tool times of every trajectory, for the scheduler's simulator.
+"""Rows of rollouts.jsonl: lengths, turns and tool times of every trajectory, for the simulator of the scheduler.
 
-One row a trajectory; `trace` holds [generated tokens, tool tokens, tool seconds] of each turn. A few dozen bytes each,
-where trajectories.jsonl holds whole texts of a few.
+One row a trajectory; `trace` holds [generated tokens, tool tokens, tool seconds] of each turn. A row has some dozens of
+bytes.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ SFT_PANELS: tuple[Panel, ...] = (
 
 
 def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
-    """Write `curves.png` of a run from its metrics.jsonl, with the borders of stages.json if there is one.
+    """Write `curves.png` of a run from its metrics.jsonl, with the borders of stages.json if the file exists.
 
     Raises ValueError when it has no steps.
     """
@@ -136,7 +136,7 @@ def _draw(
 
 
 def points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric; steps without it, or without anything that it counts, are left out."""
+    """(steps, values) of a metric. Steps without it are left out, and so are ratios of steps that counted no event."""
     weight = WEIGHTS.get(name)
     pairs = [
         (row["step"], row[name])

@@ -1,6 +1,6 @@
 """Names of the same quantity in our metrics (RLinf's names), in RLinf's own logs and in verl's.
 
-`COMPARABLE` says what must be known when curves of different codes are laid over each other.
+`COMPARABLE` notes how the quantity differs between the codes.
 """
 
 from __future__ import annotations

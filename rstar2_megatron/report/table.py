@@ -24,7 +24,7 @@ ROWS: tuple[tuple[str, str, int], ...] = (
     ("train/tokens_per_second", "train tokens/s", 0),
     ("time/step", "seconds a step", 2),
 )
-# keys of held_out.json; a recipe's has `after_stage`, a score by stage, besides
+# keys of held_out.json; that of a recipe also has `after_stage`, a score by stage
 HELD_OUT = (
     ("before_sft", "before SFT"),
     ("after_sft", "after SFT"),
@@ -35,7 +35,7 @@ HELD_OUT = (
 Table = list[tuple[str, str, str, str]]
 
 
-# Ratios whose mean over steps must be weighted by what they count, or a step without any would pull it down.
+# Ratios whose mean over steps is weighted by the number of calls, so that a step without calls has no weight.
 WEIGHTS = {
     "rollout/tool_error_ratio": "rollout/tool_calls",
     "rollout/tool_error_ratio_positive": "rollout/tool_calls_positive",
@@ -44,7 +44,7 @@ WEIGHTS = {
 
 
 def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Mean of a metric over the steps that have it; of a ratio per call, over the calls of those steps."""
+    """Mean of a metric over the steps that have it; a ratio per call is weighted by calls."""
     weight = WEIGHTS.get(name)
     pairs = [(row[name], row.get(weight, 1) if weight else 1) for row in rows if row.get(name) is not None]
     total = sum(w for _, w in pairs)
@@ -69,7 +69,7 @@ def summary(directory: str | Path) -> Table:
 
 
 def held_out(directory: str | Path) -> list[tuple[str, float]]:
-    """(when, pass@1 on held-out problems) as far as measured."""
+    """(when, pass@1 on held-out problems) of each measurement."""
     path = Path(directory) / "held_out.json"
     if not path.is_file():
         return []
