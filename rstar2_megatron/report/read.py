@@ -142,8 +142,8 @@ def _file_sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
 def _find_numbering(log: Log) -> None:
     """Converts step numbers to training steps.
 
-    RLinf counts from 0 and, with several mini-batches a step, in optimizer steps: rollouts and times are logged at 0, n, 2n, ...,
-    losses at every number. The losses of one step are averaged.
+    RLinf counts from 0 and, with several mini-batches a step, in optimizer steps: rollouts and times are logged
+    at 0, n, 2n, ..., losses at every number. The losses of one step are averaged.
     """
     training = {name: series for name, series in log.series.items() if not name.startswith(("eval/", "val"))}
     counted = {REWARD: training[REWARD]} if REWARD in training else training

@@ -1,9 +1,9 @@
-"""Makes everything the no-GPU default starts from: tokenizer, model, problems and SFT data.
+"""Builds the inputs of the default run without a GPU: tokenizer, model, problems and SFT data.
 
     python -m rstar2_megatron.tiny.build --out DIR --seed 0
 
-Deterministic under its seed and cached: the directory's name holds a hash of every parameter and of the code that
-used them, it appears by one rename when it is complete, and a second call returns it as it is.
+Deterministic under its seed, and cached: the directory's name holds a hash of every parameter and of the code that uses
+them. The directory appears by one rename when it is complete, and a second call returns it unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rstar2_megatron.tiny.sft import (
     pieces,
 )
 
-# Files whose text decides what is built.
+# Files whose code decides the result.
 _CODE = (
     "build.py",
     "model.py",
@@ -57,7 +57,7 @@ _FORMAT = {
 
 @dataclass(frozen=True, slots=True)
 class TinyPaths:
-    """Where the parts lie under `root`."""
+    """Paths of the parts under `root`."""
 
     root: Path
 
@@ -129,7 +129,7 @@ def build_tiny(
         try:
             unfinished.rename(root)
         except OSError:
-            if not root.exists():  # otherwise another process was quicker, with the same content
+            if not root.exists():  # otherwise another process has just built the same content
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -174,7 +174,7 @@ def _build(
     progress("tiny recipe: SFT data")
     rng = random.Random(f"sft {seed}")
     template = ChatTemplate(tokenizer, agentloop)
-    # questions of SFT may meet again in RL, never in the held-out set; easy ones are few, so they may repeat
+    # SFT questions may occur again in RL, but not in the held-out set; there are few easy ones, so they may repeat
     held = {p.question for p in heldout}
     easy, main = _endless("easy", rng, held), _endless("main", rng, held)
     writer = TraceWriter(template, rng, recipe.mix)

@@ -1,7 +1,7 @@
-"""Step-0 gates: what must hold before the first update, or the run fails and says what to do.
+"""Step-0 gates: checks before the first update; a run that fails one ends with the figures and the remedy.
 
-Each of these has silently spoiled somebody's run elsewhere: a prompt without its tool, a mask that trains tool
-output, an engine that samples from other weights than the actor trains.
+They find errors that spoil a run silently: a prompt without its tool, a mask that trains tool output, an engine that
+samples from other weights than the actor trains.
 """
 
 from __future__ import annotations
