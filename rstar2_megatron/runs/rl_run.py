@@ -38,7 +38,7 @@ from rstar2_megatron.training.metrics import header_line, step_line, step_metric
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Group
 
-_LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
+_LAST_PUBLISH_S = 15.0  # for a checkpoint that is being written when the run fails or is stopped
 _SCORE_STEPS = 5  # whose mean pass rate is a checkpoint's
 
 
@@ -79,7 +79,7 @@ class RLRun(ClusterRun):
     # ------------------------------------------------------------------------------------------- starting
 
     def _start(self) -> None:
-        """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
+        """Start judge, Ray, RLinf, actor, engines and reward workers in parallel."""
         settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
         data = settings.data
         self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
@@ -143,7 +143,7 @@ class RLRun(ClusterRun):
         return ChatTemplate(tokenizer, self.settings.agentloop)
 
     def _cold_start(self) -> None:
-        """SFT if the YAML asks for it and the cache has none, then a fresh optimizer and the first sync."""
+        """The first sync, SFT unless it is off or cached, evaluation, and a fresh optimizer."""
         settings = self.settings
         if settings.runner.init_checkpoint:
             self._say(f"starting from {settings.runner.init_checkpoint}, optimizer included")
@@ -166,7 +166,7 @@ class RLRun(ClusterRun):
         elif self._evaluates:
             self.table["before_rl"] = self._evaluate("held-out before RL").average
         self._write_table()
-        if settings.runner.init_checkpoint:  # model and optimizer go on as they are
+        if settings.runner.init_checkpoint:  # model and optimizer continue unchanged
             self.actor.call("continue_rl", timeout_s=settings.runner.step_timeout_s)
             return
         self.actor.call(
@@ -203,7 +203,7 @@ class RLRun(ClusterRun):
         return step
 
     def _check_scores(self, saved: tuple[list[TrainSequence], list[list[float]]] | None) -> None:
-        """The loaded actor scores the checkpoint's group as the saving one did; older checkpoints have no group."""
+        """The resumed actor must score the checkpoint's group as the saving actor did. Older checkpoints have no group."""
         if saved:
             sequences, logprobs = saved
             now = self.trainer.score(sequences)
@@ -262,7 +262,7 @@ class RLRun(ClusterRun):
         return step, condition
 
     def _trained(self, step: int, save: bool, groups: Sequence[Group], updated: bool) -> None:
-        """The actor has trained on `groups` and still holds the accelerator."""
+        """Save after training on `groups`, while the actor is still awake."""
         self._updated |= updated
         usable = next((group.usable for group in groups if group.usable), [])
         self._scored = [train_sequence(trajectory, 0.0) for trajectory in usable]
@@ -270,7 +270,7 @@ class RLRun(ClusterRun):
             self._save(step)
 
     def _watch(self, step: int, row: dict[str, float]) -> None:
-        """End a ruined run. Raises CollapseError; a checkpoint of ruined weights does not get its name."""
+        """Raises CollapseError for a ruined run; a checkpoint of ruined weights is discarded."""
         try:
             self.watch.add(row)
         except EmptySteps:
@@ -305,11 +305,11 @@ class RLRun(ClusterRun):
         self._unfinished_updated, self._updated = self._updated, False
 
     def _publish_checkpoint(self, timeout_s: float | None = None) -> None:
-        """Wait for the files of the checkpoint being written, if there is one, and give it its name."""
+        """Wait for the files of an unfinished checkpoint, if there is one, and give it its name."""
         if self._unfinished is not None:
             timeout_s = timeout_s or self.settings.runner.step_timeout_s
             self.actor.call("finish_checkpoint", timeout_s=timeout_s)
-            # What the run resumed from stays until the steps after it are known to be sound.
+            # The checkpoint that the run resumed from stays until the steps after it are known to be sound.
             protected = [self._resumed_from] if self._resumed_from and self.watch.compares_with_before else []
             self._unfinished.publish(
                 self.settings.runner.keep_checkpoints,

@@ -21,7 +21,7 @@ LOSS, VALIDATION_LOSS = "train/sft/loss", "eval/sft_loss"
 
 
 class SFTRun(ClusterRun):
-    """Only actor workers: no engine, no judge."""
+    """A run with actor workers only, without engine and judge."""
 
     def train(self) -> None:
         settings, timeout = self.settings, self.settings.runner.step_timeout_s
@@ -86,7 +86,7 @@ class SFTRun(ClusterRun):
         return validation_loss(self.actor, self.held_out, sft.batch_size, self.settings.runner.step_timeout_s)
 
     def _after(self, done: int, steps: list[Metrics], phase: SFTPhaseSettings) -> None:
-        """Log the steps of a call, and do what is due after its last one."""
+        """Log the steps of a call; validate and save after its last step when that is due."""
         runner, every = self.settings.runner, self.settings.sft.val_interval
         now = time.perf_counter()
         seconds, self._lap = (now - self._lap) / len(steps), now

@@ -1,4 +1,4 @@
-"""The engines and their scheduling: rollout."""
+"""Section `rollout`: engines and their scheduling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SGLangSettings(Section):
     attention_backend: str = "auto"
     """auto: torch_native on CPU, SGLang's own choice on a GPU."""
     server_args: dict[str, Any] = {}
-    """Any further sglang.ServerArgs field."""
+    """Further fields of sglang.ServerArgs."""
 
 
 class RolloutSettings(Section):
@@ -38,7 +38,7 @@ class RolloutSettings(Section):
     """Deadline of one trajectory, all turns and tool calls included."""
     engine_start_timeout_s: float = Field(600.0, gt=0)
     no_progress_timeout_s: float = Field(120.0, gt=0)
-    """An engine with work queued and no token for so long counts as lost."""
+    """Seconds after which an engine with queued work and no new token counts as lost."""
     max_engine_restarts: int = Field(2, ge=0)
     cpu_threads: int = Field(1, ge=1)
     """OMP threads of an engine that runs on CPU."""
