@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.tiny.build import build_tiny
+from rstar2_megatron.tiny.recipe import TinyModelShape
 from tests.e2e.runs import RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
 LAYOUTS = {
-    "PP2": ("actor.model.tensor_model_parallel_size=1", "actor.model.pipeline_model_parallel_size=2"),
     "TP2": (),
+    "PP2": ("actor.model.tensor_model_parallel_size=1", "actor.model.pipeline_model_parallel_size=2"),
 }
+PP3 = (  # the tiny model has three layers
+    "actor.model.tensor_model_parallel_size=1",
+    "actor.model.pipeline_model_parallel_size=3",
+    "cluster.node_groups.0.hardware.configs.0.num_slots=3",
+)
 TRAINED = ("policy_loss", "grad_norm", "lr", "entropy", "clip_fraction", "logprob_diff_max", "skipped_update")
 
 
@@ -56,13 +64,13 @@ def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(
     command = arguments(
         cache,
         tmp_path,
-        "pp2",
-        *LAYOUTS["PP2"],
+        "pp3",
+        *PP3,
         f"runner.replay_rollouts={first_run}/rollouts",
         "evaluation.before_and_after=False",
     )
-    killed_and_resumed(command, tmp_path / "pp2", "training", 2)
-    ours, theirs = (read_jsonl(directory / "metrics.jsonl") for directory in (tmp_path / "pp2", first_run))
+    killed_and_resumed(command, tmp_path / "pp3", "training", 2)
+    ours, theirs = (read_jsonl(directory / "metrics.jsonl") for directory in (tmp_path / "pp3", first_run))
     assert [row["step"] for row in ours] == [1, 2]
     for mine, right in zip(ours, theirs, strict=True):
         assert mine["rollout/pass_rate"] == right["rollout/pass_rate"]
@@ -73,25 +81,39 @@ def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(
                 assert mine[key] == pytest.approx(right[key], rel=tolerance, abs=1e-6), key
 
 
+@dataclass
+class Uninterrupted:
+    """Runs of each layout on the same saved trajectories, which the first of them rolled out."""
+
+    model: str
+    rollouts: str
+    rows: dict[str, list[dict]]
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(
-    cache: Path, first_run: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[dict]]:
-    """Rows of a run of each layout on the same saved trajectories, which the first of them rolled out."""
+def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     root = tmp_path_factory.mktemp("uninterrupted")
+    shape = replace(TinyModelShape(), num_layers=4)
+    model = f"rollout.model.model_path={build_tiny(cache, 0, shape=shape).model}"
     rows, source = {}, ""
     for layout, overrides in LAYOUTS.items():
         how = f"runner.replay_rollouts={source}" if source else "runner.save_rollout_tokens=True"
         command = arguments(
-            cache, root, layout, *overrides, how, "runner.max_steps=4", "evaluation.before_and_after=False"
+            cache,
+            root,
+            layout,
+            model,
+            *overrides,
+            how,
+            "runner.max_steps=4",
+            "evaluation.before_and_after=False",
         )
         run = RunProcess(command, root / f"{layout}.log").start()
         assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
         run.assert_nothing_left()
         source = source or str(root / layout / "rollouts")
         rows[layout] = read_jsonl(root / layout / "metrics.jsonl")
-    rows["source"] = [{"directory": source}]
-    return rows
+    return Uninterrupted(model, source, rows)
 
 
 @pytest.mark.long
@@ -99,19 +121,20 @@ def uninterrupted(
     "layout, moment", [("PP2", "training"), ("PP2", "checkpoint"), ("PP2", "sync"), ("TP2", "sync")]
 )
 def test_metrics_after_a_kill_are_those_of_the_uninterrupted_run(
-    cache: Path, uninterrupted: dict[str, list[dict]], tmp_path: Path, layout: str, moment: str
+    cache: Path, uninterrupted: Uninterrupted, tmp_path: Path, layout: str, moment: str
 ) -> None:
     command = arguments(
         cache,
         tmp_path,
         "killed",
         *LAYOUTS[layout],
-        f"runner.replay_rollouts={uninterrupted['source'][0]['directory']}",
+        uninterrupted.model,
+        f"runner.replay_rollouts={uninterrupted.rollouts}",
         "runner.max_steps=4",
         "evaluation.before_and_after=False",
     )
     killed_and_resumed(command, tmp_path / "killed", moment, 3)
-    ours, theirs = read_jsonl(tmp_path / "killed" / "metrics.jsonl"), uninterrupted[layout]
+    ours, theirs = read_jsonl(tmp_path / "killed" / "metrics.jsonl"), uninterrupted.rows[layout]
     assert [row["step"] for row in ours] == [1, 2, 3, 4]
     for mine, right in zip(ours, theirs, strict=True):
         names = [f"train/actor/{name}" for name in TRAINED] + ["rollout/pass_rate", "rollout/groups_kept"]
