@@ -65,7 +65,7 @@ def evaluate(
 
     With a directory, every trajectory is written to `{directory}/{label}.jsonl`, with underscores for blanks.
 
-    Raises ValueError without problems, and what `RolloutCoordinator.run` raises.
+    Raises ValueError without problems, and the errors of `RolloutCoordinator.run`.
     """
     limit = settings.evaluation.num_problems
     chosen = list(problems) if limit < 0 else list(problems)[:limit]

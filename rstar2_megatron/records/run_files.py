@@ -27,7 +27,7 @@ class RunFiles:
         self._save_rollouts, self._save_rollout_tokens = save_rollouts, save_rollout_tokens
 
     def truncate_after(self, step: int) -> None:
-        """Drop what steps after `step`, the checkpoint's, have written: a resumed run repeats these steps."""
+        """Drop the rows of steps after `step`, that of the checkpoint: a resumed run repeats these steps."""
         for file in (self.metrics, self._trajectories, self._rollouts):
             file.truncate_after(step)
 

@@ -186,9 +186,7 @@ def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
                         array = make_ndarray(value.tensor)
                         if array.size == 1:
                             log.add(value.tag, event.step, float(array.reshape(-1)[0]))
-        except (
-            Exception
-        ) as error:  # what a broken record throws is not foreseeable; what came before it counts
+        except Exception as error:  # a broken record can raise any error; the records before it are valid
             log.messages.append(f"{path}: {type(error).__name__} after {events} records")
             continue
         if not _holds_records(path, events):  # the loader ends silently at a bad checksum

@@ -32,7 +32,7 @@ def check_trained_tokens(trajectories: Sequence[Trajectory], sequences: Sequence
 
 
 def check_actor_tokens(sequences: Sequence[TrainSequence], trained_tokens: float) -> None:
-    """The actor must have trained every marked token of the batch, on whatever ranks and micro-batches."""
+    """The actor must have trained every marked token of the batch, over all ranks and micro-batches."""
     batched = sum(sum(s.loss_mask) for s in sequences)
     if round(trained_tokens) != batched:
         raise GateError(
