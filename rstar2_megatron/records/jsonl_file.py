@@ -37,19 +37,9 @@ class JsonlFile:
 
     def drop_torn_line(self) -> None:
         """Remove a last line without a line end."""
-        if not self.path.is_file():
-            return
-        with self.path.open("r+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            while end:
-                start = max(0, end - 65536)
-                file.seek(start)
-                line_end = file.read(end - start).rfind(b"\n")
-                if line_end >= 0:
-                    file.truncate(start + line_end + 1)
-                    return
-                end = start
-            file.truncate(0)
+        if self.path.is_file():
+            with self.path.open("r+b") as file:
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
     def truncate_after(self, step: int) -> int:
         """Drop the rows of steps after `step`, and lines that are no rows. Returns the number of dropped lines.
