@@ -294,8 +294,7 @@ class Worker:
                     except (SlotDied, TimeoutError) as error:
                         log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
                         if must_exist or not is_new:
-                            why = f"the process of session {name} died"
-                            return self._failed(request, Outcome.SESSION_LOST, why)
+                            return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
                 self.pool.free.put_nowait(held)
