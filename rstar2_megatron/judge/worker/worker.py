@@ -204,12 +204,8 @@ class Worker:
 
         jobs = await until_redis_answers("exchange", step, self.stopping)
         if not certain:
-            held = [
-                *self.running,
-                *self.prefetched,
-                *(key for key, _ in self._done),
-                *(job.key for job in jobs),
-            ]
+            held = [*self.running, *self.prefetched]
+            held += [key for key, _ in self._done] + [job.key for job in jobs]
             again = await self.queue.reclaim(self.name, held)
             log.warning("Redis is back; %d jobs that never reached this worker are queued again", again)
         return jobs
