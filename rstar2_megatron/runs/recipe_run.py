@@ -7,9 +7,7 @@ through and the borders of the stages.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from rstar2_megatron.runs.base_run import FINISHED
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
+from rstar2_megatron.services.process import kill_tree
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
 
 STATE = "recipe.json"
@@ -146,8 +145,7 @@ class _Runner:
 
     def _kill(self, number: int, frame: object) -> None:
         if self._child is not None and self._child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
+            kill_tree(self._child.pid)
 
     def _write_state(self, stage: Stage, status: str, **more: Any) -> None:
         entry = {"status": status, "fingerprint": self.plan.fingerprint(stage), **more}
