@@ -263,7 +263,56 @@ def poisoned(
         actor.close()
 
 
-def heads(rank: int, world_size: int, init_method: str, seed: int) -> dict[str, float]:
+@contextmanager
+def _as_on_cuda(wanted: bool = True) -> Iterator[None]:
+    """The head's path for CUDA, small blocks included; torch's fp32 products of bf16 inputs exist on CUDA alone."""
+    mm, addmm, plain, rows = torch.mm, torch.addmm, logprob._in_blocks, logprob._BLOCK_ROWS
+
+    def product(a: Tensor, b: Tensor, out_dtype: Any = None, **keywords: Any) -> Tensor:
+        return mm(a, b, **keywords) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
+
+    def added(total: Tensor, a: Tensor, b: Tensor, out_dtype: Any, out: Tensor) -> Tensor:
+        return addmm(total, a.to(out_dtype), b.to(out_dtype), out=out)
+
+    if wanted:
+        torch.mm, torch.addmm = product, added  # type: ignore[assignment]
+        logprob._in_blocks, logprob._BLOCK_ROWS = lambda hidden: True, 3
+    try:
+        yield
+    finally:
+        torch.mm, torch.addmm = mm, addmm  # type: ignore[assignment]
+        logprob._in_blocks, logprob._BLOCK_ROWS = plain, rows
+
+
+def head_with_fp32_products(rank: int, world_size: int, init_method: str) -> tuple[float, float, float]:
+    """Relative errors of log-probs and of the gradients of hidden states and weight, bf16 in, against an fp32 head."""
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    logprob._MIN_CHUNK_LOGITS = 1
+    try:
+        torch.manual_seed(0)
+        hidden, targets = torch.randn(40, 64).bfloat16().requires_grad_(), torch.randint(24, (40,))
+        weight: Any = torch.randn(24, 64).bfloat16().requires_grad_()
+        weight.main_grad = torch.zeros(24, 64)
+        with _as_on_cuda():
+            out = logprob.log_prob_entropy(
+                hidden, weight, targets, temperature=0.7, chunk_tokens=16, group=dist.group.WORLD
+            )
+            (out[0].sum() + 0.1 * out[1].sum()).backward()
+        right_hidden, right_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
+        log_p = (right_hidden @ right_weight.t() / 0.7).log_softmax(-1)
+        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
+        (chosen.sum() - 0.1 * (log_p.exp() * log_p).sum()).backward()
+        pairs = (out[0], chosen), (hidden.grad, right_hidden.grad), (weight.main_grad, right_weight.grad)
+        log_prob, by_hidden, by_weight = (float((a - b).norm() / b.norm()) for a, b in pairs)  # type: ignore
+        return log_prob, by_hidden, by_weight
+    finally:
+        logprob._MIN_CHUNK_LOGITS = 1 << 24
+        dist.destroy_process_group()
+
+
+def heads(
+    rank: int, world_size: int, init_method: str, seed: int, in_blocks: bool = False
+) -> dict[str, float]:
     """Largest differences between the chunked head over `world_size` ranks and torch's log_softmax on all."""
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     try:
@@ -284,10 +333,11 @@ def heads(rank: int, world_size: int, init_method: str, seed: int) -> dict[str, 
                 own_weight = weight.chunk(world_size)[rank].clone().requires_grad_()
                 if buffered:  # as under DDP, after another micro-batch
                     own_weight.main_grad = torch.ones_like(own_weight)  # type: ignore[attr-defined]
-                out = logprob.log_prob_entropy(
-                    own_hidden, own_weight, targets, temperature=0.7, chunk_tokens=10, group=group
-                )
-                (out[0] @ by_logprob + out[1] @ by_entropy).backward()
+                with _as_on_cuda(in_blocks):
+                    out = logprob.log_prob_entropy(
+                        own_hidden, own_weight, targets, temperature=0.7, chunk_tokens=10, group=group
+                    )
+                    (out[0] @ by_logprob + out[1] @ by_entropy).backward()
                 gradient: Any = own_weight.grad
                 if buffered:
                     assert own_weight.grad_added_to_main_grad  # type: ignore[attr-defined]
