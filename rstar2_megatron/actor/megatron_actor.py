@@ -25,7 +25,7 @@ from rstar2_megatron.actor.losses import (
     sft_loss,
     sft_metrics,
 )
-from rstar2_megatron.actor.offload import offload, reload
+from rstar2_megatron.actor.offload import DeviceMemory
 from rstar2_megatron.actor.packing import Plan, make_plan, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.loss import aggregate
@@ -80,6 +80,7 @@ class MegatronActor:
         self.skipped_steps = 0
         self._pending: PendingSave | None = None
         self._reference: FrozenReference | None = None
+        self._memory = DeviceMemory(masters=actor.model.precision == "bf16")
         self._away: set[str] = set()  # parts on the host: weights, grads, state
 
     # ------------------------------------------------------------------------------------------ start, stop
@@ -308,23 +309,13 @@ class MegatronActor:
         }
         parts = {name for name, go in wanted.items() if go} - self._away
         self.policy.finish_gather()
-        offload(self.policy.chunks, self.policy.optimizer, parts, masters=self._has_masters)
+        self._memory.offload(self.policy.chunks, self.policy.optimizer, parts)
         self._away |= parts
 
     def reload(self) -> None:
         """Bring back what `offload` moved away."""
-        reload(
-            self.policy.chunks,
-            self.policy.optimizer,
-            self._away,
-            masters=self._has_masters,
-            device=self.device,
-        )
+        self._memory.reload(self.policy.chunks, self.policy.optimizer, self._away)
         self._away = set()
-
-    @property
-    def _has_masters(self) -> bool:
-        return self.actor.model.precision == "bf16"
 
     # ------------------------------------------------------------------------------- weights and checkpoints
 

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rstar2_megatron.actor import optimizer
+from rstar2_megatron.actor import offload, optimizer
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.network import logprob
 from rstar2_megatron.algorithm.batch import TrainSequence
@@ -55,9 +58,12 @@ def train(
 def train_with_turns(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch]
 ) -> tuple[list[dict[str, float]], bool]:
-    """Like `train`, but the memory goes to an engine after each step; were all parameters away meanwhile?"""
+    """Like `train`, but the memory goes to an engine before each step; was everything away meanwhile, to the same host
+    memory each time?
+    """
+    offload._SLAB = 1 << 12  # pieces smaller than a tensor
     actor = _actor(rank, world_size, init_method, config, model_path)
-    history, away = [], True
+    history, away, taken = [], True, set()
     try:
         for batch in batches:
             weights = actor.weights_checksum()
@@ -66,12 +72,20 @@ def train_with_turns(
             actor.offload()
             actor.offload()  # twice is once
             parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
-            away &= all(p.untyped_storage().size() == 0 for p in parameters)
+            tensors = parameters + [t for t in _optimizer_tensors(actor) if t.ndim]
+            away &= all(t.untyped_storage().size() == 0 for t in tensors)
             actor.reload()
             history.append(actor.train_step(batch))
-        return history, away
+            taken.add(actor._memory.host_bytes)
+        return history, away and len(taken) <= 2  # the first step has no moments yet
     finally:
         actor.close()
+
+
+def _optimizer_tensors(actor: MegatronActor) -> list[Tensor]:
+    inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers if part.optimizer is not None]
+    masters = [p for part in inner for group in part.param_groups for p in group["params"]]
+    return masters + [t for part in inner for state in part.state.values() for t in state.values()]
 
 
 def train_with_reference(
@@ -449,6 +463,48 @@ def save_and_go_on(
         actor.train_step(batches[0])
         actor.save_checkpoint(directory)
         return actor.weights_checksum(), actor.train_step(batches[1])
+    finally:
+        actor.close()
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations inside have made and that still live: at most, by kind of device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs and storage._cdata not in self._live:
+                    self._live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._live.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+def save_and_count(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batch: Batch
+) -> tuple[int, int, int]:
+    """(bytes that a save took at most beside model and optimizer, parameters held, parameters updated) of this rank."""
+    actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        actor.train_step(batch)
+        with _LiveBytes() as count:
+            actor.save_checkpoint(directory, wait=False)
+        actor.finish_checkpoint()
+        updated = sum(
+            p.numel()
+            for part in actor.policy.optimizer.chained_optimizers
+            for group in part.optimizer.param_groups
+            for p in group["params"]
+        )
+        return count.peak, actor.policy.num_parameters, updated
     finally:
         actor.close()
 
