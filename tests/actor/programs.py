@@ -83,7 +83,9 @@ def train_with_turns(
 
 
 def _optimizer_tensors(actor: MegatronActor) -> list[Tensor]:
-    inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers if part.optimizer is not None]
+    inner = [
+        part.optimizer for part in actor.policy.optimizer.chained_optimizers if part.optimizer is not None
+    ]
     masters = [p for part in inner for group in part.param_groups for p in group["params"]]
     return masters + [t for part in inner for state in part.state.values() for t in state.values()]
 

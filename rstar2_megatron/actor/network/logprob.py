@@ -66,7 +66,9 @@ class _LogProbEntropy(torch.autograd.Function):
             out[0, rows] = sums[2] - log_sum
             out[1, rows] = log_sum - sums[1] / sums[0]
             if chunk >= hidden.size(0) and ctx.needs_input_grad[0] and not _in_blocks(hidden):
-                kept = z.sub_(log_sum[:, None])  # everything fits in one chunk: keep it, compute nothing twice
+                kept = z.sub_(
+                    log_sum[:, None]
+                )  # everything fits in one chunk: keep it, compute nothing twice
         ctx.save_for_backward(
             hidden, weight, local, mine, log_sums, out[1], *([] if kept is None else [kept])
         )
@@ -95,9 +97,13 @@ class _LogProbEntropy(torch.autograd.Function):
             gradient = functools.partial(_gradient_of_logits, use_entropy, bool(kept), ctx.temperature)
             per_token = by_logprob[rows], by_entropy[rows], entropy[rows], local[rows], mine[rows]
             if _in_blocks(hidden):
-                grad_logits = log_p.view(hidden.dtype)[:, : weight.size(0)]  # the first half of each row's memory
+                grad_logits = log_p.view(hidden.dtype)[
+                    :, : weight.size(0)
+                ]  # the first half of each row's memory
                 for block in _row_blocks(log_p):
-                    grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(hidden.dtype)
+                    grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(
+                        hidden.dtype
+                    )
             else:
                 grad_logits = gradient(log_p, *per_token).to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
