@@ -491,22 +491,24 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def save_and_count(
-    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batch: Batch
-) -> tuple[int, int, int]:
-    """(bytes that a save took at most beside model and optimizer, parameters held, parameters updated) of this rank."""
-    actor = _actor(rank, world_size, init_method, config, model_path)
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directory: Path,
+    batch: Batch,
+    bucket_size: int,
+) -> int:
+    """Bytes that a save took at most on this rank, beside model and optimizer."""
+    with _bucket_size(bucket_size if config[0].optim.overlap_grad_reduce else None):
+        actor = _actor(rank, world_size, init_method, config, model_path)
     try:
         actor.train_step(batch)
         with _LiveBytes() as count:
             actor.save_checkpoint(directory, wait=False)
         actor.finish_checkpoint()
-        updated = sum(
-            p.numel()
-            for part in actor.policy.optimizer.chained_optimizers
-            for group in part.optimizer.param_groups
-            for p in group["params"]
-        )
-        return count.peak, actor.policy.num_parameters, updated
+        return count.peak
     finally:
         actor.close()
 

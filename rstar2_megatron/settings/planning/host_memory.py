@@ -4,7 +4,7 @@
 first rank of each data-parallel group gathers masters and moments, 12 bytes a parameter that it holds. Beside them lie, for
 one gradient bucket of B parameters at a time, each rank's shard (12 B / data-parallel ranks) and on the gathering rank
 12 B: what megatron-core receives, joins, and has not let go of the state tensor before. Without overlapped communication a
-buffer is one bucket. tests/actor/test_save_memory.py counts these bytes.
+buffer is one bucket. tests/actor/test_checkpoint.py counts these bytes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def save_bytes(
     moving = 0.0
     for share in shares:  # one optimizer after the other
         data = share.held / share.updated
-        size = (
-            min(bucket, share.held) if optim.overlap_grad_reduce or optim.overlap_param_gather else share.held
-        )
+        size = share.held
+        if optim.overlap_grad_reduce or optim.overlap_param_gather:  # the largest holds one matrix of the vocabulary
+            matrix = model.vocab_size * model.hidden_size / actor.model.tensor_model_parallel_size
+            size = min(bucket + matrix, share.held)
         moving = max(moving, STATE_BYTES * size * (gathering(share) + ranks / data))
     return gathered + max(moving, weights)
 

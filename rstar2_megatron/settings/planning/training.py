@@ -45,6 +45,8 @@ def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConf
     tp = settings.actor.model.tensor_model_parallel_size
     if memory.static + memory.overhead + engine > slots.memory_gb:
         cause = f"{memory.static:.0f} GB per GPU for weights, gradients and optimizer"
+        if memory.static <= slots.memory_gb:
+            cause += f" beside {memory.overhead + engine:.0f} GB of CUDA and sleeping engines"
     else:
         tokens = settings.runner.max_tokens_per_mbs
         cause = f"{total:.0f} GB per GPU with the activations of {tokens} tokens"
