@@ -1,10 +1,12 @@
 """Bytes of a node's host that the actor's ranks and the engines take.
 
 `actor.offload_*` copies lie in pinned memory that is taken once and kept (`actor/offload.py`). While a checkpoint is begun the
-first rank of each data-parallel group gathers masters and moments, 12 bytes a parameter that it holds. Beside them lie, for
-one gradient bucket of B parameters at a time, each rank's shard (12 B / data-parallel ranks) and on the gathering rank
-12 B: what megatron-core receives, joins, and has not let go of the state tensor before. Without overlapped communication a
-buffer is one bucket. tests/actor/test_checkpoint.py counts these bytes.
+first rank of each data-parallel group gathers masters and moments, 12 bytes a parameter that it holds. Beside them lie
+- first, one gradient bucket of B parameters at a time, each rank's shard (12 B / data-parallel ranks) and on the gathering
+  rank 12 B: what megatron-core receives, joins, and has not let go of the state tensor before; without overlapped
+  communication a buffer is one bucket;
+- then the copies that are written: torch's writer copies each piece of a larger tensor, and the weights are copied.
+tests/actor/test_checkpoint.py counts these bytes.
 """
 
 from __future__ import annotations
@@ -47,25 +49,25 @@ def save_bytes(
     bucket: int = _BUCKET,
 ) -> float:
     """Host bytes that a save takes at most on `ranks` ranks of one node, `first` those that gather."""
-    optim, width = actor.optim, 2 if actor.model.precision == "bf16" else 4
+    optim, bf16 = actor.optim, actor.model.precision == "bf16"
+    width = 2 if bf16 else 4
     shares = [share for share in rank_parameters(actor, model, world) if share.held]
 
     def gathering(share: Share) -> int:
         return min(ranks, share.model_ranks) if first else 0
 
-    gathered = sum(STATE_BYTES * share.held * gathering(share) for share in shares)
-    weights = sum(width * share.held * gathering(share) for share in shares)
+    held = sum(share.held * gathering(share) for share in shares)
     if not optim.use_distributed_optimizer:
-        return gathered + weights
-    moving = 0.0
-    for share in shares:  # one optimizer after the other
-        data = share.held / share.updated
+        return (width + (STATE_BYTES if bf16 else 8)) * held
+    shards = arriving = 0.0
+    for share in shares:  # one optimizer after the other; the shards of the first wait for garbage collection
         size = share.held
         if optim.overlap_grad_reduce or optim.overlap_param_gather:  # the largest holds one matrix of the vocabulary
             matrix = model.vocab_size * model.hidden_size / actor.model.tensor_model_parallel_size
             size = min(bucket + matrix, share.held)
-        moving = max(moving, STATE_BYTES * size * (gathering(share) + ranks / data))
-    return gathered + max(moving, weights)
+        shards += STATE_BYTES * size * ranks * share.updated / share.held
+        arriving = max(arriving, STATE_BYTES * size * gathering(share))
+    return STATE_BYTES * held + max(shards + arriving, (STATE_BYTES + width) * held)
 
 
 def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemory:
