@@ -197,21 +197,17 @@ class MegatronActor:
             **self._speed(sequences, plans, time.monotonic() - started),
         }
 
-    def sft_step(
-        self, sequences: Sequence[TrainSequence], lr: float | None = None, *, denominator: float | None = None
-    ) -> dict[str, float]:
-        """One optimizer step of cross entropy on the tokens of `loss_mask`; collective.
+    def sft_step(self, sequences: Sequence[TrainSequence], lr: float | None = None) -> dict[str, float]:
+        """One optimizer step of mean cross entropy over the tokens of `loss_mask`; collective.
 
-        lr: None takes the schedule's. denominator: what the summed loss is divided by; None takes the number
-        of trained tokens (token mean). Batches bucketed by length want a constant one, so that short
-        conversations do not weigh more.
+        lr: None takes the schedule's.
         """
         started = time.monotonic()
         trained = sum(s.num_trained_tokens for s in sequences)
         if not trained:
             raise ValueError(f"sft_step got {len(sequences)} sequences without a trained token")
         plan = self._plan(sequences)
-        loss = sft_loss(denominator or float(trained))
+        loss = sft_loss(float(trained))
         step = self._update(sequences, plan, loss, temperature=1.0, lr=lr)
         speed = self._speed(sequences, [plan], time.monotonic() - started)
         return sft_metrics(step, trained, self.skipped_steps, speed)
