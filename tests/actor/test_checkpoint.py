@@ -200,7 +200,9 @@ def test_a_save_takes_the_bytes_of_the_plan(
     shape = ModelConfig.from_directory(models[which])
     planned = save_bytes(config[0], shape, ranks, bucket=20_000)
     assert 0.95 * planned < counted[0] <= 1.02 * planned
-    if model == BF16 and not optim:  # two data-parallel ranks: the second one sends its shard and keeps nothing
+    if (
+        model == BF16 and not optim
+    ):  # two data-parallel ranks: the second one sends its shard and keeps nothing
         last = save_bytes(config[0], shape, ranks, first=False, bucket=20_000)
         assert counted[1] <= 1.02 * last < 0.5 * planned
 

@@ -256,8 +256,8 @@ def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
     """DDP and the distributed optimizer around a thin model, as one of two data-parallel ranks; nothing is stepped."""
     from rstar2_megatron.actor.layout import Layout
     from rstar2_megatron.actor.network.model import bare, build_chunks
-    from rstar2_megatron.model.model_config import ModelConfig
     from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
+    from rstar2_megatron.model.model_config import ModelConfig
     from rstar2_megatron.settings.schema import ActorModelSettings, OptimSettings
 
     model = ModelConfig.from_directory(directory)

@@ -89,7 +89,10 @@ def test_optimizer_on_the_host_moves_12_bytes_a_parameter() -> None:
 def test_32b_on_one_node_is_told_to_use_the_host_and_a_small_host_is_refused() -> None:
     on_gpus = "actor.optim.optimizer_cpu_offload=False"
     (problem,) = plan_of("rstar2-qwen2.5-32b-megatron", on_gpus).problems
-    assert "needs 74 GB per GPU for weights, gradients and optimizer beside 10 GB of CUDA and sleeping" in problem
+    assert (
+        "needs 74 GB per GPU for weights, gradients and optimizer beside 10 GB of CUDA and sleeping"
+        in problem
+    )
     advice = problem.split("; set ")[1]
     assert advice == "actor.optim.optimizer_cpu_offload=True"
     assert plan_of("rstar2-qwen2.5-32b-megatron", on_gpus, advice).fits

@@ -62,7 +62,9 @@ def save_bytes(
     shards = arriving = 0.0
     for share in shares:  # one optimizer after the other; the shards of the first wait for garbage collection
         size = share.held
-        if optim.overlap_grad_reduce or optim.overlap_param_gather:  # the largest holds one matrix of the vocabulary
+        if (
+            optim.overlap_grad_reduce or optim.overlap_param_gather
+        ):  # the largest holds one matrix of the vocabulary
             matrix = model.vocab_size * model.hidden_size / actor.model.tensor_model_parallel_size
             size = min(bucket + matrix, share.held)
         shards += STATE_BYTES * size * ranks * share.updated / share.held
