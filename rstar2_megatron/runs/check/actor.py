@@ -22,6 +22,7 @@ def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
     def run(context: Context) -> Finding:
         optim = {
             "lr": _VISIBLE_LR,
+            "min_lr": 0.0,
             "weight_decay": 0.1,
             "clip_grad": 1e9,
             "use_distributed_optimizer": True,
@@ -68,7 +69,7 @@ def offload(context: Context) -> Finding:
 def checkpoint(context: Context) -> Finding:
     case = make_case(
         context,
-        optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False, "lr": 1e-3},
+        optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False, "lr": 1e-3, "min_lr": 0.0},
         **_STAY,
     )
     directory = context.scratch / "checkpoint"

@@ -18,7 +18,7 @@ def optimizer_error(job: Job, case: Case, batch: Batch) -> dict[str, float]:
 
     actor = start(job, case)
     parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
-    before = [p.detach().float().cpu() for p in parameters]
+    before = [p.detach().float().cpu().clone() for p in parameters]
     started = time.perf_counter()
     metrics = actor.train_step(batch)
     seconds = time.perf_counter() - started

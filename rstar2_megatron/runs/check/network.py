@@ -20,6 +20,7 @@ from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHe
 
 _GRADIENTS = "rstar2_megatron.runs.check.gradients:gradients"
 _PLAIN_OPTIMIZER = {
+    "min_lr": 0.0,
     "lr": 1e-12,  # the step must not change the weights that the gradients are compared at
     "weight_decay": 0.0,
     "clip_grad": 1e9,
@@ -49,7 +50,7 @@ def head_errors(
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # as many tokens as make several chunks: a small vocabulary has large ones
-    tokens = max(5 * chunk_tokens // 2, 5 * logprob._MIN_CHUNK_LOGITS // vocab_size // 2)
+    tokens = max(5 * chunk_tokens // 2, 5 * logprob._MIN_CHUNK_LOGITS // vocab_size // 4)
     hidden = torch.randn(tokens, hidden_size, device=job.device).to(dtype)
     weight = (torch.randn(vocab_size, hidden_size, device=job.device) * 0.02).to(dtype)
     targets = torch.randint(vocab_size, (tokens,), device=job.device)

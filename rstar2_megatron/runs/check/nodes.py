@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,10 +41,11 @@ class Nodes:
 
         Raises CheckFailed when there are fewer than `num_nodes` nodes after `join_s`.
         """
-        import ray  # here: it takes seconds, and a check without it must be possible
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        # Here: Ray takes seconds, and reads its environment when it is imported, which our room `cluster` sets before.
+        from rstar2_megatron.cluster.ray_head import RayHead  # isort: split
 
-        from rstar2_megatron.cluster.ray_head import RayHead
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if not os.environ.get("RAY_ADDRESS"):
             if num_nodes > 1:
@@ -53,6 +55,8 @@ class Nodes:
                 )
             self._head = RayHead(num_cpus=16)
             self._head.start()
+        else:
+            _reach(os.environ["RAY_ADDRESS"])
         address = os.environ["RAY_ADDRESS"]
         ray.init(address=address, namespace="rstar2-check", logging_level=logging.ERROR, log_to_driver=False)
         deadline = time.monotonic() + join_s
@@ -176,6 +180,20 @@ class Nodes:
         if self._head is not None:
             self._head.stop()
             self._head = None
+
+
+def _reach(address: str) -> None:
+    """Ray itself would wait for minutes for a head that is not there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", "local": Ray's to resolve
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise CheckFailed(
+            f"RAY_ADDRESS={address} does not answer: {error}",
+            remedy="ray start --head there, its port open to this node; or unset RAY_ADDRESS for a run on this node",
+        ) from error
 
 
 def values(answers: Sequence[Answer]) -> list[Any]:
