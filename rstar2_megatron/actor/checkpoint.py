@@ -29,6 +29,7 @@ from rstar2_megatron.actor.optimizer_state import (
     local_checksums,
     positions_without_padding,
 )
+from rstar2_megatron.settings.schema import ActorSettings
 
 # Handed out as copies: megatron-core writes the process group of the moment into it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -218,6 +219,25 @@ def read_counters(directory: str | Path) -> dict[str, Any]:
     counters = dist_checkpointing.load_common_state_dict(str(path))[_COUNTERS]
     assert isinstance(counters, dict)
     return counters
+
+
+def form_of(actor: ActorSettings) -> dict[str, Any]:
+    """Settings that decide how a checkpoint is stored, whatever the layout."""
+    return {
+        "actor.model.precision": actor.model.precision,
+        "actor.optim.use_distributed_optimizer": actor.optim.use_distributed_optimizer,
+    }
+
+
+def check_form(directory: str | Path, counters: dict[str, Any], actor: ActorSettings) -> None:
+    """Raises ValueError when the checkpoint was written under settings that give it another form."""
+    form = form_of(actor)
+    for key, saved in counters.get("form", {}).items():
+        if saved != form[key]:
+            raise ValueError(
+                f"{directory} was saved with {key}={saved}, this run has {form[key]}: set {key}={saved}, "
+                "or begin from the exported model with a fresh optimizer"
+            )
 
 
 def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -362,19 +362,11 @@ class MegatronActor:
             "skipped_steps": self.skipped_steps,
             "schedule_start": self.schedule_start,
             "weights_checksum": self.weights_checksum(),
-            "form": self._checkpoint_form,
+            "form": checkpoint.form_of(self.actor),
         }
         self._pending = checkpoint.start_save(directory, self.policy.chunks, self.policy.optimizer, counters)
         if wait:
             self.finish_checkpoint()
-
-    @property
-    def _checkpoint_form(self) -> dict[str, Any]:
-        """Settings that decide how a checkpoint is stored, whatever the layout."""
-        return {
-            "actor.model.precision": self.actor.model.precision,
-            "actor.optim.use_distributed_optimizer": self.actor.optim.use_distributed_optimizer,
-        }
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint being written is in place; collective. Raises OSError when it failed."""
@@ -396,12 +388,7 @@ class MegatronActor:
 
         self.finish_checkpoint()
         counters = checkpoint.read_counters(directory)
-        for key, saved in counters.get("form", {}).items():
-            if saved != self._checkpoint_form[key]:
-                raise ValueError(
-                    f"{directory} was saved with {key}={saved}, this run has {self._checkpoint_form[key]}: set {key}={saved}, "
-                    "or begin from the exported model with a fresh optimizer"
-                )
+        checkpoint.check_form(directory, counters, self.actor)
         checkpoint.load(directory, self.policy.chunks, self.policy.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]
