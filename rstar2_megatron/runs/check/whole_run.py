@@ -193,7 +193,7 @@ def start(context: Context) -> Finding:
         raise NotHere(
             f"rollout.model.model_path={context.settings.rollout.model.model_path} has no tokenizer: the agent loop needs one"
         )
-    figures = program(context).part(START, 780.0 if context.device == "cuda" else 240.0)
+    figures = program(context).part(START, 780.0 if context.device == "cuda" else 420.0)
     context.found["routes"] = figures["routes"]
     words = (
         f"{figures['actor_ranks']} actor ranks and {figures['engines']} engines on {figures['device']}; routes "
