@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.runs.check import collectives, engine, judge, machine
+from rstar2_megatron.runs.check import collectives, command, engine, judge, machine
 from rstar2_megatron.runs.check.agent import NodeAgent
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes, values
@@ -203,19 +203,17 @@ def test_a_loopback_judge_of_two_nodes_fails_at_once() -> None:
         judge.judge(context("rstar2-qwen2.5-14b-megatron-2nodes", gpu=True))
 
 
-def test_two_nodes_without_ray_address_fail_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_nodes_without_ray_address_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(CheckFailed, match="RAY_ADDRESS is not set"):
-        Nodes("cpu", tmp_path, 1).start_ray(2)
+        Nodes("cpu", 1).start_ray(2)
 
 
-def test_a_head_that_does_not_answer_is_said_within_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_does_not_answer_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     started = time.monotonic()
     with pytest.raises(CheckFailed, match=r"RAY_ADDRESS=127\.0\.0\.1:1 does not answer"):
-        Nodes("cpu", tmp_path, 1).start_ray(1)
+        Nodes("cpu", 1).start_ray(1)
     assert time.monotonic() - started < 60
 
 
@@ -293,6 +291,21 @@ def test_programs_that_hang_die_or_raise_are_answers_and_the_next_one_runs() -> 
         assert same == [answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 20.0)]
     finally:
         agent.close()
+
+
+def test_a_machine_without_gpus_fails_a_gpu_yaml_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi, whatever machine this is
+    settings = load("rstar2-qwen2.5-7b-megatron", [f"runner.output_dir={tmp_path}"]).settings
+    lines: list[str] = []
+    some = [check for check in command.CHECKS if check.name not in ("nodes", "judge")]  # which start services
+    assert command.check(settings, checks=some, say=lines.append) == 1
+    states = {line[8:29].strip(): line[:8].strip() for line in lines[1:-1] if not line.startswith(" ")}
+    assert states["driver"] == "FAILED" and "names no GPU" in "".join(lines)
+    later = [check.name for check in command.CHECKS if check.name in states and "driver" in check.after]
+    assert later and {states[name] for name in [*later, "one rank", "engine", "run starts"]} == {"skipped"}
+    assert [path.name for path in tmp_path.iterdir()] == ["rstar2-7b.check.json"]
 
 
 def test_the_command_line_knows_it(

@@ -93,13 +93,14 @@ CHECKS = [
         "all-reduce in a node",
         inside_nodes,
         "NCCL_DEBUG=INFO names the path taken (NVLS, P2P, SHM, NET); nvidia-smi topo -m; NCCL_P2P_DISABLE must be unset",
+        after=("driver",),
         ranks=2,
     ),
     Check(
         "all-reduce over nodes",
         between_nodes,
         "set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and NCCL_IB_HCA on every node before `ray start` (docs/multi_node.md)",
-        after=("nodes",),
+        after=("nodes", "driver"),
         nodes=2,
     ),
 ]

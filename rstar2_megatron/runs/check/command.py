@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 import time
@@ -24,12 +25,14 @@ from rstar2_megatron.runs.check.nodes import Nodes
 from rstar2_megatron.runs.check.report import count, write_report
 from rstar2_megatron.runs.check.result import Check, Result
 from rstar2_megatron.runs.check.runner import run_checks
+from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
+_CLOSE_LIMIT_S = 120.0
 CHECKS: tuple[Check, ...] = (
     *machine.CHECKS,
     *collectives.CHECKS,
@@ -71,7 +74,7 @@ def check(
     scratch.chmod(0o755)
     slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
     per_node = max(1, slots.count // settings.cluster.num_nodes)
-    nodes = make_nodes("cpu" if slots.is_cpu else "cuda", scratch, per_node)
+    nodes = make_nodes("cpu" if slots.is_cpu else "cuda", per_node)
     context = Context(settings, slots, nodes, scratch)
     results: list[Result] = []
     signals = StopSignals()
@@ -85,7 +88,9 @@ def check(
         say(f"stopped by {stopped}")
         return stopped.exit_code
     finally:
-        _close(context)
+        remove = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
+        with close_deadline(_CLOSE_LIMIT_S, 1, remove, output / "check-close.log"):
+            _close(context)
         signals.restore()
     path = report_path(settings)
     write_report(

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from rstar2_megatron.runs.check.agent import Answer, NodeAgent
@@ -22,9 +22,9 @@ _JOIN_S = 60.0
 class Nodes:
     """Programs on all nodes or on the first. Without Ray (`start_ray` not called, or failed) there is only this node."""
 
-    def __init__(self, device: Literal["cpu", "cuda"], scratch: Path, slots_per_node: int) -> None:
+    def __init__(self, device: Literal["cpu", "cuda"], slots_per_node: int) -> None:
         self.device, self.slots_per_node = device, slots_per_node
-        self._scratch = scratch
+        self._files = tempfile.TemporaryDirectory(prefix="rstar2-check-")
         self._meetings = 0
         self._local = NodeAgent(os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._agents: list[Any] = []
@@ -106,7 +106,7 @@ class Nodes:
         """`count` ranks on every node, each node a group of its own; answers by node and rank."""
         jobs = []
         for node in range(nodes or len(self)):
-            meeting = self._meeting(count)
+            meeting = self._meeting(node)
             jobs.append([self._job(rank, count, meeting, node, rank) for rank in range(count)])
         answers = self._run(program, jobs, arguments, deadline_s)
         return [[a for a in answers if a.node == node] for node in range(len(jobs))]
@@ -126,16 +126,23 @@ class Nodes:
 
     def engine(self, program: str, slots: int, deadline_s: float, **arguments: Any) -> Any:
         """The program in one process of the first node that sees `slots` accelerators. Raises CheckFailed."""
-        job = Job(device=self.device, devices=tuple(range(slots)), init_method=self._meeting(1))
+        job = Job(device=self.device, devices=tuple(range(slots)), init_method=self._meeting(0))
         return values(self._run(program, [[job]], arguments, deadline_s))[0]
 
     def _job(self, rank: int, world: int, meeting: str, node: int, slot: int) -> Job:
         return Job(rank, world, meeting, self.device, (slot,), node)
 
-    def _meeting(self, count: int) -> str:
-        # A file, not a port: another program may take a port before the first rank listens on it.
+    def _meeting(self, node: int) -> str:
+        """Where ranks of one node meet."""
+        if node:  # a port: what this node has for temporary files may not be there
+            import ray
+
+            port = ray.get(self._agents[node].free_port.remote("127.0.0.1"), timeout=_CARRY_S)
+            return f"tcp://127.0.0.1:{port}"
+        # A file, not a port: another program may take a port before the first rank listens on it. Not in the scratch
+        # directory: locks of network file systems are slow or missing.
         self._meetings += 1
-        return f"file://{self._scratch}/meeting-{self._meetings}-{os.getpid()}-{count}"
+        return f"file://{self._files.name}/meeting-{self._meetings}"
 
     def _run(
         self, program: str, jobs: Sequence[Sequence[Job]], arguments: dict[str, Any], deadline_s: float
@@ -180,6 +187,7 @@ class Nodes:
         if self._head is not None:
             self._head.stop()
             self._head = None
+        self._files.cleanup()
 
 
 def _reach(address: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere, Result
 
+ON_CPU = "this YAML runs on CPU slots"
 _GRACE_S = 60.0  # beyond a check's deadline, which the programs that it starts keep themselves
 
 
@@ -33,14 +34,14 @@ def run_checks(
 def why_not(check: Check, context: Context, results: dict[str, Result]) -> str:
     """Why a check is not made here, or ""."""
     if check.gpu and context.slots.is_cpu:
-        return "this YAML runs on CPU slots"
+        return ON_CPU
     if check.nodes > context.settings.cluster.num_nodes:
         return f"needs {check.nodes} nodes, cluster.num_nodes={context.settings.cluster.num_nodes}"
     if check.ranks > context.slots_per_node:
         return f"needs {check.ranks} slots on a node, there is {context.slots_per_node}"
     for name in check.after:
         before = results.get(name)
-        if before is not None and before.state != "passed":
+        if before is not None and before.state != "passed" and before.words != ON_CPU:
             return f"depends on `{name}`, which {'failed' if before.state == 'failed' else 'was skipped'}"
     return ""
 

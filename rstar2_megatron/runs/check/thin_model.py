@@ -125,5 +125,6 @@ CHECKS = [
         make,
         "give rollout.model.model_path a Hugging Face directory, and room in runner.output_dir",
         deadline_s=300.0,
+        after=("driver",),
     )
 ]
