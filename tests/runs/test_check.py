@@ -85,7 +85,7 @@ def _planted(name: str, fault: str = "", label: str = "") -> Check:
 
 
 PLANTED: list[tuple[str, str, str]] = [
-    ("all-reduce in a node", "wrong_sum", "3 sums are wrong"),
+    ("all-reduce in a node", "wrong_sum", "3 of 4194304 sums are wrong"),
     ("head in chunks", "head_chunk", "relative error"),
     ("packed attention", "wrong_attention", "gradient error"),
     ("data parallel", "rank_weights", "gradient error"),
@@ -95,7 +95,7 @@ PLANTED: list[tuple[str, str, str]] = [
     ("optimizer step", "half_step", "a step is 5.0e-01 from AdamW's formula"),
     ("optimizer on the host", "half_step", "a step is 5.0e-01 from AdamW's formula"),
     ("offload and reload", "keeps_gradients", "at least 95% must go"),
-    ("checkpoint", "flipped_byte", "the checkpoint is damaged"),
+    ("checkpoint", "flipped_byte", "rank 0: "),
     ("greedy tokens", "other_model", "allowed max 0.001 in fp32"),
     ("judge", "nobody_listens", "got no right answer from"),
 ]

@@ -53,8 +53,9 @@ def serve(connection: Connection) -> None:
             return
         try:
             answer = (True, find(program)(job, **arguments))
-        except BaseException:
-            answer = (False, traceback.format_exc())
+        except BaseException as error:
+            first = (str(error).strip().splitlines() or ["(no message)"])[0]
+            answer = (False, f"{traceback.format_exc()}\n{type(error).__name__}: {first}")  # in short, last
         _leave()
         connection.send(answer)
 
