@@ -85,7 +85,7 @@ class CheckRun(RLRun):
         model = self._model_config()
         batch = random_batch(model, 8, 20, 64, seed=self._version)
         before = self.actor.call("weights_checksum", timeout_s=timeout)[0]
-        self.actor.call("train_step", batch, timeout_s=timeout)
+        self.trainer.train(batch)
         after = self.actor.call("weights_checksum", timeout_s=timeout)[0]
         changed = sum(before[name] != value for name, value in after.items())
         if not changed:
