@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.runs.check import collectives, command, engine, judge, machine
+from rstar2_megatron.runs.check import command
 from rstar2_megatron.runs.check.agent import NodeAgent
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes, values
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
 from rstar2_megatron.runs.check.runner import run_checks
-from rstar2_megatron.runs.check.thin_model import thin_config
+from rstar2_megatron.runs.check.subjects import collectives, engine, judge, machine
+from rstar2_megatron.runs.check.subjects.thin_model import thin_config
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.placement import Slots

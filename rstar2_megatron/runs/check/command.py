@@ -10,7 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
-from rstar2_megatron.runs.check import (
+from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.nodes import Nodes
+from rstar2_megatron.runs.check.report import count, write_report
+from rstar2_megatron.runs.check.result import Check, Result
+from rstar2_megatron.runs.check.runner import run_checks
+from rstar2_megatron.runs.check.subjects import (
     actor,
     collectives,
     engine,
@@ -20,11 +25,6 @@ from rstar2_megatron.runs.check import (
     thin_model,
     whole_run,
 )
-from rstar2_megatron.runs.check.context import Context
-from rstar2_megatron.runs.check.nodes import Nodes
-from rstar2_megatron.runs.check.report import count, write_report
-from rstar2_megatron.runs.check.result import Check, Result
-from rstar2_megatron.runs.check.runner import run_checks
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb

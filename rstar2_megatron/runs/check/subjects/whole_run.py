@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.runs.check.agent import ROOT
-from rstar2_megatron.runs.check.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import terminate_tree
@@ -21,7 +21,7 @@ from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.planning.times import TRAIN_SHARE
 from rstar2_megatron.settings.schema import Settings
 
-PROGRAM = "rstar2_megatron.runs.check.cluster_program"
+PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program"
 _PARTS = (START, *ROUTES, STEP, CHECKPOINT)
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 256
 _TAIL = 6000

@@ -11,7 +11,7 @@ from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 from rstar2_megatron.settings.planning.times import TRAIN_SHARE
 
-_PROGRAMS = "rstar2_megatron.runs.check.actor_programs"
+_PROGRAMS = "rstar2_megatron.runs.check.programs.actor_state"
 _OFFLOAD: dict[str, Any] = {"offload_weight": True, "offload_grad": True, "offload_optimizer": True}
 _STAY: dict[str, Any] = dict.fromkeys(_OFFLOAD, False)
 _VISIBLE_LR = 1e-2  # a first step of it is many times the spacing of bf16 numbers at the weights' size

@@ -35,7 +35,7 @@ def start(context: Context) -> Finding:
     requests = min(settings.max_running_requests, 128) if gpu else 8
     context.nodes.free()  # the engine sizes its KV cache by the memory that it finds free
     figures = context.nodes.engine(
-        "rstar2_megatron.runs.check.engine_programs:engine_run",
+        "rstar2_megatron.runs.check.programs.one_engine:engine_run",
         settings.tensor_parallel_size,
         _START_S + 120.0,
         settings=settings,
@@ -72,7 +72,7 @@ def greedy(context: Context) -> Finding:
     )
     case = make_case(context, optim={"optimizer_cpu_offload": False})
     rows = context.nodes.ranks(
-        "rstar2_megatron.runs.check.actor_programs:score", 1, 110.0, case=case, batch=[sequence]
+        "rstar2_megatron.runs.check.programs.actor_state:score", 1, 110.0, case=case, batch=[sequence]
     )[0]
     ours = rows[0][length:]
     return judge_logprobs(ours, told["logprobs"], context.settings.actor.model.precision)

@@ -16,7 +16,7 @@ from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.planning.plan import host_memory, make_plan, model_of
 
-SURVEY = "rstar2_megatron.runs.check.survey:survey"
+SURVEY = "rstar2_megatron.runs.check.programs.survey:survey"
 LEAST_DRIVER = 580  # CUDA 13
 _REQUIREMENTS = ROOT / "requirements"
 _OURS = (
@@ -171,7 +171,9 @@ def toolkit(context: Context) -> Finding:
             yield "CUDA_HOME is not set"
 
     finding = _judge(context, find, lambda fact: f"nvcc {_release(fact['nvcc'])}, ninja, g++")
-    answers = context.nodes.everywhere("rstar2_megatron.runs.check.survey:compile_kernel", 110.0, arch="90")
+    answers = context.nodes.everywhere(
+        "rstar2_megatron.runs.check.programs.survey:compile_kernel", 110.0, arch="90"
+    )
     values(answers)
     return Finding(f"{finding.words}; a kernel compiles for sm_90")
 
@@ -274,7 +276,7 @@ def temporary(context: Context) -> Finding:
     )
     if ours and len(context.nodes) > 1:
         answers = context.nodes.everywhere(
-            "rstar2_megatron.runs.check.survey:survey", 60.0, paths=[ours], pins=[]
+            "rstar2_megatron.runs.check.programs.survey:survey", 60.0, paths=[ours], pins=[]
         )
         missing = [fact["host"] for fact in values(answers) if fact["writable"][ours]]
         if missing:

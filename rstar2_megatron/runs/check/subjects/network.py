@@ -14,11 +14,11 @@ from rstar2_megatron.runs.check.case import (
     tolerance,
 )
 from rstar2_megatron.runs.check.context import Context
-from rstar2_megatron.runs.check.gradients import reference_path
 from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.runs.check.programs.gradients import reference_path
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
 
-_GRADIENTS = "rstar2_megatron.runs.check.gradients:gradients"
+_GRADIENTS = "rstar2_megatron.runs.check.programs.gradients:gradients"
 _PLAIN_OPTIMIZER = {
     "min_lr": 0.0,
     "lr": 1e-12,  # the step must not change the weights that the gradients are compared at
@@ -93,7 +93,7 @@ def head_errors(
 def head(context: Context) -> Finding:
     model, actor = context.thin_config, context.settings.actor
     figures = context.nodes.ranks(
-        "rstar2_megatron.runs.check.network:head_errors",
+        "rstar2_megatron.runs.check.subjects.network:head_errors",
         1,
         110.0,
         hidden_size=model.hidden_size,
@@ -187,7 +187,7 @@ def engine_layers(context: Context) -> Finding:
     """TransformerEngine's layers against megatron-core's local ones."""
     if context.settings.actor.model.transformer_impl == "local":
         raise NotHere("actor.model.transformer_impl=local")
-    other = context.nodes.ranks("rstar2_megatron.runs.check.network:implementation", 1, 60.0)[0]
+    other = context.nodes.ranks("rstar2_megatron.runs.check.subjects.network:implementation", 1, 60.0)[0]
     if other == "local":
         raise NotHere("TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine")
     return compared(context, plain_case(context, transformer_impl="local"))

@@ -1,4 +1,4 @@
-"""A real run on the thin model, part by part: python -m rstar2_megatron.runs.check.cluster_program CONFIG EVENTS PART...
+"""A real run on the thin model, part by part: python -m rstar2_megatron.runs.check.programs.cluster_program CONFIG EVENTS PART...
 
 It is `RLRun` with its own order of things: every weight route by itself, then one training step, then its checkpoint. What
 became of each part is a line of EVENTS, so that whoever started it knows where it stands when it hangs.
@@ -18,7 +18,7 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.check.case import random_batch
-from rstar2_megatron.runs.check.cluster_names import CHECKPOINT, ROUTES, START, STEP
+from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.rl_run import RLRun
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import load

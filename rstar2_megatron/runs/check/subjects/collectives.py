@@ -15,7 +15,7 @@ from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 PLANNED_NODE, LEAST_NODE = 360e9, 150e9
 PLANNED_NETWORK, LEAST_NETWORK = 40e9, 5e9
 _MEGABYTES = {"cuda": 1024, "cpu": 16}
-_PROGRAM = "rstar2_megatron.runs.check.collectives:all_reduce"
+_PROGRAM = "rstar2_megatron.runs.check.subjects.collectives:all_reduce"
 
 
 def all_reduce(job: Job, megabytes: int) -> dict[str, float]:

@@ -57,7 +57,7 @@ def judge(context: Context) -> Finding:
         except (JudgeServiceError, RuntimeError, OSError) as error:
             raise CheckFailed(str(error)) from error
         answers = context.nodes.everywhere(
-            "rstar2_megatron.runs.check.judge:call_judge", 60.0, url=url, calls=_CALLS
+            "rstar2_megatron.runs.check.subjects.judge:call_judge", 60.0, url=url, calls=_CALLS
         )
     finally:
         service.stop()

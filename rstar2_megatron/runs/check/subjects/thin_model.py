@@ -103,7 +103,7 @@ def make(context: Context) -> Finding:
     settings = context.settings
     raw = thin_config(settings.rollout.model.model_path, layers_for(settings))
     figures = context.nodes.ranks(
-        "rstar2_megatron.runs.check.thin_model:build",
+        "rstar2_megatron.runs.check.subjects.thin_model:build",
         1,
         280.0,
         raw=raw,
