@@ -1,4 +1,4 @@
-"""Trajectories on one engine: generate, parse, run tools, append, until a typed ending; parked, or spoilt.
+"""Trajectories on one engine: generate, parse, run tools, append, until a typed ending; parked, or spoiled.
 
 Tokens in, tokens out: what the engine generated is appended as it is, tool responses are tokenised once, and text
 is decoded only to find tool calls. A trajectory can be parked at any token and go on later, under other weights.
@@ -110,7 +110,7 @@ class AgentLoop:
         """One attempt at `problem`, or the rest of `resume`. Never raises, except when it is cancelled.
 
         `on_progress` is told the trajectory's length in tokens after every turn, and about once a second inside
-        one. A trajectory that the engine or the judge spoilt ends as INFRASTRUCTURE with the reason in `error`; one
+        one. A trajectory that the engine or the judge spoiled ends as INFRASTRUCTURE with the reason in `error`; one
         that was parked, by the end of the phase or by `preemption`, comes back without a finish reason.
         """
         started = time.monotonic()

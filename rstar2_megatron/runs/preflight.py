@@ -1,6 +1,6 @@
-"""Everything that can be known to be wrong before a process is started. Quick, and without torch.
+"""Checks before a process is started: quick, and without torch.
 
-Each problem is a sentence with the operands and the remedy; all of them are reported at once.
+Each problem is a sentence with the operands and the remedy; all problems of a kind are reported at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
+from rstar2_megatron.tiny.resolve import PREFIX as TINY_PREFIX
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")  # algorithm/kl.py, which imports torch
-BUILT = "tiny:"  # paths that cold_start.builder makes
 
 
 def check_before_start(
@@ -36,8 +36,8 @@ def check_before_start(
 ) -> list[str]:
     """Raise ConfigError for the first kind of mistakes found, all of a kind together; return warnings.
 
-    In a dry run, files and GPUs that are not here yet are warnings, so that a plan for another machine can be
-    made. `find_gpus` and `free_bytes` are the machine's answers, replaceable in tests.
+    In a dry run, missing files and GPUs are warnings, so that a plan for another machine can be made. `find_gpus` and
+    `free_bytes` ask the machine; tests replace them.
     """
     _raise(arithmetic_problems(settings))
     gpus = find_gpus()
@@ -146,10 +146,10 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
 
 
 def model_problems(settings: Settings) -> Iterator[str]:
-    """What is missing in the model directory."""
+    """Missing parts of the model directory."""
     path = settings.rollout.model.model_path
     builder = settings.cold_start.enabled and settings.cold_start.builder
-    if path.startswith(BUILT):
+    if path.startswith(TINY_PREFIX):
         if not builder:
             yield (
                 f"rollout.model.model_path={path} is made by the cold start; set cold_start.enabled=True "
@@ -206,7 +206,7 @@ def layout_problems(
 
 
 def engine_problems(settings: Settings) -> Iterator[str]:
-    """A transformer engine that is asked for and not installed here; an allocator that engines and IPC do not bear."""
+    """TransformerEngine required but not installed; an allocator that neither engines nor CUDA IPC work with."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             yield (
@@ -221,7 +221,7 @@ def engine_problems(settings: Settings) -> Iterator[str]:
 
 
 def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
-    """A checkpoint of another run that is to be gone on with, and is none."""
+    """A `runner.init_checkpoint` that is not a checkpoint."""
     path = settings.runner.init_checkpoint
     if path and not (Path(path) / "actor" / "metadata.json").is_file():
         yield (
@@ -242,7 +242,7 @@ def data_problems(settings: Settings) -> Iterator[str]:
         ("train_data_paths", data.train_data_paths, least_problems),
         ("val_data_paths", data.val_data_paths, 0),
     ):
-        if any(path.startswith(BUILT) for path in paths):
+        if any(path.startswith(TINY_PREFIX) for path in paths):
             if not (settings.cold_start.enabled and settings.cold_start.builder):
                 yield f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
             continue
@@ -270,7 +270,7 @@ def _sft_data_problems(settings: Settings) -> Iterator[str]:
     if not sft.train_data_paths:
         yield "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files"
     for path in [*sft.train_data_paths, *sft.val_data_paths]:
-        if not path.startswith(BUILT) and not Path(path).is_file():
+        if not path.startswith(TINY_PREFIX) and not Path(path).is_file():
             yield f"sft data file {path} does not exist; data_process/build_sft_dataset.py writes such files"
 
 
@@ -285,7 +285,7 @@ def logger_problems(settings: Settings) -> Iterator[str]:
 
 
 def replay_problems(directory: str | None, max_steps: int) -> Iterator[str]:
-    """Saved rollouts that are to be trained on again, and are not there."""
+    """Missing files of `runner.replay_rollouts`."""
     if not directory:
         return
     missing = [step for step in range(1, max_steps + 1) if not rollouts_path(directory, step).is_file()]

@@ -33,7 +33,7 @@ from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, Lease
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, KVReservation
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
@@ -493,11 +493,11 @@ class PreemptingBudget(KVBudget):
     done = False
 
     def preempt(self) -> list[Hashable]:
-        chosen = [] if self.done else list(self._leases)[1:]
+        chosen = [] if self.done else list(self._reservations)[1:]
         self.done = True
         return chosen
 
-    def _fits(self, lease: Lease, shared: int) -> bool:
+    def _fits(self, reservation: KVReservation, shared: int) -> bool:
         return not (self.full and self.done)
 
 
