@@ -23,12 +23,8 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.weight_sync import WeightSync
-<<<<<<< HEAD
-from rstar2_megatron.trajectory import Group, Problem, Trajectory
-from rstar2_megatron.weights.route import RouteKind
-=======
 from rstar2_megatron.trajectory import Group, Problem
->>>>>>> main
+from rstar2_megatron.weights.route import RouteKind
 
 
 @dataclass
