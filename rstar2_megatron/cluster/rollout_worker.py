@@ -13,13 +13,14 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.outbox import Outbox
-from rstar2_megatron.cluster.weights import receive_weights
+from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
+from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.messages import Ended, WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.messages import Ended, EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
@@ -29,6 +30,7 @@ from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpu
 from rstar2_megatron.settings.schema import SamplingParams, Settings
 from rstar2_megatron.trajectory import Trajectory
 from rstar2_megatron.weights.route import Place, WeightRoute
+from rstar2_megatron.weights.shared_memory import OpenedBucket
 
 
 class RolloutWorker(Worker):
@@ -40,6 +42,8 @@ class RolloutWorker(Worker):
         self._budget: KVBudget | None = None
         self._runner: EngineRunner | None = None
         self._started = False
+        self._receiver = WeightReceiver(self)
+        self._engine_workers: list[Any] = []
 
     async def place(self) -> Place:
         """Node and accelerators of this engine."""
@@ -79,15 +83,54 @@ class RolloutWorker(Worker):
             "start_seconds": time.perf_counter() - start,
         }
 
-    async def receive_weights(self, route: WeightRoute, version: int) -> None:
-        """Take the actor's weights and load them into the engine as `version`."""
-        buckets = receive_weights(self, route)
+    async def receive_weights(self, route: WeightRoute, version: int) -> str:
+        """Take the actor's weights and load them into the engine as `version`.
+
+        Returns why the engine was lost on the way, or "": the loss of an engine is no failure of the route. Raises
+        what the route is to blame for.
+        """
+        buckets = self._receiver.begin(route)
+        failure = "the engine's worker stopped receiving"
         try:
-            await self._engine.update_weights_from(buckets, version)
-        except BaseException:
-            async for bucket, _ in buckets:  # the sender and the others must not wait for this one
+            await self._engine.update_weights(buckets, version)
+            failure = ""
+        except EngineLost as error:
+            async for bucket, _ in buckets:  # what is left: the sender and other engines wait for each bucket
                 bucket.close()
+            failure = ""
+            return str(error)
+        except Exception as error:
+            failure = f"engine {self._rank}: {type(error).__name__}: {error}"
             raise
+        finally:
+            self._receiver.end(route, failure)
+        return ""
+
+    async def deliver_weights(
+        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
+    ) -> str:
+        """A bucket of the weight sync under way (`WeightReceiver.deliver`)."""
+        return await self._receiver.deliver(route, sender, number, item, last, self._engine_workers)
+
+    async def abort_weights(self, route: WeightRoute, reason: str) -> None:
+        """The other end of a weight sync has failed: `receive_weights` ends."""
+        self._receiver.abort(route, reason)
+
+    async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
+        """Open the host copy of the last sync, for restarts of the engine; one lost meanwhile is started now.
+
+        Returns why the engine could not be brought back, or "".
+        """
+        paths = paths_of_nodes.get(self._cluster_node_rank, [])
+        try:
+            await self._engine.keep_weights([OpenedBucket(path) for path in paths], version)
+        except EngineLost as error:
+            return str(error)
+        return ""
+
+    async def meet(self, engine_workers: list[Any]) -> None:
+        """Learn the handles of all rollout workers, in rank order."""
+        self._engine_workers = engine_workers
 
     async def release_memory(self) -> dict[str, float]:
         """Leave the device to a collocated actor: KV cache and weights. Nothing runs until `resume_memory`.
@@ -110,6 +153,7 @@ class RolloutWorker(Worker):
     async def generate(self, channel: Channel, spec: RolloutSpec) -> dict[str, float]:
         """Roll out slices, asking the driver for each, until it answers None; what ends goes to ENDED at once.
 
+        An engine that is lost for good gives back what it had taken and asks for nothing more.
         Returns the counters of this phase, all sums, so that those of several workers add up.
         """
         self._generating = asyncio.current_task()
@@ -119,6 +163,7 @@ class RolloutWorker(Worker):
             self._budget = make_budget(
                 rollout.scheduler, self._engine.kv_capacity_tokens, rollout.max_running_requests
             )
+        self._budget.capacity_tokens = self._engine.kv_capacity_tokens or self._budget.capacity_tokens
         outbox = Outbox(lambda items: channel.put(items, key=ENDED, async_op=True).async_wait())
 
         async def next_work(room: int) -> list[Slice] | None:
@@ -132,9 +177,17 @@ class RolloutWorker(Worker):
         async def ended(work: Slice, trajectory: Trajectory) -> None:
             outbox.add(Ended(self._rank, spec.phase, work.group, work.problem, trajectory))
 
-        self._runner = EngineRunner(loop, EngineScheduler(self._budget), next_work, ended)
+        async def gone(reason: str) -> None:
+            message = EngineGone(self._rank, spec.phase, reason)
+            await channel.put(message, key=TO_DRIVER, async_op=True).async_wait()
+
+        self._runner = EngineRunner(loop, EngineScheduler(self._budget), next_work, ended, gone)
         self._engine.on_report = self._runner.observe
         try:
+            try:
+                await self._engine.recover()  # returns at once when the engine is well
+            except EngineLost as error:
+                loop.engine_gone = str(error)
             await self._runner.run()
             await outbox.flush()
         finally:

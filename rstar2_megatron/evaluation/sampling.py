@@ -253,12 +253,6 @@ class _Sampler:
         )
 
         async def finished(work: Slice, trajectory: Trajectory) -> None:
-            if (
-                not trajectory.usable
-                and engine.lost
-                and engine.restarts >= engine.settings.max_engine_restarts
-            ):
-                raise EngineLost(trajectory.error)  # for good: the jobs that are left would all be spoilt
             if trajectory.usable:
                 await grade_trajectories(pool, work.problem, [trajectory])
             row = trajectory_row(work.problem, trajectory)

@@ -25,6 +25,15 @@ class WorkAnswer:
     work: list[Slice] | None  # None: the phase is over
 
 
+@dataclass(slots=True, frozen=True)
+class EngineGone:
+    """An engine is lost for the rest of the phase; what it had taken comes back as `Ended`, without a finish reason."""
+
+    engine: int
+    phase: int
+    reason: str
+
+
 @dataclass(slots=True)
 class Ended:
     """A trajectory that ended or was parked; graded on its way to the driver."""

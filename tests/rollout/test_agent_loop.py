@@ -30,7 +30,7 @@ from rstar2_megatron.rollout.engine.protocol import (
     GenerationTimeout,
 )
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.group_runner import run_groups
+from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, Lease
@@ -342,7 +342,56 @@ async def test_an_engine_that_stays_away(tokenizer) -> None:
     loop = make_loop(tokenizer, [EngineLost("gone")])
     written(loop).recover_error = EngineLost("restarted 2 times")
     trajectory = await loop.run(PROBLEM, 0)
-    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "2 times" in trajectory.error
+    assert trajectory.finish_reason is None and "2 times" in loop.engine_gone
+
+
+async def test_a_gone_engine_gives_back_what_it_had_and_takes_no_more(tokenizer) -> None:
+    """Slices that wait, trajectories in their second turn, and work that is on its way; another engine ends them all."""
+    loop = make_loop(tokenizer, [call(), EngineLost("gone")])
+    written(loop).delay_s = 0.02
+    written(loop).recover_error = EngineLost("restarted 2 times")
+    answer: asyncio.Future[list[Slice] | None] = asyncio.get_running_loop().create_future()
+    given = iter([[Slice(0, PROBLEM, [0, 1, 2])], answer])
+    back: list[tuple[int, Trajectory]] = []
+    reasons: list[str] = []
+
+    async def next_work(room: int) -> list[Slice] | None:
+        work = next(given)  # a third request raises
+        return await work if isinstance(work, asyncio.Future) else work
+
+    async def ended(work: Slice, trajectory: Trajectory) -> None:
+        back.append((work.group, trajectory))
+
+    async def gone(reason: str) -> None:
+        reasons.append(reason)
+        answer.set_result([Slice(1, PROBLEM, [0, 1])])
+
+    budget = make_budget("least_requests", 20_000, 4)
+    runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended, gone)
+    await asyncio.wait_for(runner.run(), 20)
+    assert reasons == ["restarted 2 times"] and budget.running == 0
+    assert sorted((group, t.rollout_index) for group, t in back) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert {t.finish_reason for _, t in back} == {None} and not loop.stats.endings
+    assert any(t.tool_calls for _, t in back)  # with the turns they had
+
+    other = make_loop(tokenizer, [ANSWER])
+    for _, trajectory in back:
+        calls = len(trajectory.tool_calls)
+        done = await other.run(PROBLEM, trajectory.rollout_index, resume=trajectory)
+        assert done.finish_reason is FinishReason.ANSWERED and len(done.tool_calls) == calls
+        done.check()
+
+
+async def test_a_restarted_engines_capacity_counts(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    budget = make_budget("kv_adaptive", 20_000, 4)
+
+    async def never(*_: Any) -> None:
+        raise AssertionError
+
+    runner = EngineRunner(loop, EngineScheduler(budget), never, never)
+    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=12_000))
+    assert budget.capacity_tokens == 12_000
 
 
 async def test_a_turn_waits_for_a_change_of_weights(tokenizer) -> None:

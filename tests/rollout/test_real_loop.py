@@ -18,7 +18,7 @@ from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.group_runner import run_groups
+from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
