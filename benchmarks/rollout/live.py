@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.records import keep_rows
 from benchmarks.rollout.engine_fit import fit_speed
+from benchmarks.rollout.group_runner import run_groups
 from benchmarks.rollout.live_replay import replay
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import Shape, Trace, recorded, synthetic
@@ -35,7 +36,6 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,

@@ -112,7 +112,9 @@ class WeightSender:
             calls = self._deliver(targets, route, number, self._sent[-1].path, last)
         _demand_loaded(calls)
 
-    def _deliver(self, targets: list[Any], route: WeightRoute, number: int, item: Any, last: bool) -> list[Any]:
+    def _deliver(
+        self, targets: list[Any], route: WeightRoute, number: int, item: Any, last: bool
+    ) -> list[Any]:
         rank = self._worker._rank
         return [target.deliver_weights.remote(route, rank, number, item, last) for target in targets]
 

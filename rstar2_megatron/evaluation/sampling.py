@@ -34,7 +34,7 @@ from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-from rstar2_megatron.rollout.engine.client import EngineClient, EngineLost
+from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import MemoryHandover
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.trajectory import Group, Problem, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
 
 
 @dataclass
@@ -80,6 +81,7 @@ class Trainer:
         """
         clock = _Clock()
         phase = self.roll_out(step, loader)
+        check_dropped(phase.groups, self.settings.rollout.max_dropped_share)
         clock.lap("rollout")
         after_rollout()
         clock.lap("checkpoint")
@@ -196,6 +198,22 @@ class Trainer:
     def _check_first_batch(self, sequences: list[TrainSequence]) -> None:
         logprobs = self.actor.call("compute_logprobs", sequences, timeout_s=self.timeout_s)[0]
         gates.check_logprobs(sequences, logprobs, self.settings.actor.model.precision)
+
+
+class TooManyDropped(RuntimeError):
+    """Engine, judge or deadlines spoiled too much of a step to train on the rest."""
+
+
+def check_dropped(groups: Sequence[Group], limit: float) -> None:
+    """Raise TooManyDropped when more than the share `limit` of the trajectories ended as INFRASTRUCTURE."""
+    every = [t for group in groups for t in group.trajectories]
+    dropped = [t for t in every if t.finish_reason is FinishReason.INFRASTRUCTURE]
+    if len(dropped) > limit * len(every):
+        reason, count = Counter(t.error for t in dropped).most_common(1)[0]
+        raise TooManyDropped(
+            f"{len(dropped)} of the step's {len(every)} trajectories were lost to engine, judge or deadlines, more than "
+            f"rollout.max_dropped_share={limit:g}; the step is not trained on. {count} of them: {reason}"
+        )
 
 
 class _Clock:

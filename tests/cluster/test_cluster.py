@@ -23,7 +23,6 @@ from rstar2_megatron.weights.route import RouteKind, make_route
 from tests.cluster.workers import Fault, KillableEngine, Receiver, Sender
 from tests.rollout.tiny import make_model
 
-
 attempts = itertools.count(1)  # of transfers that a test starts without a WeightSync
 
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoTokenizer
 
+from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.outcome import Outcome, make_result
@@ -30,7 +31,6 @@ from rstar2_megatron.rollout.engine.protocol import (
     GenerationTimeout,
 )
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, Lease

@@ -12,13 +12,13 @@ import pytest_asyncio
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine_runner import EngineRunner
-from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice

@@ -45,7 +45,9 @@ def _why_no_engine(device: str) -> str | None:
         return "installed without a CUDA device"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a missing library or symbol is an OSError, a missing extension whatever it likes
+    except (
+        Exception
+    ) as error:  # a missing library or symbol is an OSError, a missing extension whatever it likes
         return f"installed, but does not import ({type(error).__name__}: {error})"
     return None
 

@@ -166,9 +166,7 @@ class EngineClient(SupervisedEngine):
 
     # ---------------------------------------------------------------------------------------- weights
 
-    async def update_weights(
-        self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int
-    ) -> None:
+    async def update_weights(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int) -> None:
         """Load buckets of Hugging Face tensors, then empty the KV cache; later tokens carry `version`.
 
         The buckets arrive one by one, the last one flagged; the client takes and closes them. Waits for running
@@ -183,7 +181,10 @@ class EngineClient(SupervisedEngine):
                 raise EngineLost(f"{self.name} was lost before its weights arrived")
             await self._send_weights(buckets)
         except EngineLost:
-            async for bucket, _ in buckets:  # before the restart: senders and other engines wait for each bucket
+            async for (
+                bucket,
+                _,
+            ) in buckets:  # before the restart: senders and other engines wait for each bucket
                 self._keep(bucket)
             if not self._kept:
                 raise
