@@ -175,7 +175,6 @@ class WeightReceiver:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._transfer: _Transfer | None = None
-        self._held: list[SharedBucket] = []  # opened by the other engines of the node (broadcast)
 
     def begin(self, route: WeightRoute) -> AsyncIterator[tuple[WeightBucket, bool]]:
         """The buckets of one sync as they arrive, the last one flagged. Raises TransferFailed after `abort`.
@@ -187,8 +186,6 @@ class WeightReceiver:
     def end(self, route: WeightRoute, failure: str = "") -> None:
         """The engine has loaded the buckets, or cannot: deliveries of this sync are answered with `failure`."""
         self._of(route).answer(failure)
-        while self._held:
-            self._held.pop().close()
 
     def abort(self, route: WeightRoute, reason: str) -> None:
         """The other end has failed, perhaps before this one has begun."""
@@ -222,12 +219,14 @@ class WeightReceiver:
         route, rank = transfer.route, self._worker._rank
         work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
         shared = SharedBucket(await work.async_wait())
-        self._held.append(shared)
-        others = [
-            engines[follower].deliver_weights.remote(route, -1, number, shared.path, last)
-            for follower in route.followers(rank)
-        ]
-        answers = await asyncio.gather(transfer.put(OpenedBucket(shared.path), last), *others)
+        try:
+            others = [
+                engines[follower].deliver_weights.remote(route, -1, number, shared.path, last)
+                for follower in route.followers(rank)
+            ]
+            answers = await asyncio.gather(transfer.put(OpenedBucket(shared.path), last), *others)
+        finally:
+            shared.close()  # the others have opened it
         return next((answer for answer in answers if answer), "")
 
     def _of(self, route: WeightRoute) -> _Transfer:
