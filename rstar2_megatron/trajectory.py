@@ -24,6 +24,10 @@ class FinishReason(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # engine or judge lost, or deadline passed: dropped, never trained on
 
 
+UNUSABLE = (None, FinishReason.INFRASTRUCTURE, FinishReason.CUT)
+"""Endings of trajectories that are counted and dropped; None is no ending yet."""
+
+
 class ToolOutcome(StrEnum):
     """What became of one tool call."""
 
@@ -120,7 +124,7 @@ class Trajectory:
     @property
     def usable(self) -> bool:
         """False for a trajectory that infrastructure spoiled or the phase's end cut: it is counted and dropped."""
-        return self.finish_reason not in (None, FinishReason.INFRASTRUCTURE, FinishReason.CUT)
+        return self.finish_reason not in UNUSABLE
 
     @property
     def oldest_version(self) -> int | None:

@@ -210,7 +210,7 @@ async def run(options: argparse.Namespace) -> None:
     else:
         traces = synthetic(_SHAPE, options.seed)
         earlier = [] if options.first_step else synthetic(_SHAPE, options.seed + 1)
-    engines = [EngineClient(settings, seed=i, name=f"engine {i}", context_length=2048) for i in range(2)]
+    engines = [EngineClient(settings, seed=i, name=f"engine {i}", max_context_tokens=2040) for i in range(2)]
     wording = AgentLoopSettings(
         system_prompt=STANDARD_IO,
         user_prefix="",

@@ -12,8 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rstar2_megatron.algorithm.loss import MAX_LOG_RATIO
-
-KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
+from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:

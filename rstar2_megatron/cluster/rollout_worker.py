@@ -15,19 +15,18 @@ from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.outbox import Outbox
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.messages import Ended, EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
-from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
-from rstar2_megatron.settings.schema import SamplingParams, Settings
+from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Trajectory
 from rstar2_megatron.weights.route import Place, WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket
@@ -55,14 +54,7 @@ class RolloutWorker(Worker):
         start = time.perf_counter()
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         self._template = ChatTemplate(tokenizer, settings.agentloop)
-        judge = settings.tools.codejudge
-        self._judge = JudgeClient(
-            judge_url,
-            time_limit_s=judge.time_limit_s,
-            request_timeout_s=judge.request_timeout_s,
-            max_outage_s=judge.max_outage_s,
-            max_concurrency=judge.max_concurrency,
-        )
+        self._judge = JudgeClient.of(judge_url, settings.tools.codejudge)
         model = settings.rollout.model.model_copy(update={"model_path": model_path})
         log = Path(settings.runner.logger.log_path).resolve() / "logs" / f"engine-{self._rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +63,7 @@ class RolloutWorker(Worker):
             seed=settings.actor.seed + self._rank,
             name=f"engine {self._rank}",
             log_path=log,
-            context_length=settings.runner.seq_length + 8,
+            max_context_tokens=settings.runner.seq_length,
             # Buckets are shared by all engines of a node: the first to keep them pays for all.
             keep_weights_bytes=psutil.virtual_memory().available // 4,
             memory_saver=collocated(settings.cluster, slots_of(settings.cluster, visible_gpus())),
@@ -157,12 +149,10 @@ class RolloutWorker(Worker):
         Returns the counters of this phase, all sums, so that those of several workers add up.
         """
         self._generating = asyncio.current_task()
-        loop = self._loop(spec)
+        rollout, most = self._settings.rollout, self._settings.runner.seq_length
+        loop = make_agent_loop(self._engine, self._judge, self._template, spec, rollout, most)
         if self._budget is None:  # kept over the steps: the adaptive policy learns lengths
-            rollout = self._settings.rollout
-            self._budget = make_budget(
-                rollout.scheduler, self._engine.kv_capacity_tokens, rollout.max_running_requests
-            )
+            self._budget = make_engine_budget(self._engine, rollout)
         self._budget.capacity_tokens = self._engine.kv_capacity_tokens or self._budget.capacity_tokens
         outbox = Outbox(lambda items: channel.put(items, key=ENDED, async_op=True).async_wait())
 
@@ -204,23 +194,6 @@ class RolloutWorker(Worker):
         """Park what runs: `generate` then returns as soon as the tool calls under way are back."""
         if self._runner is not None:
             await self._runner.park(cut=cut)
-
-    def _loop(self, spec: RolloutSpec) -> AgentLoop:
-        settings = self._settings
-        return AgentLoop(
-            self._engine,
-            self._judge,
-            self._template,
-            settings.agentloop.model_copy(update={"max_assistant_turns": spec.max_assistant_turns}),
-            SamplingParams(
-                temperature=spec.temperature,
-                top_p=spec.top_p,
-                top_k=spec.top_k,
-                max_new_tokens=spec.max_new_tokens,
-            ),
-            max_context_tokens=settings.runner.seq_length,
-            timeout_s=settings.rollout.trajectory_timeout_s,
-        )
 
     async def shutdown(self) -> None:
         """Stop generating, end the engine and the connection to the judge."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome
+from rstar2_megatron.trajectory import UNUSABLE, Problem, ToolOutcome
 
 
 class SamplesError(ValueError):
@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def usable(self) -> bool:
-        return self.finish_reason not in (None, FinishReason.INFRASTRUCTURE)
+        return self.finish_reason not in UNUSABLE
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Sample:

@@ -22,10 +22,10 @@ from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
+from rstar2_megatron.settings.sections.recipe import BUILT_PREFIX
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")  # algorithm/kl.py, which imports torch
-BUILT = "tiny:"  # paths that cold_start.builder makes
 
 
 def check_before_start(
@@ -189,7 +189,7 @@ def model_problems(settings: Settings) -> Iterator[str]:
     """What is missing in the model directory."""
     path = settings.rollout.model.model_path
     builder = settings.cold_start.enabled and settings.cold_start.builder
-    if path.startswith(BUILT):
+    if path.startswith(BUILT_PREFIX):
         if not builder:
             yield (
                 f"rollout.model.model_path={path} is made by the cold start; set cold_start.enabled=True "
@@ -288,7 +288,7 @@ def data_problems(settings: Settings) -> Iterator[str]:
         ("train_data_paths", data.train_data_paths, least_problems),
         ("val_data_paths", data.val_data_paths, 0),
     ):
-        if any(path.startswith(BUILT) for path in paths):
+        if any(path.startswith(BUILT_PREFIX) for path in paths):
             if not (settings.cold_start.enabled and settings.cold_start.builder):
                 yield f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
             continue
@@ -316,7 +316,7 @@ def _sft_data_problems(settings: Settings) -> Iterator[str]:
     if not sft.train_data_paths:
         yield "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files"
     for path in [*sft.train_data_paths, *sft.val_data_paths]:
-        if not path.startswith(BUILT) and not Path(path).is_file():
+        if not path.startswith(BUILT_PREFIX) and not Path(path).is_file():
             yield f"sft data file {path} does not exist; data_process/build_sft_dataset.py writes such files"
 
 

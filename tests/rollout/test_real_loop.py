@@ -27,6 +27,7 @@ from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
 from tests.rollout.test_agent_loop import ParkableEngine
+from tests.rollout.updates import update_weights
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -112,7 +113,7 @@ async def test_weights_change_while_tools_run(loop: AgentLoop) -> None:
             await asyncio.sleep(0.01)
         while engine.num_waiting_calls:  # until all are at their tools
             await asyncio.sleep(0.01)
-        await engine.update_weights(weights.items(), version=7)
+        await update_weights(engine, weights.items(), version=7)
 
     syncing = asyncio.create_task(sync_in_the_tool_wait())
     groups = await roll_out(loop, ["loop"], group_size=4)

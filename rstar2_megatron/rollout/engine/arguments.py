@@ -15,7 +15,7 @@ import rstar2_megatron
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.rollout.engine.protocol import EngineError
 from rstar2_megatron.rollout.engine.weight_hooks import LOADER
-from rstar2_megatron.settings.schema import RolloutSettings
+from rstar2_megatron.settings.sections.rollout import CONTEXT_SLACK, RolloutSettings
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _CPU_KV_TOKENS = 65536
@@ -25,7 +25,7 @@ def engine_arguments(
     settings: RolloutSettings,
     *,
     seed: int = 0,
-    context_length: int | None = None,
+    max_context_tokens: int | None = None,
     memory_saver: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` has the last word.
@@ -47,10 +47,9 @@ def engine_arguments(
         "schedule_policy": "lpm",  # rollouts of a group arrive together: compute their prompt once
         "log_level": "warning",
     }
-    if context_length is not None:
-        # SGLang refuses more than the model was made for; the few tokens of room that callers add may be just that.
+    if max_context_tokens is not None:  # SGLang refuses more than the model was made for
         longest = ModelConfig.from_directory(settings.model.model_path).max_position_embeddings
-        arguments["context_length"] = min(context_length, longest)
+        arguments["context_length"] = min(max_context_tokens + CONTEXT_SLACK, longest)
     if settings.max_total_tokens is not None:
         arguments["max_total_tokens"] = settings.max_total_tokens
     if settings.sglang.attention_backend != "auto":

@@ -52,12 +52,12 @@ class EngineClient(SupervisedEngine):
         seed: int = 0,
         name: str = "engine",
         log_path: Path | None = None,
-        context_length: int | None = None,
+        max_context_tokens: int | None = None,
         memory_saver: bool = False,
         keep_weights_bytes: int = 4 << 30,
     ) -> None:
         arguments = engine_arguments(
-            settings, seed=seed, context_length=context_length, memory_saver=memory_saver
+            settings, seed=seed, max_context_tokens=max_context_tokens, memory_saver=memory_saver
         )
         super().__init__(settings, arguments, name=name, log_path=log_path)
         self.weight_version = 0

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rstar2_megatron.settings.sections.base import Section
 
+CONTEXT_SLACK = 8
+"""Positions of the context that SGLang keeps for itself."""
+
 
 class RolloutModelSettings(Section):
     model_path: str
