@@ -8,6 +8,7 @@ broadcast route travel by RLinf's collectives. The driver aborts the other end w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -189,7 +190,8 @@ class WeightReceiver:
 
     def abort(self, route: WeightRoute, reason: str) -> None:
         """The other end has failed, perhaps before this one has begun."""
-        self._of(route).abort(reason)
+        with contextlib.suppress(TransferFailed):  # then another sync has begun here
+            self._of(route).abort(reason)
 
     async def deliver(
         self, route: WeightRoute, sender: int, number: int, item: Any, last: bool, engines: list[Any]

@@ -28,7 +28,6 @@ class WeightSync:
         )
         self._routes = possible_routes(settings.actor.weight_sync.route, *self._places, device)
         rollout.call("meet", rollout.workers, timeout_s=self._timeout_s)
-        self._attempts = 0
         self._warned = False
         self.fallbacks = 0
         """Routes given up so far."""
@@ -101,7 +100,6 @@ class WeightSync:
         return self._rollout.call("keep_weights", whole, version, timeout_s=self._timeout_s)
 
     def _route(self) -> WeightRoute:
-        self._attempts += 1
         sync, runner = self._settings.actor.weight_sync, self._settings.runner
         directory = sync.directory or str(Path(runner.output_dir) / runner.experiment_name / "weights")
         return make_route(
@@ -111,5 +109,4 @@ class WeightSync:
             *self._places,
             bucket_bytes=sync.bucket_mb << 20,
             directory=str(Path(directory).resolve()),
-            attempt=self._attempts,
         )

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+_attempts = itertools.count(1)  # only the driver makes routes
 
 RouteKind = Literal["cuda_ipc", "shared_memory", "broadcast", "disk"]
 
@@ -100,9 +103,8 @@ def make_route(
     *,
     bucket_bytes: int,
     directory: str,
-    attempt: int = 0,
 ) -> WeightRoute:
-    """The route of this kind between these workers."""
+    """The route of this kind between these workers, for one attempt at a sync."""
     first_on: dict[int, int] = {}
     for rank, place in enumerate(rollout):
         first_on.setdefault(place.node, rank)
@@ -118,6 +120,6 @@ def make_route(
         actor_ranks=actor_ranks,
         bucket_bytes=bucket_bytes,
         directory=directory,
-        attempt=attempt,
+        attempt=next(_attempts),
         actor_nodes=tuple(place.node for place in actor),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +21,6 @@ from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.weights.route import RouteKind, make_route
 from tests.cluster.workers import Fault, KillableEngine, Receiver, Sender
 from tests.rollout.tiny import make_model
-
-attempts = itertools.count(1)  # of transfers that a test starts without a WeightSync
 
 
 @pytest.fixture
@@ -95,7 +92,6 @@ def test_weights_arrive_bit_by_bit_on_every_route(
         *places,
         bucket_bytes=9000,
         directory=str(tmp_path / "weights"),
-        attempt=next(attempts),
     )
     receivers.call("meet", receivers.workers, timeout_s=60)
     receiving = receivers.start("receive", route)
