@@ -1,21 +1,67 @@
-"""Checkpoints in RLinf's layout: {run}/checkpoints/global_step_N/{actor,data/data.pt}.
+"""Checkpoints in RLinf's layout: {run}/checkpoints/global_step_N/{actor,data/data.pt}, and note.json beside them.
 
 A checkpoint is written beside its final name and renamed when everything is on disk, so a directory named
-global_step_N is always complete and a kill in the middle never costs the previous one.
+global_step_N is always complete and a kill in the middle never costs the previous one. The note says what decides how
+long the checkpoint is kept.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 _NAME = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished"
+_NOTE = "note.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNote:
+    """How good a checkpoint is, as far as its run knew. The defaults are those of a checkpoint without a note."""
+
+    updated: bool = True
+    """Whether a step changed the weights since the checkpoint before."""
+    held_out: float | None = None
+    """avg@k on the held-out problems under exactly these weights."""
+    pass_rate: float | None = None
+    """Mean of the last steps' pass rates, which slightly older weights rolled out."""
+
+
+def read_note(checkpoint: Path) -> CheckpointNote:
+    """The note of a global_step_N directory."""
+    path = checkpoint / _NOTE
+    return CheckpointNote(**json.loads(path.read_text())) if path.is_file() else CheckpointNote()
+
+
+def best_of(notes: Mapping[int, CheckpointNote]) -> int | None:
+    """The best step: by held-out score if any checkpoint has one, else by pass rate; the newest of equals."""
+    for name in ("held_out", "pass_rate"):
+        scores = {step: getattr(note, name) for step, note in notes.items()}
+        known = {step: score for step, score in scores.items() if score is not None}
+        if known:
+            return max(known, key=lambda step: (known[step], step))
+    return None
+
+
+def steps_to_keep(
+    notes: Mapping[int, CheckpointNote], keep: int, *, best: bool, protected: Collection[int] = ()
+) -> set[int]:
+    """Which of the checkpoints stay: the newest, the newest `keep` that hold an update, the best one, `protected`.
+
+    A checkpoint without an update pushes no other out: it has the weights of an earlier one, or those of a ruined run.
+    """
+    steps = sorted(notes)
+    kept = {step for step in protected if step in notes} | set(steps[-1:])
+    kept.update([step for step in steps if notes[step].updated][-keep:])
+    if best and (found := best_of(notes)) is not None:
+        kept.add(found)
+    return kept
 
 
 def complete_checkpoints(checkpoints_dir: Path) -> list[tuple[int, Path]]:
@@ -52,21 +98,35 @@ class UnfinishedCheckpoint:
 
     checkpoints_dir: Path
     step: int
-    keep: int
 
-    def publish(self) -> Path:
-        """Give it its name, once the model is written; then keep only the newest `keep` checkpoints."""
+    def publish(
+        self,
+        keep: int,
+        note: CheckpointNote = CheckpointNote(),
+        *,
+        best: bool = False,
+        protected: Collection[int] = (),
+    ) -> Path:
+        """Give it its name and note, once the model is written; then remove what `steps_to_keep` does not name."""
         final = self.checkpoints_dir / f"global_step_{self.step}"
+        partial = final.with_name(final.name + _UNFINISHED)
+        (partial / _NOTE).write_text(json.dumps(asdict(note)) + "\n")
         if final.exists():  # the same step again, after a resume from an older checkpoint
             shutil.rmtree(final)
-        final.with_name(final.name + _UNFINISHED).rename(final)
-        for _, old in complete_checkpoints(self.checkpoints_dir)[: -self.keep]:
-            shutil.rmtree(old)
+        partial.rename(final)
+        checkpoints = dict(complete_checkpoints(self.checkpoints_dir))
+        notes = {step: read_note(path) for step, path in checkpoints.items()}
+        for step in checkpoints.keys() - steps_to_keep(notes, keep, best=best, protected=protected):
+            shutil.rmtree(checkpoints[step])
         return final
+
+    def discard(self) -> None:
+        """Remove it; the model must have been written."""
+        shutil.rmtree(self.checkpoints_dir / f"global_step_{self.step}{_UNFINISHED}")
 
 
 def begin_save(
-    checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int
+    checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any]
 ) -> UnfinishedCheckpoint:
     """Write global_step_{step} but for its name; `save_actor(directory)` writes the model, or starts to."""
     partial = checkpoints_dir / f"global_step_{step}{_UNFINISHED}"
@@ -80,14 +140,14 @@ def begin_save(
         torch.save(data_state, file)
         file.flush()
         os.fsync(file.fileno())
-    return UnfinishedCheckpoint(checkpoints_dir, step, keep)
+    return UnfinishedCheckpoint(checkpoints_dir, step)
 
 
 def save(
     checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int
 ) -> Path:
-    """Write global_step_{step}, with a `save_actor` that returns when the model is written."""
-    return begin_save(checkpoints_dir, step, save_actor, data_state, keep).publish()
+    """Write global_step_{step}, with a `save_actor` that returns when the model is written; keep the newest `keep`."""
+    return begin_save(checkpoints_dir, step, save_actor, data_state).publish(keep)
 
 
 def load_data_state(checkpoint: Path) -> dict[str, Any]:

@@ -348,7 +348,7 @@ def checkpoint_bytes(settings: Settings, model: ModelConfig) -> int:
 
 
 def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[Path], int]) -> Iterator[str]:
-    """Room for the checkpoints that are kept, one more while it is written, and the final model."""
+    """Room for the newest checkpoints and the best, one more while it is written, and the final model."""
     runner = settings.runner
     if runner.max_steps == 0:
         return
@@ -358,7 +358,7 @@ def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[
         directory = directory.parent
     one = checkpoint_bytes(settings, model)
     existing = len(list((run / "checkpoints").glob("global_step_*")))
-    count = 1 if runner.save_interval <= 0 else runner.keep_checkpoints + 1
+    count = 1 if runner.save_interval <= 0 else runner.keep_checkpoints + runner.keep_best + 1
     count = max(count - existing, 1)
     export = model.num_parameters * (2 if settings.actor.model.precision == "bf16" else 4)
     needed, free = one * count + export, free_bytes(directory)
@@ -366,7 +366,7 @@ def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[
         yield (
             f"{run} needs {needed} bytes ({needed / GB:.2f} GB: {count} checkpoints of {one / GB:.2f} GB and the "
             f"exported model), {directory} has {free} bytes ({free / GB:.2f} GB) free; set runner.output_dir to "
-            "a larger disk or lower runner.keep_checkpoints"
+            "a larger disk, lower runner.keep_checkpoints, or set runner.keep_best=False"
         )
 
 

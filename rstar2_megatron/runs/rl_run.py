@@ -6,11 +6,13 @@ import functools
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.cluster.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
 from rstar2_megatron.data.loader import ProblemLoader
@@ -18,7 +20,7 @@ from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 from rstar2_megatron.records import checkpoint
-from rstar2_megatron.records.checkpoint import UnfinishedCheckpoint, load_data_state
+from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
 from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.records.rollout_log import append_rollouts
 from rstar2_megatron.records.samples import TrajectorySamples
@@ -33,11 +35,15 @@ from rstar2_megatron.runs.stopping import first_that_holds
 from rstar2_megatron.services.loopback import listening_address
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training import gates
+from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
 from rstar2_megatron.training.colocation import takes_turns
 from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
 from rstar2_megatron.training.trainer import Trainer
+from rstar2_megatron.trajectory import Group
 
 _LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
+_SCORE_STEPS = 5  # whose mean pass rate is a checkpoint's
 
 
 class RLRun(ClusterRun):
@@ -51,7 +57,13 @@ class RLRun(ClusterRun):
             host=listening_address(settings.cluster.num_nodes),
         )
         self.last_evaluation: tuple[int, Any] = (-1, None)
+        self.metrics_file = MetricsFile(self.directory / "metrics.jsonl")
+        self.watch = CollapseWatch(settings.runner.max_empty_steps)
         self._unfinished: UnfinishedCheckpoint | None = None
+        self._unfinished_updated = False
+        self._updated = False  # the weights changed since the last checkpoint
+        self._resumed_from: int | None = None
+        self._scored: list[TrainSequence] = []  # a group of the last step, scored again after a resume
 
     def train(self) -> None:
         """The whole run."""
@@ -184,10 +196,22 @@ class RLRun(ClusterRun):
         random.setstate(state["python_random"])
         self.table = state["table"]
         self.coordinator.restore(state.get("carried", []))
-        MetricsFile(self.directory / "metrics.jsonl").truncate_after(step)
+        self._check_scores(state.get("scored"))
+        self.metrics_file.truncate_after(step)
+        runner = self.settings.runner
+        before = self.metrics_file.rows() if runner.check_after_resume else []
+        self.watch = CollapseWatch(runner.max_empty_steps, before)
+        self._resumed_from = step
         self.trainer.sync_weights(version=step)
         self.trainer.check_weights()
         return step
+
+    def _check_scores(self, saved: tuple[list[TrainSequence], list[list[float]]] | None) -> None:
+        """The loaded actor scores the checkpoint's group as the saving one did; older checkpoints have no group."""
+        if saved:
+            sequences, logprobs = saved
+            now = self.trainer.score(sequences)
+            gates.check_resumed_logprobs(sequences, logprobs, now, self.settings.actor.model.precision)
 
     # ------------------------------------------------------------------------------------------- training
 
@@ -199,16 +223,19 @@ class RLRun(ClusterRun):
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
         self._closing.append(log.finish)
-        metrics_file = MetricsFile(self.directory / "metrics.jsonl")
         samples = TrajectorySamples(self.directory / "trajectories.jsonl")
         samples.truncate_after(done)
         for step in range(done + 1, runner.max_steps + 1):
-            if runner.stop_when and (held := first_that_holds(runner.stop_when, metrics_file.rows())):
+            if runner.stop_when and (held := first_that_holds(runner.stop_when, self.metrics_file.rows())):
                 return self._stop_early(step - 1, held)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
-            # The last checkpoint is written while this step rolls out.
-            result = self.trainer.step(step, self.loader, after_rollout=self._publish_checkpoint)
+            validate, save, _ = check_progress(
+                step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0
+            )
+            # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
+            after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
+            result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
             row = {
                 "step": float(step),
                 **step_metrics(
@@ -221,22 +248,18 @@ class RLRun(ClusterRun):
             }
             if step == done + 1:
                 row["time/to_first_step"] = time.perf_counter() - self.started
-            validate, save, _ = check_progress(
-                step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0
-            )
             if validate and self.held_out:
                 self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                 row.update(self.last_evaluation[1].metrics())
             print(step_line(row), flush=True)
-            metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
+            self.metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
             log.log({k: v for k, v in row.items() if k != "step"}, step)
             samples.append(step, result.shown)
             if runner.save_rollouts:
                 append_rollouts(self.directory / "rollouts.jsonl", step, result.groups)
             if runner.save_rollout_tokens:
                 write_groups(rollouts_path(self.directory / "rollouts", step), result.groups)
-            if save or step == runner.max_steps:
-                self._save(step)
+            self._watch(step, row)
         self._publish_checkpoint()
         return max(done, runner.max_steps), ""
 
@@ -249,6 +272,30 @@ class RLRun(ClusterRun):
         self._publish_checkpoint()
         return step, condition
 
+    def _trained(self, step: int, save: bool, groups: Sequence[Group], updated: bool) -> None:
+        """The actor has trained on `groups` and still holds the accelerator."""
+        self._updated |= updated
+        usable = next((group.usable for group in groups if group.usable), [])
+        self._scored = [train_sequence(trajectory, 0.0) for trajectory in usable]
+        if save:
+            self._save(step)
+
+    def _watch(self, step: int, row: dict[str, float]) -> None:
+        """End a ruined run. Raises CollapseError; a checkpoint of ruined weights does not get its name."""
+        try:
+            self.watch.add(row)
+        except EmptySteps:
+            if self._updated:  # by steps before the empty ones
+                self._save(step)
+            self._publish_checkpoint()
+            raise
+        except CollapseError:
+            if self._unfinished is not None:
+                self.actor.call("finish_checkpoint", timeout_s=self.settings.runner.step_timeout_s)
+                self._unfinished.discard()
+                self._unfinished = None
+            raise
+
     def _save(self, step: int) -> None:
         state = {
             "step": step,
@@ -256,6 +303,7 @@ class RLRun(ClusterRun):
             "python_random": random.getstate(),
             "table": self.table,
             "carried": self.coordinator.carried,
+            "scored": (self._scored, self.trainer.score(self._scored)) if self._scored else None,
         }
         self._publish_checkpoint()
         timeout = self.settings.runner.step_timeout_s
@@ -264,16 +312,33 @@ class RLRun(ClusterRun):
             step,
             lambda directory: self.actor.call("save_checkpoint", directory, False, timeout_s=timeout),
             state,
-            self.settings.runner.keep_checkpoints,
         )
+        self._unfinished_updated, self._updated = self._updated, False
 
     def _publish_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait for the files of the checkpoint being written, if there is one, and give it its name."""
         if self._unfinished is not None:
             timeout_s = timeout_s or self.settings.runner.step_timeout_s
             self.actor.call("finish_checkpoint", timeout_s=timeout_s)
-            self._unfinished.publish()
+            # What the run resumed from stays until the steps after it are known to be sound.
+            protected = [self._resumed_from] if self._resumed_from and self.watch.compares_with_before else []
+            self._unfinished.publish(
+                self.settings.runner.keep_checkpoints,
+                self._note(self._unfinished.step),
+                best=self.settings.runner.keep_best,
+                protected=protected,
+            )
             self._unfinished = None
+
+    def _note(self, step: int) -> CheckpointNote:
+        rows = [row for row in self.metrics_file.rows() if row["step"] <= step][-_SCORE_STEPS:]
+        rates = [row[PASS_RATE] for row in rows if row.get(PASS_RATE) is not None]
+        at, evaluation = self.last_evaluation
+        return CheckpointNote(
+            updated=self._unfinished_updated,
+            held_out=evaluation.average if evaluation is not None and at == step else None,
+            pass_rate=sum(rates) / len(rates) if rates else None,
+        )
 
     @property
     def _evaluates(self) -> bool:

@@ -48,10 +48,52 @@ def check_logprobs(
 
     `actor_logprobs[i]` has one entry per token of `sequences[i]`. Returns the mean and maximum difference.
     """
+    return _check_agreement(
+        [sequence.loss_mask for sequence in sequences],
+        actor_logprobs,
+        [sequence.rollout_logprobs for sequence in sequences],
+        precision,
+        what="actor and engine disagree on the first batch",
+        remedy="Check that rollout.model.model_path is the actor's model, that rollout.model.precision equals "
+        "actor.model.precision, and algorithm.sampling_params.temperature",
+    )
+
+
+def check_resumed_logprobs(
+    sequences: Sequence[TrainSequence],
+    saved: Sequence[Sequence[float]],
+    now: Sequence[Sequence[float]],
+    precision: str,
+) -> dict[str, float]:
+    """A resumed actor must score a group as it did when the checkpoint was written.
+
+    `saved[i]` and `now[i]` have one entry per token of `sequences[i]`. Returns the mean and maximum difference.
+    """
+    return _check_agreement(
+        [sequence.loss_mask for sequence in sequences],
+        now,
+        saved,
+        precision,
+        what="the resumed actor scores the group saved with the checkpoint otherwise than when it was saved",
+        remedy="The weights or the model's code are not what they were: resume from an earlier global_step_N by "
+        "runner.resume_dir, and please report this",
+    )
+
+
+def _check_agreement(
+    masks: Sequence[Sequence[int]],
+    ours: Sequence[Sequence[float]],
+    theirs: Sequence[Sequence[float]],
+    precision: str,
+    *,
+    what: str,
+    remedy: str,
+) -> dict[str, float]:
+    """Mean and maximum difference over the tokens of `masks`; raises GateError where it is beyond the bound."""
     diffs = [
-        abs(ours - theirs)
-        for sequence, logprobs in zip(sequences, actor_logprobs, strict=True)
-        for ours, theirs, trained in zip(logprobs, sequence.rollout_logprobs, sequence.loss_mask, strict=True)
+        abs(a - b)
+        for mask, row, other in zip(masks, ours, theirs, strict=True)
+        for a, b, trained in zip(row, other, mask, strict=True)
         if trained
     ]
     if not diffs:
@@ -60,10 +102,8 @@ def check_logprobs(
     too_far = largest > MAX_LOGPROB_DIFF_FP32 if precision == "fp32" else mean > MAX_MEAN_LOGPROB_DIFF_BF16
     if too_far or mean != mean:
         raise GateError(
-            f"actor and engine disagree on the first batch: |log-prob difference| mean {mean:.2e}, max {largest:.2e} over "
-            f"{len(diffs)} tokens ({precision}; allowed max {MAX_LOGPROB_DIFF_FP32:g} in fp32, mean "
-            f"{MAX_MEAN_LOGPROB_DIFF_BF16:g} in bf16). Check that rollout.model.model_path is the actor's model, that "
-            "rollout.model.precision equals actor.model.precision, and algorithm.sampling_params.temperature"
+            f"{what}: |log-prob difference| mean {mean:.2e}, max {largest:.2e} over {len(diffs)} tokens ({precision}; "
+            f"allowed max {MAX_LOGPROB_DIFF_FP32:g} in fp32, mean {MAX_MEAN_LOGPROB_DIFF_BF16:g} in bf16). {remedy}"
         )
     return {"mean": mean, "max": largest}
 

@@ -80,6 +80,11 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
         metrics["rollout/min_of_response_length"] = min(lengths)
     _put_mean(metrics, "rollout/prompt_length", [len(t.prompt_ids) for t in kept])
 
+    logprobs = [sum(t.rollout_logprobs) for t in usable]  # 0.0 at tokens that were not generated
+    generated = sum(t.num_trained_tokens for t in usable)
+    if generated:
+        metrics["rollout/logprob_mean"] = sum(logprobs) / generated
+
     metrics["rollout/num_trajectories"] = len(every)
     metrics["rollout/total_num_sequence"] = len(kept)
     reasons = Counter(t.finish_reason for t in every if not t.usable)

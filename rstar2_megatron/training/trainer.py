@@ -73,11 +73,16 @@ class Trainer:
         self._gates_open = True  # the step-0 gates have not been passed yet
 
     def step(
-        self, step: int, loader: ProblemLoader, after_rollout: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        loader: ProblemLoader,
+        after_rollout: Callable[[], None] = lambda: None,
+        after_training: Callable[[Sequence[Group], bool], None] = lambda groups, updated: None,
     ) -> StepResult:
         """Training step `step` (1, 2, ...) on the loader's next problems.
 
-        `after_rollout` is called before the actor trains.
+        `after_rollout()` is called before the actor trains, `after_training(groups, updated)` before its weights go to the
+        engines, while it still holds the accelerator; `updated`: the step had something to train on.
         """
         clock = _Clock()
         phase = self.roll_out(step, loader)
@@ -98,6 +103,8 @@ class Trainer:
             self._gates_open = False
         actor_metrics = self.train(sequences, shown)
         clock.lap("training")
+        after_training(phase.groups, bool(sequences))
+        clock.lap("save")
         actor_metrics.update(self.sync_weights(version=step))
         clock.lap("sync_weights")
         stats = {**phase.stats, **trajectory_age(phase.groups, version=step - 1)}
@@ -162,11 +169,18 @@ class Trainer:
         gates.check_actor_tokens(sequences, metrics["actor/trained_tokens"])
         return metrics
 
+    def score(self, sequences: list[TrainSequence]) -> list[list[float]]:
+        """The actor's log-prob of every token of each sequence (0.0 at position 0)."""
+        logprobs: list[list[float]] = self.actor.call(
+            "compute_logprobs", sequences, timeout_s=self.timeout_s
+        )[0]
+        return logprobs
+
     def _score(self, shown: Sequence[ShownGroup]) -> None:
         sequences = [train_sequence(t, 0.0) for group in shown for t in group.trajectories]
         if not sequences:
             return
-        logprobs = iter(self.actor.call("compute_logprobs", sequences, timeout_s=self.timeout_s)[0])
+        logprobs = iter(self.score(sequences))
         for group in shown:
             group.actor_logprobs = [next(logprobs)[len(t.prompt_ids) :] for t in group.trajectories]
 
@@ -196,8 +210,7 @@ class Trainer:
             gates.check_weights(actor_sums, engine_sums, rank)
 
     def _check_first_batch(self, sequences: list[TrainSequence]) -> None:
-        logprobs = self.actor.call("compute_logprobs", sequences, timeout_s=self.timeout_s)[0]
-        gates.check_logprobs(sequences, logprobs, self.settings.actor.model.precision)
+        gates.check_logprobs(sequences, self.score(sequences), self.settings.actor.model.precision)
 
 
 class TooManyDropped(RuntimeError):

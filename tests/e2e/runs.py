@@ -155,5 +155,6 @@ def arguments(cache: Path, results: Path, name: str, *extra: str) -> list[str]:
         "data.rollout_batch_size=4",
         "evaluation.num_problems=16",
         "runner.save_trajectories_per_step=64",  # all of a step
+        "runner.max_empty_steps=0",  # with four problems after so short a supervised start, that is chance
         *extra,
     ]

@@ -187,7 +187,7 @@ def test_too_little_disk_names_needed_and_free_bytes(model: Path, data: Path) ->
     settings = tiny(model, data)
     shape, _ = model_of(settings)
     assert shape is not None
-    needed = 3 * checkpoint_bytes(settings, shape) + 4 * shape.num_parameters
+    needed = 4 * checkpoint_bytes(settings, shape) + 4 * shape.num_parameters
     with pytest.raises(ConfigError, match=rf"needs {needed} bytes .* has {needed - 1} bytes"):
         check_before_start(settings, free_bytes=lambda _: needed - 1)
     check_before_start(settings, free_bytes=lambda _: needed)
@@ -198,7 +198,7 @@ def test_existing_checkpoints_count_as_room(model: Path, data: Path) -> None:
     shape, _ = model_of(settings)
     assert shape is not None
     run = Path(settings.runner.output_dir) / settings.runner.experiment_name
-    for step in (20, 40):
+    for step in (20, 40, 60):
         (run / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
     needed = checkpoint_bytes(settings, shape) + 4 * shape.num_parameters
     check_before_start(settings, free_bytes=lambda _: needed)

@@ -52,6 +52,19 @@ def test_logprobs_agree_within_the_bound_of_the_precision() -> None:
         gates.check_logprobs([sequence], [[0.0, 0.0, float("nan"), 0.0, -0.25]], "fp32")
 
 
+def test_a_resumed_actor_scores_the_saved_group_alike() -> None:
+    sequence = train_sequence(trajectory(), 1.0)
+    saved = [[0.0, 1.0, -0.5, 1.0, -0.25]]
+    assert gates.check_resumed_logprobs([sequence], saved, saved, "fp32") == {"mean": 0.0, "max": 0.0}
+    with pytest.raises(
+        gates.GateError, match=r"resumed actor scores .* max 1\.00e-02 .*earlier global_step_N"
+    ):
+        gates.check_resumed_logprobs([sequence], saved, [[0.0, 1.0, -0.51, 1.0, -0.25]], "fp32")
+    gates.check_resumed_logprobs([sequence], saved, [[0.0, 1.0, -0.51, 1.0, -0.25]], "bf16")
+    with pytest.raises(gates.GateError, match="resumed actor"):
+        gates.check_resumed_logprobs([sequence], saved, [[0.0, 1.0, -9.0, 1.0, -0.25]], "bf16")
+
+
 def test_weights_must_be_the_same_tensors_with_the_same_content() -> None:
     gates.check_weights({"a": 1, "b": 2}, {"a": 1, "b": 2}, 0)
     with pytest.raises(gates.GateError, match=r"1 of 2 tensors of engine 3 .*'b'"):

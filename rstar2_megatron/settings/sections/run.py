@@ -67,6 +67,13 @@ class RunnerSettings(Section):
     save_interval: int = -1
     """Steps between checkpoints; -1 saves only after the last step."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The newest that stay. Those without an update since the one before push no other out."""
+    keep_best: bool = True
+    """The best checkpoint stays besides: by held-out score if there is one, else by pass rate."""
+    max_empty_steps: int = Field(3, ge=0)
+    """So many steps in a row without a group to train on end the run with the reason; 0: any number is allowed."""
+    check_after_resume: bool = True
+    """End a run whose pass rate or log-probs fall off a cliff in the first steps after a resume."""
     val_check_interval: int = -1
     """Steps between evaluations in training; -1 evaluates only before and after."""
     resume_dir: str | None = "auto"

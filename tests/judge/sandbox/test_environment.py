@@ -65,7 +65,7 @@ def test_where_namespaces_and_mounts_are_refused_calls_run_all_the_same() -> Non
     """As in a container with its engine's usual filter. The same filter that calls have stands in for it."""
     program = """
 import asyncio, json, psutil
-from rstar2_megatron.judge import linux
+from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.worker.slots import SlotPool
 
