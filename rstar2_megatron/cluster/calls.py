@@ -80,7 +80,7 @@ class PendingCall:
                 raise WorkerLost(f"{self.name}: the worker process died: {e}") from e
 
 
-class Group:
+class WorkerGroup:
     """The workers of one RLinf worker group."""
 
     def __init__(self, name: str, rlinf_group: Any) -> None:

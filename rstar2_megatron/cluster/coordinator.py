@@ -11,8 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
-from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
@@ -90,7 +89,7 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
-        if spec.goes_on:
+        if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start
         stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
@@ -106,7 +105,7 @@ class RolloutCoordinator:
             carry_share=rollout.carry_share,
             max_carry_age=rollout.max_carry_age,
         )
-        carried = self.carried if spec.goes_on else []
+        carried = self.carried if spec.resume_carried else []
         phase.add([*carried, *(OpenGroup(problem, spec.samples) for problem in problems)])
         return phase
 
@@ -135,19 +134,19 @@ class _PhaseRun:
         self._number = number
         self._num_engines = num_engines
         self._refill = refill
-        self._hungry: list[WorkRequest] = []  # without an answer
+        self._pending_requests: list[WorkRequest] = []  # without an answer
         self._tail_since: float | None = None  # an engine has room and there is nothing left for it
         self._refilled = 0
         self._gone: dict[int, str] = {}  # engines that are lost, and why
 
     def handle(self, message: Any, now: float) -> None:
-        """A WorkRequest, an EngineGone, or a list of Ended. Those of an earlier phase are void.
+        """A WorkRequest, an EngineGone, or a list of RolloutResult. Those of an earlier phase are void.
 
         Raises EnginesLost when no engine is left.
         """
         if isinstance(message, WorkRequest):
             if message.phase == self._number:
-                self._hungry.append(message)
+                self._pending_requests.append(message)
         elif isinstance(message, EngineGone):
             if message.phase == self._number:
                 self._lose(message)
@@ -160,8 +159,10 @@ class _PhaseRun:
                         self._ask_for_more()
         if self._phase.handed_out:
             return
-        self._hungry = [request for request in self._hungry if not self._serve(request, now)]
-        if self._hungry and not self._phase.queue.left and self._tail_since is None:
+        self._pending_requests = [
+            request for request in self._pending_requests if not self._serve(request, now)
+        ]
+        if self._pending_requests and not self._phase.queue.left and self._tail_since is None:
             self._tail_since = now
 
     def _lose(self, message: EngineGone) -> None:
@@ -170,7 +171,9 @@ class _PhaseRun:
             raise EnginesLost(f"no engine is left: {message.reason}")
         logger.warning("engine %d is gone, the others take its work: %s", message.engine, message.reason)
         self._phase.queue.lose_engine(message.engine)
-        self._hungry = [request for request in self._hungry if request.engine != message.engine]
+        self._pending_requests = [
+            request for request in self._pending_requests if request.engine != message.engine
+        ]
 
     def _serve(self, request: WorkRequest, now: float) -> bool:
         work = self._phase.take(request.engine, request.room, now)

@@ -19,7 +19,7 @@ from rlinf.utils.placement import ModelParallelComponentPlacement
 
 from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
 from rstar2_megatron.cluster.actor_worker import ActorWorker
-from rstar2_megatron.cluster.calls import Group
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
@@ -156,7 +156,7 @@ class TrainingCluster:
         group = worker_class.create_group(*args).launch(
             self._cluster, name=name, placement_strategy=self._placement.get_strategy(component), **kwargs
         )
-        handle = Group(name, group)
+        handle = WorkerGroup(name, group)
         self._groups.append(handle)
         return handle
 

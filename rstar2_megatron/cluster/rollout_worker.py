@@ -19,12 +19,12 @@ from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine.protocol import EngineLost
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.messages import Ended, EngineGone, WorkAnswer, WorkRequest
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.messages import EngineGone, RolloutResult, WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Trajectory
@@ -39,7 +39,7 @@ class RolloutWorker(Worker):
         self._device = device
         self._generating: asyncio.Task[Any] | None = None
         self._budget: KVBudget | None = None
-        self._runner: EngineRunner | None = None
+        self._runner: TrajectoryRunner | None = None
         self._started = False
         self._receiver = WeightReceiver(self)
         self._engine_workers: list[Any] = []
@@ -165,13 +165,13 @@ class RolloutWorker(Worker):
                     return answer.work
 
         async def ended(work: Slice, trajectory: Trajectory) -> None:
-            outbox.add(Ended(self._rank, spec.phase, work.group, work.problem, trajectory))
+            outbox.add(RolloutResult(self._rank, spec.phase, work.group, work.problem, trajectory))
 
         async def gone(reason: str) -> None:
             message = EngineGone(self._rank, spec.phase, reason)
             await channel.put(message, key=TO_DRIVER, async_op=True).async_wait()
 
-        self._runner = EngineRunner(loop, EngineScheduler(self._budget), next_work, ended, gone)
+        self._runner = TrajectoryRunner(loop, AdmissionQueue(self._budget), next_work, ended, gone)
         self._engine.on_report = self._runner.observe
         try:
             try:

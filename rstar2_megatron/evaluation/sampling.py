@@ -35,10 +35,10 @@ from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
@@ -237,6 +237,6 @@ class _Sampler:
                 bar.update()
             self.jobs.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
 
-        runner = EngineRunner(loop, EngineScheduler(budget), self.jobs.next, finished)
+        runner = TrajectoryRunner(loop, AdmissionQueue(budget), self.jobs.next, finished)
         engine.on_report = runner.observe
         await runner.run()

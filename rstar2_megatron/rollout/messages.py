@@ -27,7 +27,7 @@ class WorkAnswer:
 
 @dataclass(slots=True, frozen=True)
 class EngineGone:
-    """An engine is lost for the rest of the phase; what it had taken comes back as `Ended`, without a finish reason."""
+    """An engine is lost for the rest of the phase; what it had taken comes back as `RolloutResult`, without a finish reason."""
 
     engine: int
     phase: int
@@ -35,7 +35,7 @@ class EngineGone:
 
 
 @dataclass(slots=True)
-class Ended:
+class RolloutResult:
     """A trajectory that ended or was parked; graded on its way to the driver."""
 
     engine: int

@@ -37,7 +37,7 @@ from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpu
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
-from rstar2_megatron.training.colocation import takes_turns
+from rstar2_megatron.training.colocation import uses_colocation
 from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Group
@@ -103,8 +103,8 @@ class RLRun(ClusterRun):
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         actors = self.actor.start("initialize", model, address, self.cluster.device)
         shared = collocated(settings.cluster, slots_of(settings.cluster, visible_gpus()))
-        turns = takes_turns(settings.actor, collocated=shared)
-        if turns:  # an engine sizes its KV cache by the memory that it finds free
+        colocation = uses_colocation(settings.actor, collocated=shared)
+        if colocation:  # an engine sizes its KV cache by the memory that it finds free
             actors.result(timeout)
             self.actor.call("offload", timeout_s=timeout)
         engines = self.rollout.start("start_engine", model, judge_url)
@@ -134,7 +134,7 @@ class RLRun(ClusterRun):
             self.rollout,
             self.coordinator,
             device=self.cluster.device,
-            takes_turns=turns,
+            colocation=colocation,
         )
         kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
         self._say(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.settings.schema import ActorSettings
 
 _ACTOR_ANYWHERE = frozenset(
@@ -35,12 +35,12 @@ _ACTOR_WEIGHTS = frozenset({"send_weights", "weights_checksum", "export_hf"})
 _ENGINE_WEIGHTS = frozenset({"receive_weights", "weights_checksum"})
 
 
-def takes_turns(actor: ActorSettings, *, collocated: bool) -> bool:
+def uses_colocation(actor: ActorSettings, *, collocated: bool) -> bool:
     """Whether the memory changes hands: on shared slots, when the YAML offloads something of the actor."""
     return collocated and (actor.offload_weight or actor.offload_grad or actor.offload_optimizer)
 
 
-class MemoryHandover:
+class Colocation:
     """Moves the accelerators' memory between an actor group and a rollout group, both already started.
 
     `resync` brings the engines the actor's weights again: releasing an engine's memory forgets its own.
@@ -58,7 +58,7 @@ class MemoryHandover:
         actor.before = self._before_actor
         rollout.before = self._before_rollout
 
-    def to_actor(self) -> None:
+    def wake_actor(self) -> None:
         """The actor trains, scores, saves; the engines hold nothing."""
         if self._actor_holds == "all":
             return
@@ -69,10 +69,10 @@ class MemoryHandover:
             self._actor.call("reload", timeout_s=self._timeout_s)
         self._actor_holds = "all"
 
-    def to_sync(self) -> None:
+    def prepare_sync(self) -> None:
         """The weights of actor and engines side by side, nothing else."""
         if self._actor_holds == "nothing":
-            self.to_actor()
+            self.wake_actor()
         if self._actor_holds == "all":
             with self._timed():
                 self._actor.call("offload", True, timeout_s=self._timeout_s)
@@ -83,10 +83,10 @@ class MemoryHandover:
         """The engines have the actor's weights."""
         self._weights_current = True
 
-    def to_engines(self) -> None:
+    def wake_engines(self) -> None:
         """The engines generate; the actor is on the host."""
         if not self._weights_current:
-            self.to_sync()
+            self.prepare_sync()
             self._resync()
         if self._actor_holds != "nothing":
             with self._timed():
@@ -109,11 +109,11 @@ class MemoryHandover:
     def _before_actor(self, method: str) -> None:
         if method in _ACTOR_ANYWHERE or (method in _ACTOR_WEIGHTS and self._actor_holds == "weights"):
             return
-        self.to_actor()
+        self.wake_actor()
 
     def _before_rollout(self, method: str) -> None:
         if method == "generate":
-            self.to_engines()
+            self.wake_engines()
         elif method in _ENGINE_WEIGHTS:
             self._resume("weights")
 

@@ -12,7 +12,7 @@ from typing import Any
 from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.coordinator import Refill, RolloutCoordinator, RolloutPhase
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
@@ -22,7 +22,7 @@ from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
-from rstar2_megatron.training.colocation import MemoryHandover
+from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
 
@@ -56,9 +56,9 @@ class Trainer:
         coordinator: RolloutCoordinator,
         *,
         device: str,
-        takes_turns: bool,
+        colocation: bool,
     ) -> None:
-        """takes_turns: actor and engines share memory and hold it one after the other (`colocation`)."""
+        """colocation: actor and engines share memory and hold it one after the other (`colocation`)."""
         self.settings = settings
         self.actor = actor
         self.rollout = rollout
@@ -66,10 +66,10 @@ class Trainer:
         self.timeout_s = settings.runner.step_timeout_s
         self._weight_sync = WeightSync(settings, actor, rollout, device)
         self._version = 0
-        self._handover: MemoryHandover | None = None
-        if takes_turns:
+        self._colocation: Colocation | None = None
+        if colocation:
             resync = lambda: self.sync_weights(self._version)  # noqa: E731
-            self._handover = MemoryHandover(actor, rollout, resync, self.timeout_s)
+            self._colocation = Colocation(actor, rollout, resync, self.timeout_s)
         self._gates_open = True  # the step-0 gates have not been passed yet
 
     def step(
@@ -191,12 +191,12 @@ class Trainer:
         """
         self._version = version
         fallbacks = self._weight_sync.fallbacks
-        if self._handover is not None:
-            self._handover.to_sync()
+        if self._colocation is not None:
+            self._colocation.prepare_sync()
         metrics = self._weight_sync.run(version)
-        if self._handover is not None:
-            self._handover.synced()
-            metrics["actor/handover_seconds"] = self._handover.pop_seconds()
+        if self._colocation is not None:
+            self._colocation.synced()
+            metrics["actor/handover_seconds"] = self._colocation.pop_seconds()
         if self._weight_sync.fallbacks > fallbacks:
             self.check_weights()
         return metrics

@@ -6,8 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, WorkerFailed
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, WorkerFailed, WorkerGroup
 from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S, Sent
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import RouteKind, WeightRoute, make_route, possible_routes

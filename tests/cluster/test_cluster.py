@@ -10,7 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, Group, WorkerFailed, WorkerLost
+from rstar2_megatron.cluster.calls import (
+    ChannelReader,
+    DeadlineExceeded,
+    WorkerFailed,
+    WorkerGroup,
+    WorkerLost,
+)
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S
 from rstar2_megatron.settings.load import load_settings, to_dict_config
@@ -47,41 +53,43 @@ def processes_of(cluster: TrainingCluster) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def senders(cluster: TrainingCluster) -> Group:
+def senders(cluster: TrainingCluster) -> WorkerGroup:
     group = cluster._launch(Sender, "Senders", "actor")
     group.call("rank", timeout_s=240)
     return group
 
 
 @pytest.fixture(scope="module")
-def receivers(cluster: TrainingCluster) -> Group:
+def receivers(cluster: TrainingCluster) -> WorkerGroup:
     group = cluster._launch(Receiver, "Receivers", "rollout", max_concurrency=16)
     group.call("place", timeout_s=240)
     return group
 
 
-def test_placement_gives_each_component_its_slots(cluster, senders: Group, receivers: Group) -> None:
+def test_placement_gives_each_component_its_slots(
+    cluster, senders: WorkerGroup, receivers: WorkerGroup
+) -> None:
     assert cluster.device == "cpu"
     assert cluster._cluster.num_accelerators == 2
     assert senders.call("rank", timeout_s=240) == [0, 1]
     assert len(receivers) == 2  # rollout TP 1 on two slots: two engines
 
 
-def test_a_failure_on_one_rank_is_raised_while_the_others_hang(senders: Group) -> None:
+def test_a_failure_on_one_rank_is_raised_while_the_others_hang(senders: WorkerGroup) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="no luck on rank 1"):
         senders.call("fail_on", 1, timeout_s=60)
     assert time.monotonic() - start < 20
 
 
-def test_deadline(senders: Group) -> None:
+def test_deadline(senders: WorkerGroup) -> None:
     with pytest.raises(DeadlineExceeded, match=r"Senders.sleep did not finish within 1 s"):
         senders.call("sleep", 20.0, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "shared_memory", "broadcast", "disk"])
 def test_weights_arrive_bit_by_bit_on_every_route(
-    senders: Group, receivers: Group, tmp_path: Path, kind: RouteKind
+    senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path, kind: RouteKind
 ) -> None:
     """Also by CUDA IPC, whose buffers lie in host memory here."""
     places = senders.call("place", timeout_s=60), receivers.call("place", timeout_s=60)
@@ -116,18 +124,18 @@ def with_route(settings: Settings, directory: Path, route: str = "auto") -> Sett
 
 
 def sync_of(
-    settings: Settings, senders: Group, receivers: Group, directory: Path, route: str = "auto"
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, directory: Path, route: str = "auto"
 ) -> WeightSync:
     return WeightSync(with_route(settings, directory, route), senders, receivers, "cpu")
 
 
-def assert_synced(senders: Group, receivers: Group, version: int) -> None:
+def assert_synced(senders: WorkerGroup, receivers: WorkerGroup, version: int) -> None:
     sums = senders.call("weights_checksum", timeout_s=60)[0]
     assert receivers.call("held", timeout_s=60) == [(version, sums)] * 2
 
 
 def test_routes_that_fail_give_way_down_to_the_disk(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """First all goes by shared memory; then the engines no longer see the actor's /proc, so only files are left."""
     sync = sync_of(settings, senders, receivers, tmp_path / "weights")
@@ -148,14 +156,14 @@ def test_routes_that_fail_give_way_down_to_the_disk(
 
 
 def test_a_trainer_compares_checksums_when_the_route_has_changed(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """A route that fails and a second one that brings all: training goes on. One that loses a tensor: it ends."""
 
     def trainer() -> Trainer:
         there = with_route(settings, tmp_path / "weights")
         coordinator: Any = None  # asked for nothing by a sync
-        return Trainer(there, senders, receivers, coordinator, device="cpu", takes_turns=False)
+        return Trainer(there, senders, receivers, coordinator, device="cpu", colocation=False)
 
     receivers.call("hide", "/proc/", timeout_s=60)
     receivers.call("lose", None, timeout_s=60)
@@ -171,7 +179,7 @@ def test_a_trainer_compares_checksums_when_the_route_has_changed(
 
 
 def test_the_last_routes_failure_is_raised_and_the_workers_go_on(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """Named routes have no fallback. Whoever fails, sender or receiver, nobody stays in the transfer."""
     receivers.call("hide", "/proc/", timeout_s=60)
@@ -201,7 +209,7 @@ RECEIVER_STEPS = {
 
 @pytest.mark.parametrize("kind", SENDER_STEPS)
 def test_a_failure_at_any_step_of_any_route_ends_in_the_next_route(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path, kind: RouteKind
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path, kind: RouteKind
 ) -> None:
     """At the first bucket and in the middle, of a sender and of a receiver."""
     steps = [(senders, step) for step in SENDER_STEPS[kind]]
@@ -218,7 +226,7 @@ def test_a_failure_at_any_step_of_any_route_ends_in_the_next_route(
 
 
 def test_the_host_copy_of_a_device_route_is_whole(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """Two actor ranks of one node write its buckets in turns."""
     sync = WeightSync(with_route(settings, tmp_path), senders, receivers, "cuda")
@@ -231,7 +239,7 @@ def test_the_host_copy_of_a_device_route_is_whole(
 
 @pytest.mark.timeout(600)
 def test_killed_engines_get_the_weights_of_a_device_route_again(
-    cluster, settings: Settings, senders: Group, tmp_path: Path
+    cluster, settings: Settings, senders: WorkerGroup, tmp_path: Path
 ) -> None:
     """Real engines, killed after a sync as version 0 and in the middle of the next one: no route is given up."""
     model = make_model(tmp_path / "model")
@@ -267,7 +275,7 @@ def test_killed_engines_get_the_weights_of_a_device_route_again(
         engines.kill()
 
 
-def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Group) -> None:
+def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: WorkerGroup) -> None:
     reader = ChannelReader(cluster.channel, "out")
     with pytest.raises(DeadlineExceeded):
         reader.get(timeout_s=1.2)
@@ -284,7 +292,7 @@ def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Gro
         reader.get(timeout_s=1.0)
 
 
-def test_nothing_listens_beyond_loopback(cluster, senders: Group, receivers: Group) -> None:
+def test_nothing_listens_beyond_loopback(cluster, senders: WorkerGroup, receivers: WorkerGroup) -> None:
     family = processes_of(cluster)
     outside = {
         (p.name(), c.laddr.ip)

@@ -30,11 +30,11 @@ from rstar2_megatron.rollout.engine.protocol import (
     GenerateResult,
     GenerationTimeout,
 )
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, Lease
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
@@ -367,7 +367,7 @@ async def test_a_gone_engine_gives_back_what_it_had_and_takes_no_more(tokenizer)
         answer.set_result([Slice(1, PROBLEM, [0, 1])])
 
     budget = make_budget("least_requests", 20_000, 4)
-    runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended, gone)
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended, gone)
     await asyncio.wait_for(runner.run(), 20)
     assert reasons == ["restarted 2 times"] and budget.running == 0
     assert sorted((group, t.rollout_index) for group, t in back) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
@@ -389,7 +389,7 @@ async def test_a_restarted_engines_capacity_counts(tokenizer) -> None:
     async def never(*_: Any) -> None:
         raise AssertionError
 
-    runner = EngineRunner(loop, EngineScheduler(budget), never, never)
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), never, never)
     runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=12_000))
     assert budget.capacity_tokens == 12_000
 
@@ -569,7 +569,7 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
     async def ended(work: Slice, trajectory: Trajectory) -> None:
         back.append(trajectory)
 
-    runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
     running = asyncio.create_task(runner.run())
     while budget.running < 4:
         await asyncio.sleep(0)
@@ -611,7 +611,7 @@ async def test_work_that_comes_after_the_end_of_the_phase(tokenizer, cut: bool) 
     async def ended(work: Slice, trajectory: Trajectory) -> None:
         back.append(trajectory)
 
-    runner = EngineRunner(loop, EngineScheduler(make_budget("kv_adaptive", 20_000, 4)), next_work, ended)
+    runner = TrajectoryRunner(loop, AdmissionQueue(make_budget("kv_adaptive", 20_000, 4)), next_work, ended)
     running = asyncio.create_task(runner.run())
     await asked.wait()
     await runner.park(cut=cut)

@@ -18,10 +18,10 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
@@ -144,7 +144,7 @@ async def test_parked_in_mid_rollout_and_carried_over(loop: AgentLoop) -> None:
         async def ended(one: Slice, trajectory: Trajectory) -> None:
             back[one.group, trajectory.rollout_index] = trajectory
 
-        runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+        runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
         running = asyncio.create_task(runner.run())
         if park:
             await asyncio.sleep(0.15)

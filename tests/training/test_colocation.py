@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.settings.schema import ActorSettings
-from rstar2_megatron.training.colocation import MemoryHandover, takes_turns
+from rstar2_megatron.training.colocation import Colocation, uses_colocation
 
 
 class Recorder:
@@ -25,17 +25,17 @@ class Recorder:
 
 
 @pytest.fixture
-def run() -> tuple[MemoryHandover, Recorder, Recorder, list[str]]:
+def run() -> tuple[Colocation, Recorder, Recorder, list[str]]:
     calls: list[str] = []
     actor, rollout = Recorder("actor", calls), Recorder("engines", calls)
 
     def sync() -> None:
-        handover.to_sync()
+        handover.prepare_sync()
         rollout.call("receive_weights", timeout_s=1)
         actor.call("send_weights", timeout_s=1)
         handover.synced()
 
-    handover: MemoryHandover = MemoryHandover(actor, rollout, sync, 1.0)  # type: ignore[arg-type]
+    handover: Colocation = Colocation(actor, rollout, sync, 1.0)  # type: ignore[arg-type]
     handover.sync = sync  # type: ignore[attr-defined]
     return handover, actor, rollout, calls
 
@@ -87,6 +87,6 @@ def test_engines_never_generate_from_forgotten_weights(run: Any) -> None:
 
 def test_turns_are_taken_on_shared_slots_only() -> None:
     offloads = ActorSettings(offload_optimizer=True)
-    assert takes_turns(offloads, collocated=True)
-    assert not takes_turns(offloads, collocated=False)
-    assert not takes_turns(ActorSettings(), collocated=True)
+    assert uses_colocation(offloads, collocated=True)
+    assert not uses_colocation(offloads, collocated=False)
+    assert not uses_colocation(ActorSettings(), collocated=True)

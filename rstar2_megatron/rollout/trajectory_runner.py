@@ -14,7 +14,7 @@ from typing import Any
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
-from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
@@ -32,7 +32,7 @@ class _Waiting:
     preempted: bool = False  # its tokens are in work.parked
 
 
-class EngineRunner:
+class TrajectoryRunner:
     """One phase of one engine: `run` until `next_work` gives None and everything taken has ended.
 
     `next_work` is told about how many trajectories would fit and gives slices. `on_trajectory` is awaited as each
@@ -47,7 +47,7 @@ class EngineRunner:
     def __init__(
         self,
         loop: AgentLoop,
-        scheduler: EngineScheduler,
+        scheduler: AdmissionQueue,
         next_work: NextWork,
         on_trajectory: OnTrajectory,
         on_engine_gone: OnEngineGone | None = None,
