@@ -214,8 +214,9 @@ def test_a_failure_at_any_step_of_any_route_ends_in_the_next_route(
     """At the first bucket and in the middle, of a sender and of a receiver."""
     steps = [(senders, step) for step in SENDER_STEPS[kind]]
     steps += [(receivers, step) for step in RECEIVER_STEPS[kind]]
+    with_route(settings, tmp_path).actor.weight_sync.bucket_mb = 0  # a bucket for each tensor
     for version, (group, step) in enumerate(steps):
-        sync = WeightSync(with_route(settings, tmp_path), senders, receivers, "cuda")
+        sync = WeightSync(settings, senders, receivers, "cuda")
         sync._routes = [kind, "disk"]
         group.call("plant", Fault(step, at=version % 3), ranks=[0], timeout_s=60)
         started = time.monotonic()
@@ -229,7 +230,8 @@ def test_the_host_copy_of_a_device_route_is_whole(
     settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """Two actor ranks of one node write its buckets in turns."""
-    sync = WeightSync(with_route(settings, tmp_path), senders, receivers, "cuda")
+    with_route(settings, tmp_path).actor.weight_sync.bucket_mb = 0
+    sync = WeightSync(settings, senders, receivers, "cuda")
     assert sync.route == "cuda_ipc"
     assert sync.run(1)["actor/sync_fallbacks"] == 0.0
     assert_synced(senders, receivers, 1)
