@@ -8,4 +8,5 @@ bash "$root/scripts/setup_env.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 cd "$root"
+. scripts/install/gpu_environment.sh .venv # engines compile kernels: ninja, nvcc and CUDA_HOME
 exec "$root/.venv/bin/python" -u examples/agent/rstar2/main_rstar2.py "$@"

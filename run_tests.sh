@@ -5,6 +5,7 @@ set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 if [ $# -eq 0 ]; then set -- -m "not long"; elif [ "$1" = --all ]; then shift; fi
 bash scripts/setup_env.sh --dev || exit 1
+. scripts/install/gpu_environment.sh .venv
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 py=.venv/bin/python
 status=0

@@ -2,8 +2,8 @@
 
     python data_process/filter_by_difficulty.py --model DIR --data FILE [FILE ...] --out DIR [--config NAME] [key=value ...]
 
-8 attempts at each problem through the agent loop of training; what was solved every time is left out. Started again
-with the same --out it goes on where it stopped. The conversation format, the sampling and the engine come from the
+8 attempts at each problem through the agent loop of training; problems that were always solved are dropped. After a stop
+the same command continues. The conversation format, the sampling and the engine come from the
 configuration (config/NAME.yaml or a path) and the overrides, as in training.
 """
 

@@ -1,7 +1,7 @@
 """The tools a model may call, as data: OpenAI-style function schemas.
 
 Names follow the released rStar2-Agent code; the paper writes the first one
-`execute_python_code_with_standard_io` (arXiv 2508.20722, figure 3), so it is known under both names.
+`execute_python_code_with_standard_io` (arXiv 2508.20722, figure 3), so both names are known.
 """
 
 from __future__ import annotations

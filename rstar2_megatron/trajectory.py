@@ -1,7 +1,7 @@
-"""The nouns that flow through everything: a problem, a trajectory, a group of trajectories.
+"""The data that every room passes on: a problem, a trajectory, a group of trajectories.
 
-Tokens in, tokens out: the ids stored here are the ids the engine consumed and produced, and the ids the
-actor trains on. Text is only decoded for parsing and for people. Nothing here imports torch, Ray or SGLang.
+Tokens in, tokens out: the ids stored here are the ids that the engine consumed and produced, and the
+ids that the actor trains on. Text is decoded only for parsing and for people. Nothing here imports torch, Ray or SGLang.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory ended. Every ending is typed and counted."""
+    """Why a trajectory ended."""
 
     ANSWERED = "answered"  # the model ended its turn without a tool call
     TURN_LIMIT = "turn_limit"  # max_assistant_turns reached with a tool call pending
@@ -24,12 +24,13 @@ class FinishReason(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # engine or judge lost, or deadline passed: dropped, never trained on
 
 
-UNUSABLE = (None, FinishReason.INFRASTRUCTURE, FinishReason.CUT)
-"""Endings of trajectories that are counted and dropped; None is no ending yet."""
+def is_usable(finish_reason: str | None) -> bool:
+    """False when the infrastructure spoiled the trajectory or the end of its phase cut it. None: it has not ended."""
+    return finish_reason not in (None, FinishReason.INFRASTRUCTURE, FinishReason.CUT)
 
 
 class ToolOutcome(StrEnum):
-    """What became of one tool call."""
+    """How one tool call ended."""
 
     OK = "ok"
     ERROR = "error"  # the code raised or exited non-zero
@@ -39,7 +40,7 @@ class ToolOutcome(StrEnum):
 
     @property
     def is_model_error(self) -> bool:
-        """True when the model is to blame (paper section 2.2.3: parse failure, exception, timeout)."""
+        """True for an error of the model (paper section 2.2.3: parse failure, exception, timeout)."""
         return self in (ToolOutcome.ERROR, ToolOutcome.TIMEOUT, ToolOutcome.MALFORMED)
 
 
@@ -97,12 +98,12 @@ class Trajectory:
     tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     reward: float | None = None  # None until graded
-    grade_detail: str = ""  # why the grader said so (answer extracted, timeout, no box, ...)
-    answer: str | None = None  # what the grader read as the answer
+    grade_detail: str = ""  # reason of the reward: correct, timeout, no box, ...
+    answer: str | None = None  # the answer that the grader extracted
     seconds: float = 0.0  # wall time of the whole trajectory
     error: str = ""  # message of an infrastructure failure
     open_turn: int | None = None  # response_ids[open_turn:] is a turn that rollout.tail=carry interrupted
-    session: str = ""  # name of its live interpreter at the judge
+    session: str = ""  # name of its live interpreter in the judge
 
     @property
     def num_turns(self) -> int:
@@ -123,8 +124,8 @@ class Trajectory:
 
     @property
     def usable(self) -> bool:
-        """False for a trajectory that infrastructure spoiled or the phase's end cut: it is counted and dropped."""
-        return self.finish_reason not in UNUSABLE
+        """False for a trajectory that is counted and dropped: `is_usable`."""
+        return is_usable(self.finish_reason)
 
     @property
     def oldest_version(self) -> int | None:
@@ -134,7 +135,7 @@ class Trajectory:
     def check(self) -> None:
         """Raise ValueError when the per-token lists disagree in length or the prompt is missing.
 
-        Only a trajectory that ended before it began (cut while it waited, say) may be without its prompt.
+        Only a trajectory that ended before it started, for example one that was cut while it waited, may lack its prompt.
         """
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rollout_logprobs)}
         if len(lengths) != 1:

@@ -193,7 +193,7 @@ async def replay(
         "p99_s": round(float(np.quantile(seconds, 0.99)), 2),
         "generated_tokens": int(stats["generated_tokens"]),
         "tool_calls": int(sum(value for name, value in stats.items() if name.startswith("tool_calls/"))),
-        "spoilt": sum(not trajectory.usable for trajectory in finished),
+        "spoiled": sum(not trajectory.usable for trajectory in finished),
     }
     return figures, _what_they_did(finished, traces[0].max_response_tokens)
 

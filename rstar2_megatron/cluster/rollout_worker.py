@@ -188,6 +188,7 @@ class RolloutWorker(Worker):
             **loop.stats.sums(),
             "reported": float(outbox.sent),
             "engine_restarts": float(self._engine.restarts),
+            **{f"judge/{name}": value for name, value in self._judge.take_counters().items()},
         }
 
     async def end_phase(self, cut: bool) -> None:

@@ -1,8 +1,8 @@
-"""What a problem's text and answer must look like before it is trained on. Pure.
+"""Cleaning of a problem's text and answer before training. Pure.
 
 Public sets wrap their problems in instructions of their own ("The last line of your response should be of the
-form Answer: $Answer"), which contradict the template that asks for \\boxed{} inside answer tags; they are taken
-off here. Answers are integers only, as in the paper (arXiv 2508.20722, section 3.2).
+form Answer: $Answer"). They contradict the template, which asks for \\boxed{} inside answer tags, so they are
+removed here. Answers are integers only, as in the paper (arXiv 2508.20722, section 3.2).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AFTER = tuple(
         r"\s*请?(?:把|将)(?:你的)?(?:最终)?答案[^\n]{0,20}\\+boxed\s*\{[^{}]*\}[^\n]{0,4}\s*$",
     )
 )
-# What must not be left in a problem: it asks for another form of answer than the template does.
+# A problem must not match this after cleaning: it would ask for another form of answer than the template.
 _CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']Answer:[\"']", re.IGNORECASE)
 
 _WORDS = re.compile(r"[a-z0-9]+|[\u3400-\u9fff]")
@@ -61,12 +61,12 @@ def strip_wrappers(text: str) -> str:
 
 
 def contradicts_template(text: str) -> bool:
-    """True when the text still asks for an answer in a form of its own."""
+    """True when the text still asks for another form of answer than the template."""
     return bool(_CONTRADICTION.search(text))
 
 
 def integer_answer(answer: str, max_digits: int) -> str | None:
-    """The answer as a plain integer ("-12"), or None when it is none or has more than `max_digits` digits.
+    """The answer as a plain integer ("-12"), or None when it is no integer or has more than `max_digits` digits.
 
     Reads $..$, \\boxed{..}, thousands separators (1,234 or 1{,}234 or 1\\,234), a plus, and a zero fraction.
     """
@@ -89,7 +89,7 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers, and single Chinese characters: what n-grams and duplicates are about."""
+    """Lower-case words and numbers, and single Chinese characters; n-grams and duplicates are compared in these."""
     return _WORDS.findall(unicodedata.normalize("NFKC", text).lower())
 
 

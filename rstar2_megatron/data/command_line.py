@@ -1,4 +1,4 @@
-"""What the commands that make data sets have in common: their flags, their errors, their last lines."""
+"""Common flags, errors and final lines of the commands that make data sets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def data_parser(description: str | None, *, held_out: str, seed_of: str) -> argp
         "--validation", type=int, default=0, help=f"{held_out} held out into validation.jsonl"
     )
     parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of}")
-    parser.add_argument("--limit", type=int, help="rows read of each input, for a try")
-    parser.add_argument("--force", action="store_true", help="replace results that lie in --out")
+    parser.add_argument("--limit", type=int, help="rows read of each input, for a trial")
+    parser.add_argument("--force", action="store_true", help="replace results in --out")
     return parser
 
 
@@ -33,7 +33,7 @@ def run_command(
     make: Callable[[argparse.Namespace], Mapping[str, Any]],
     render: Callable[[Mapping[str, Any]], str],
 ) -> int:
-    """Makes the data set and prints its report. Exit code 0, or 2 for bad input."""
+    """Make the data set and print its report. Returns the exit code: 0, or 2 for bad input."""
     out: Path = arguments.out
     try:
         for name, least in (("validation", 0), ("limit", 1)):

@@ -1,8 +1,8 @@
 """Finds training problems that share an n-gram of words with an evaluation set. Pure.
 
 The paper drops a problem for one common 8-gram (arXiv 2508.20722, section 3.2). Competition problems also share
-wording ("where m and n are relatively prime positive integers"); `boilerplate` spares n-grams that stand in many
-different evaluation problems, and the report names the n-grams that cost most, so that one can judge.
+wording ("where m and n are relatively prime positive integers"); `boilerplate` ignores n-grams that occur in
+many evaluation problems. The report names the n-grams that dropped most problems, so that a user can choose a value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class NGramIndex:
     """All n-grams of the evaluation problems."""
 
     def __init__(self, texts: Iterable[str], n: int = 8, boilerplate: int = 0) -> None:
-        """boilerplate: an n-gram of at least so many different problems does not count; 0 counts every one."""
+        """boilerplate: an n-gram that occurs in at least this many problems does not count; 0: every n-gram counts."""
         if n < 1:
             raise ValueError(f"n-grams of {n} words; n must be at least 1")
         self.n = n

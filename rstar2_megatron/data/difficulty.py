@@ -1,8 +1,8 @@
-"""How often a model solves each problem, and which problems are left out for it. Pure.
+"""How often a model solves each problem, and which problems are dropped for it. Pure.
 
-Before its third stage the paper draws 8 rollouts of each problem and drops what was solved 8 times (arXiv 2508.20722,
-section 3.2). A problem that is never solved gives no gradient either, but the model may come to solve it: it is
-dropped only when asked.
+Before its third stage the paper draws 8 rollouts of each problem and drops problems solved 8 times (arXiv 2508.20722,
+section 3.2). A problem that is never solved gives no gradient either, but the model may learn to solve it
+later, so it is dropped only on request.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rstar2_megatron.trajectory import Problem
 
 @dataclass(frozen=True, slots=True)
 class PassCount:
-    """Attempts at one problem that count, and how many of them were right."""
+    """Usable attempts at one problem, and how many of them were right."""
 
     query_id: str
     solved: int
     samples: int
 
     def why_dropped(self, *, always_solved: bool, never_solved: bool, wanted: int) -> str:
-        """The reason to leave the problem out, or "".
+        """The reason to drop the problem, or "".
 
-        A problem some of whose `wanted` attempts were spoilt by the infrastructure stays: nothing is known for sure.
+        A problem with fewer than `wanted` usable attempts stays, because its pass rate is not known.
         """
         if self.samples < wanted:
             return ""
@@ -58,7 +58,7 @@ def difficulty_report(counts: Sequence[PassCount], dropped: Mapping[str, str], w
         "samples": wanted,
         "pass_rate": sum(count.solved for count in counts) / samples if samples else None,
         "problems_by_times_solved": {str(n): histogram[n] for n in range(wanted + 1)},
-        "problems_with_spoilt_attempts": sum(count.samples < wanted for count in counts),
+        "problems_with_spoiled_attempts": sum(count.samples < wanted for count in counts),
     }
 
 
@@ -69,8 +69,8 @@ def render_report(report: Mapping[str, Any]) -> str:
     lines += [
         f"{count:>8,} solved {times} times" for times, count in report["problems_by_times_solved"].items()
     ]
-    if report["problems_with_spoilt_attempts"]:
-        lines.append(f"{report['problems_with_spoilt_attempts']:>8,} kept because attempts were spoilt")
+    if report["problems_with_spoiled_attempts"]:
+        lines.append(f"{report['problems_with_spoiled_attempts']:>8,} kept because attempts were spoiled")
     lines += [f"{count:>8,} dropped: {why}" for why, count in report["dropped"].items()]
     lines.append(f"{report['rows_out']:>8,} left")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The order that problems are trained in: shuffled per epoch under a seed, exact on resume."""
+"""The order in which problems are trained on: shuffled per epoch under a seed, exact on resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProblemLoader:
     """Batches of problems, epoch after epoch, on torchdata's StatefulDataLoader.
 
     Each epoch is a permutation that depends on (seed, epoch) only; the rest of an epoch that does not fill a
-    batch is dropped. After `load_state_dict(state)` the same problems follow as followed `state_dict()`.
+    batch is dropped. The problems after `load_state_dict(state)` are those that came after `state_dict()`.
     """
 
     def __init__(
@@ -47,26 +47,19 @@ class ProblemLoader:
         self._max_epochs = max_epochs
         self._epoch = 0
         self._batches: Iterator[list[Problem]] | None = None
-        self._ahead: list[Problem] = []  # drawn for a refill and not used: they come first in the next batch
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that are over."""
-        return self._epoch
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return len(self._loader)
+        self._drawn: list[
+            Problem
+        ] = []  # the rest of a batch that a refill has begun: first in the next batch
 
     def next_batch(self) -> list[Problem]:
         """The next batch. Raises DataError after `max_epochs` epochs."""
         return self.take(self._batch_size)
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems, however many. Raises DataError after `max_epochs` epochs."""
-        while len(self._ahead) < count:
-            self._ahead += self._draw()
-        taken, self._ahead = self._ahead[:count], self._ahead[count:]
+        """The next `count` problems. Raises DataError after `max_epochs` epochs."""
+        while len(self._drawn) < count:
+            self._drawn += self._draw()
+        taken, self._drawn = self._drawn[:count], self._drawn[count:]
         return taken
 
     def _draw(self) -> list[Problem]:
@@ -89,11 +82,11 @@ class ProblemLoader:
             "epoch": self._epoch,
             "num_problems": len(self._problems),
             "loader": None if self._batches is None else self._loader.state_dict(),
-            "ahead": [problem.query_id for problem in self._ahead],
+            "ahead": [problem.query_id for problem in self._drawn],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. Raises DataError when it belongs to another data set."""
+        """Continue after `state`. Raises DataError when it belongs to another data set."""
         if state["num_problems"] != len(self._problems):
             raise DataError(
                 f"the checkpoint was made with {state['num_problems']} problems, now there are "
@@ -103,14 +96,14 @@ class ProblemLoader:
         self._sampler.epoch = self._epoch
         self._batches = None
         by_id = {problem.query_id: problem for problem in self._problems}
-        self._ahead = [by_id[query_id] for query_id in state.get("ahead", [])]
+        self._drawn = [by_id[query_id] for query_id in state.get("ahead", [])]
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
             self._batches = iter(self._loader)
 
 
 class _EpochSampler:
-    """A permutation per epoch, from a generator of its own so that nothing else can disturb it."""
+    """A permutation per epoch, from a generator that nothing else draws from."""
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self._size = size

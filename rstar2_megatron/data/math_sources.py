@@ -28,13 +28,13 @@ class RawProblem:
 
 @dataclass(frozen=True, slots=True)
 class MathSource:
-    """One shape: which columns it needs, and its reader."""
+    """One form of data set: the columns that it needs, and its reader."""
 
     name: str
     columns: tuple[str, ...]
     """Columns that may be read."""
     needs: tuple[tuple[str, ...], ...]
-    """Of each group of columns a row has at least one."""
+    """A row must have at least one column of each group."""
     read: Callable[[Mapping[str, Any], str], RawProblem]
     hub: HubName | None = None
     configs: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ def _read_openmath(values: Mapping[str, Any], where: str) -> RawProblem:
     text = _text(values["problem"], where, "problem")
     answer = _text(values["expected_answer"], where, "expected_answer")
     kind = values.get("problem_type")
-    # the others' answers were voted for by models, or the problem is a proof turned into a question
+    # answers of the other kinds are majority votes of models, or the problem is a proof turned into a question
     if kind is not None and kind != "has_answer_extracted":
         return RawProblem(text, answer, why_not="answer not stated by the source")
     return RawProblem(text, answer)

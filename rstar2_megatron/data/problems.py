@@ -6,6 +6,7 @@ A row is `{"prompt": [{"role": ..., "content": ...}, ...], "solutions": [...], "
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ def read_problems(
     """All problems of the jsonl files, in order. Raises DataError with file and line number.
 
     A row without `query_id` gets `{file stem}-{line}`; a `query_id` that occurs twice is an error, because
-    groups are told apart by it.
+    it names a group. A file that has not changed is parsed once in a process.
     """
     problems: list[Problem] = []
     seen: dict[str, str] = {}
@@ -29,24 +30,33 @@ def read_problems(
     for path in map(Path, paths):
         if not path.is_file():
             raise DataError(f"data file {path} does not exist")
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                problem = parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}")
-                if problem.query_id in seen:
-                    raise DataError(
-                        f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; "
-                        "make them unique"
-                    )
-                seen[problem.query_id] = where
-                problems.append(problem)
+        stat = path.stat()
+        for where, problem in _read_file(path, stat.st_mtime_ns, stat.st_size, prompt_key, answer_key):
+            if problem.query_id in seen:
+                raise DataError(
+                    f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; "
+                    "make them unique"
+                )
+            seen[problem.query_id] = where
+            problems.append(problem)
     if not problems:
         raise DataError(
             f"no problems in {', '.join(map(str, paths)) or '(no files)'}; give jsonl files with one problem a line"
         )
     return problems
+
+
+@functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
+def _read_file(
+    path: Path, mtime_ns: int, size: int, prompt_key: str, answer_key: str
+) -> list[tuple[str, Problem]]:
+    """(file:line, problem) of each row. Time and size tell whether the file has changed since it was parsed."""
+    with path.open(encoding="utf-8") as file:
+        rows = [(f"{path}:{number}", number, line) for number, line in enumerate(file, 1) if line.strip()]
+    return [
+        (where, parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}"))
+        for where, number, line in rows
+    ]
 
 
 def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:

@@ -1,8 +1,8 @@
-"""A long pass over many rows that goes on where it was killed.
+"""A pass over many rows that continues where it was killed.
 
 Accepted rows are appended to `{out}/.partial.jsonl`; every `SAVE_ROWS` rows the position in the sources, the
 counters and the length of that file are written to `{out}/.progress.json` by one rename. After a kill the file is
-cut back to the length that belongs to the position. Another configuration starts anew.
+truncated to the length that belongs to the position. A pass with another configuration starts from the first row.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class ResumablePass:
     """Position, counters and accepted rows of a pass under `out`."""
 
     def __init__(self, out: Path, configuration: Mapping[str, Any], save_rows: int = SAVE_ROWS) -> None:
-        """configuration: whatever decides the result; a pass with another one is not gone on with."""
+        """configuration: everything that decides the result; a pass with another one is not continued."""
         self.out = out
         self.partial = out / ".partial.jsonl"
         self._state_path = out / ".progress.json"
         self._configuration = json.loads(json.dumps(configuration))
         self._save_rows = save_rows
         self.source = 0
-        """Index of the source that is being read."""
+        """Index of the current source."""
         self.row = 0
-        """Rows of it that are done."""
+        """Rows of the current source that are done."""
         self.counters: dict[str, Any] = {}
         self.resumed = False
         out.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class ResumablePass:
         self._file.close()
 
     def finish(self) -> None:
-        """The results are in place: forget the position."""
+        """Remove the position, once the results are written."""
         self.close()
         self._state_path.unlink(missing_ok=True)
         self.partial.unlink(missing_ok=True)

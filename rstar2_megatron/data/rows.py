@@ -22,7 +22,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and where it stands: `file:line`, or `file row n` (from 1) of a parquet file or the hub."""
+    """One row and its place: `file:line`, or `file row n` (from 1) of a parquet file or the hub."""
 
     where: str
     values: dict[str, Any]
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A data set on the hub. `revision` pins what the numbers in a report belong to."""
+    """A data set on the hub. `revision` pins the version that a report describes."""
 
     repo: str
     config: str | None = None
@@ -64,8 +64,7 @@ def find_files(pattern: str) -> list[Path]:
 def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
     """Rows of one file after the first `skip`. Raises DataError with file and row.
 
-    columns: of a parquet file, the ones to read (those it has); the long solutions of a reasoning set stay on
-    the disk.
+    columns: of a parquet file, the columns to read if it has them, so that long solutions of a reasoning set are not loaded.
     """
     if path.suffix == ".jsonl":
         yield from _jsonl_rows(path, skip)
@@ -133,7 +132,7 @@ def _row(where: str, values: Any) -> Row:
 
 
 def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
-    """Rows of a hub data set, streamed; nothing but the wanted columns is downloaded where it is parquet.
+    """Rows of a hub data set, streamed; of parquet files only `columns` are downloaded.
 
     Raises DataError when the hub or the data set cannot be reached.
     """
@@ -162,7 +161,7 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
 
 
 def count_rows(paths: Iterable[Path]) -> int | None:
-    """Rows of files as far as that is cheap to know (for a progress bar); None otherwise."""
+    """Number of rows for a progress bar; None when counting would take long."""
     total = 0
     for path in paths:
         if path.suffix == ".parquet":

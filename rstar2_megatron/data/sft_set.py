@@ -1,11 +1,11 @@
-"""Public conversation sets to the data of supervised fine-tuning, in the paper's proportions.
+"""Converts public conversation sets to data for supervised fine-tuning, in the paper's proportions.
 
     python data_process/build_sft_dataset.py --out data/sft                       every source from the hub
     python data_process/build_sft_dataset.py --out data/sft --source toolace=/data/toolace.json --source ...
 
 Writes train.jsonl and validation.jsonl with `messages` (JSON tool calls), `tools` and `source`, and report.json. The
-mixture is 165 K function-calling and code, 30 K instruction and 27 K chat conversations (`--scale 0.1`: a tenth of
-each; `--count glaive=2000`: another number). What is trained is decided when SFT renders them: assistant turns only.
+mixture has 165 K function-calling and code, 30 K instruction and 27 K chat conversations (`--scale 0.1`: a tenth of
+each; `--count glaive=2000`: another number). SFT trains assistant turns only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What decides the result, apart from the inputs."""
+    """Options that decide the result, apart from the inputs."""
 
     counts: Mapping[str, int]
     """Conversations wanted of each source."""
@@ -67,19 +67,19 @@ def parse_source(word: str) -> list[Input]:
 
 
 def place(conversation: Mapping[str, Any], seed: int) -> str:
-    """Where a conversation stands in the order that decides which are taken: a hash of what the users say."""
+    """Sort key of a conversation in the sampling order: a hash of the user messages."""
     said = [m["content"] for m in conversation["messages"] if m["role"] == "user"]
     return hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=12).hexdigest()
 
 
 @dataclass(slots=True)
 class Selection:
-    """Of each source the conversations with the smallest places: a uniform sample of fixed size in one pass."""
+    """The conversations of each source with the smallest places: a uniform sample of fixed size in one pass."""
 
     counts: Mapping[str, int]
     _heaps: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    """Places of all conversations that were ever among the smallest, of any source."""
+    """Places of all conversations of any source that `offer` has accepted."""
 
     def offer(self, source: str, where: str) -> bool:
         """True when the conversation is among the smallest so far."""
@@ -98,7 +98,7 @@ class Selection:
 
 
 def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: int = 5000) -> dict[str, Any]:
-    """Run the pass, or go on with it; returns the report, which is also written. Raises DataError."""
+    """Run or continue the pass; returns the report, which is also written. Raises DataError."""
     configuration = {"inputs": [asdict(source) for source in inputs], "options": asdict(options)}
     state = ResumablePass(out, configuration, save_rows)
     selection = Selection(options.counts)
@@ -161,7 +161,7 @@ def _write_results(state: ResumablePass, selection: Selection, options: Options)
             f"{len(chosen)} conversations are left, --validation {options.validation} takes them all; dropped: "
             + "; ".join(f"{name}: {c['dropped']}" for name, c in state.counters.items())
         )
-    # Sources mixed, in an order that is the same for the same seed; the first are held out.
+    # The order mixes sources and depends on the seed only; the first conversations are held out.
     order = sorted(chosen, key=lambda item: item[1])
     held_out = set(order[: options.validation])
     rows = {

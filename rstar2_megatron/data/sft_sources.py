@@ -1,4 +1,4 @@
-"""Shapes of public conversation sets, and how a row of each becomes one conversation with JSON tool calls.
+"""Forms of public conversation sets, and how a row of each becomes one conversation with JSON tool calls.
 
 | source | what | on the hub | rows in the paper |
 |---|---|---|---|
@@ -31,16 +31,16 @@ SPECIAL = "<|"  # of special tokens: an assistant's turn that writes them would 
 
 
 class Unusable(ValueError):
-    """A row that is well formed and cannot be trained on; the message is the reason that is counted."""
+    """A well-formed row that cannot be trained on; the report counts the message as the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SFTSource:
-    """One shape: its columns, its reader and its share."""
+    """One form of data set: its columns, its reader and its share."""
 
     name: str
     columns: tuple[str, ...]
-    """The first group is needed, the others may be absent."""
+    """Columns that are read."""
     needs: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], tuple[list[Message], list[dict[str, Any]]]]
     hub: HubName
@@ -70,7 +70,7 @@ class SFTSource:
 
 
 def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> None:
-    """Raises Unusable for a conversation that would teach something wrong."""
+    """Raises Unusable for a conversation that breaks the format."""
     roles = [m["role"] for m in messages]
     if "user" not in roles or roles[-1] != "assistant":
         raise Unusable("does not end with the assistant")
@@ -160,7 +160,7 @@ _PYTHON_BLOCK = re.compile(r"```python[^\n]*\n(.*?)```", re.DOTALL)
 
 
 def _read_magicoder(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-    """The solution's program becomes a call of the Python tool: code as a JSON string is what is learnt."""
+    """The solution's program becomes a call of the Python tool, so that the model learns to write code in JSON."""
     if values.get("lang") not in (None, "python"):
         raise Unusable("not Python")
     problem = values.get("problem") or values.get("instruction")
@@ -188,7 +188,7 @@ def _read_messages(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
 
 
 def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Only answers without reasoning: the paper's SFT is a non-reasoning one."""
+    """Only answers without reasoning, as in the paper's SFT."""
     if values.get("reasoning") == "on":
         raise Unusable("a reasoning answer")
     given = values["input"]

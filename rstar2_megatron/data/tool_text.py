@@ -1,8 +1,8 @@
-"""Tool calls and tool schemas out of the texts that public function-calling sets write them in. Pure.
+"""Reads tool calls and tool schemas from the texts of public function-calling sets. Pure.
 
-ToolACE writes calls as Python does, `[Get Weather(city="Oslo", days=[1, 2])]`, with names that no Python would take;
-Glaive writes JSON whose arguments are JSON again between single quotes. Whatever cannot be read exactly raises
-ValueError, and the conversation is left out: a guessed argument would be trained on.
+ToolACE writes calls as Python does, `[Get Weather(city="Oslo", days=[1, 2])]`, with names that are not valid in Python;
+Glaive writes JSON whose arguments are JSON again between single quotes. A call that cannot be read exactly
+raises ValueError, and the conversation is dropped: a guessed argument must not be trained on.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _value(text: str) -> Any:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Parts between separators that stand outside brackets and quotes. Raises ValueError when unbalanced."""
+    """Parts between separators outside brackets and quotes. Raises ValueError when these are unbalanced."""
     parts: list[str] = []
     start = depth = 0
     quote = ""
@@ -125,7 +125,7 @@ def json_call(text: str) -> Call:
 
 
 def json_values(text: str) -> Iterator[Any]:
-    """Every JSON object or array in a text, in order; what stands between them is skipped."""
+    """Every JSON object or array in a text, in order; other text between them is skipped."""
     decoder = json.JSONDecoder()
     position = 0
     while (found := re.compile(r"[\[{]").search(text, position)) is not None:

@@ -1,12 +1,12 @@
-"""Public mathematics sets to the problems that reinforcement learning trains on.
+"""Converts public mathematics sets to problems for reinforcement learning.
 
     python data_process/process_train_dataset.py --out data/train --source dapo \\
         --source openmathreasoning=/data/OpenMathReasoning/data --source project-euler=/data/euler.jsonl \\
         --decontaminate /data/aime24.jsonl /data/math500.jsonl --validation 512
 
 Writes train.jsonl and validation.jsonl with `prompt`, `solutions`, `query_id`, `task`, and report.json: rows in, rows
-out, and why the others were dropped. A source is a shape and where it lies: NAME for the hub, NAME=PATH for jsonl, json
-or parquet files (a file, a directory, a glob). A pass that was killed goes on where it was.
+out, and why the others were dropped. A source is NAME for the hub, or NAME=PATH for jsonl, json or parquet files (a file, a
+directory, a glob). After a kill the same command continues the pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What decides the result, apart from the inputs."""
+    """Options that decide the result, apart from the inputs."""
 
     ngram: int = 8
     boilerplate: int = 0
@@ -94,7 +94,7 @@ def read_input(source: Input, shape: MathSource, skip: int) -> Iterator[Row]:
 
 @dataclass(slots=True)
 class Cleaner:
-    """Judges problems one by one; remembers what it has accepted."""
+    """Accepts or drops problems one by one; remembers accepted problems to find duplicates."""
 
     options: Options
     contamination: NGramIndex
@@ -146,7 +146,7 @@ def key_of(row: dict[str, Any]) -> str:
 
 
 def evaluation_texts(patterns: Sequence[str]) -> Iterator[str]:
-    """Problems of the evaluation sets to be kept out of training."""
+    """Texts of the evaluation problems that must not be trained on."""
     for pattern in patterns:
         for path in find_files(pattern):
             yield from (problem_text(row) for row in file_rows(path))
@@ -161,7 +161,7 @@ def process(
     say: Callable[[str], None] = print,
     save_rows: int = 5000,
 ) -> dict[str, Any]:
-    """Run the pass, or go on with it; returns the report, which is also written. Raises DataError."""
+    """Run or continue the pass; returns the report, which is also written. Raises DataError."""
     index = NGramIndex(evaluation_texts(decontaminate), options.ngram, options.boilerplate)
     if decontaminate:
         say(f"decontamination: {index.num_problems} evaluation problems, {options.ngram}-grams")
@@ -223,7 +223,7 @@ def _write_results(
             f"no problem is left of {sum(c.get('in', 0) for c in state.counters['sources'].values())} rows; "
             f"dropped: {_dropped(state.counters['sources'])}"
         )
-    # The hash decides: a problem stays in the validation set when others are added.
+    # The order is by hash, so a problem stays in the validation set when others are added.
     ordered = sorted(keys, key=lambda key: fingerprint([str(options.seed), key]))
     held_out = set(ordered[: options.validation])
     if len(held_out) >= len(keys):
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--boilerplate",
         type=int,
         default=0,
-        help="n-grams that stand in so many evaluation problems do not count; 0 (default, as in the paper) counts all",
+        help="n-grams of at least this many evaluation problems do not count; 0 (default, as in the paper): all count",
     )
     parser.add_argument(
         "--max-answer-digits", type=int, default=DEFAULT_MAX_DIGITS, help=f"default {DEFAULT_MAX_DIGITS}"

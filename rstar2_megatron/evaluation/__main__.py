@@ -2,12 +2,12 @@
 
     python -m rstar2_megatron.evaluation --model DIR --data FILE [FILE ...] [-k 16] [--out DIR] [key=value ...]
 
-DIR is a Hugging Face directory, a checkpoint (RUN/checkpoints/global_step_N) or a run. The sampling is the paper's
-unless the flags say otherwise: temperature 0.6, at most 30 turns and 30K response tokens, 16 attempts. What a model was
-trained with (conversation format, engine, judge) comes from the configuration: that of the run DIR lies in, else --config;
-key=value changes it as in training. Started again with the same --out, it goes on where it stopped.
+DIR is a Hugging Face directory, a checkpoint (RUN/checkpoints/global_step_N) or a run. By default the sampling is
+the paper's: temperature 0.6, at most 30 turns and 30K response tokens, 16 attempts. The configuration gives the conversation
+format, engine and judge that the model was trained with: it is that of the run which contains DIR, else --config; key=value
+changes it as in training. After a stop the same command continues.
 
-Writes to --out: trajectories.jsonl (every attempt, whole), scores.json, scores.txt. See them with
+Writes to --out: trajectories.jsonl (every attempt, whole), scores.json, scores.txt. Show them with
 `python -m rstar2_megatron.report.trajectories OUT`.
 """
 
@@ -34,7 +34,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.rollout import CONTEXT_SLACK
 from rstar2_megatron.trajectory import Problem
 
-# `sampling` loads torch: seconds in which --help and bad input should have been answered.
+# `sampling` loads torch, which takes seconds; --help and bad input are answered without it.
 if TYPE_CHECKING:
     from rstar2_megatron.evaluation.sampling import SamplingSettings
 
@@ -66,8 +66,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         help=f"response tokens, tool responses included ({MAX_TOKENS}, or what the model holds)",
     )
-    parser.add_argument("--problems", type=int, help="only the first so many problems of each file")
-    parser.add_argument("--config", help="configuration when DIR lies in no run (base)")
+    parser.add_argument("--problems", type=int, help="only the first N problems of each file")
+    parser.add_argument("--config", help="configuration when DIR is not in a run (base)")
     parser.add_argument(
         "--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)"
     )
@@ -101,26 +101,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings) -> dict[str, list[Problem]]:
-    """Problems by file name without suffix. Raises DataError; query ids must differ over all files."""
+    """Problems by file name without suffix. Raises DataError, also when two files share a query_id."""
     data = settings.data
-    read_problems(paths, data.prompt_key, data.answer_key)  # says when two files share a query_id
+    read_problems(paths, data.prompt_key, data.answer_key)  # raises when two files share a query_id
     return {path.stem: read_problems([path], data.prompt_key, data.answer_key)[:limit] for path in paths}
 
 
 def default_out(model: Path) -> Path:
-    """Inside the run that the model lies in, so that two runs' results never meet in one directory."""
+    """A directory in the run which contains the model, so that two runs never share a directory of results."""
     path = model.resolve()
     config = find_run_config(path)
     return Path("evaluations") / path.name if config is None else config.parent / "evaluation" / path.name
 
 
 def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
-    """The configuration, and what to sample with. Raises ValueError for what cannot be."""
+    """The configuration and the sampling settings. Raises ValueError for arguments that contradict each other."""
     from rstar2_megatron.evaluation.sampling import SamplingSettings
 
     config = find_run_config(arguments.model.resolve())
     if config is not None and arguments.config:
-        raise ValueError(f"{arguments.model} lies in a run and its format is {config}; leave --config out")
+        raise ValueError(
+            f"{arguments.model} is in a run, whose configuration is {config}; leave --config out"
+        )
     name = str(config or arguments.config or "base")
     required = []
     if name == "base":
@@ -175,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(benchmarks, sampling, out)
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:
-        print(f"\nstopped; the same command goes on from {out}", file=sys.stderr)
+        print(f"\nstopped; the same command continues from {out}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
     except (ValueError, RuntimeError, OSError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
@@ -183,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings, out: Path) -> int:
-    """Sample what is missing, score, write and print."""
+    """Sample the missing attempts, score all, write and print the scores."""
     from rstar2_megatron.evaluation.sampling import sample
 
     problems = [problem for members in benchmarks.values() for problem in members]
@@ -212,8 +214,8 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
     missing = sum(scores.missing for name, scores in parts.items() if name != "all")
     if not parts or missing:
         print(
-            f"warning: {missing or len(problems) * k} attempts were spoilt by the infrastructure and are left out; the same "
-            f"command tries them again. The reasons stand in {out / 'trajectories.jsonl'} and {out / 'logs'}",
+            f"warning: {missing or len(problems) * k} attempts were spoiled by the infrastructure and are left out; the same "
+            f"command tries them again. The reasons are in {out / 'trajectories.jsonl'} and {out / 'logs'}",
             file=sys.stderr,
         )
     return 1 if missing or not parts else 0
@@ -254,7 +256,7 @@ def render(parts: Mapping[str, Scores]) -> str:
         add(label, lambda s, name=name: f"{s.lengths[name]:.0f}")
     for ending in next(iter(parts.values())).endings if parts else ():
         add(f"ended: {ending.replace('_', ' ')}", lambda s, ending=ending: f"{s.endings[ending]:.3f}")
-    add("attempts spoilt, left out", lambda s: str(s.missing))
+    add("attempts spoiled, left out", lambda s: str(s.missing))
     first = max(len(label) for label, _ in rows)
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(parts))]
     lines = [

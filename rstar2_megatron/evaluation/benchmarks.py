@@ -1,7 +1,6 @@
 """Public benchmarks as our jsonl: AIME 2024 and 2025, HMMT February 2025, MATH-500, GPQA-Diamond.
 
-Names and columns of the public data sets as they stood when this was written; a data set that has changed is an error
-that lists its columns.
+A public data set whose columns have changed is an error that lists its columns.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ Row = dict[str, Any]
 
 
 class BenchmarkError(ValueError):
-    """A data set has not the expected columns or size; the message says what it has."""
+    """A data set does not have the expected columns or size; the message lists those that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """Where a benchmark lies on the Hugging Face hub and how a row of it reads.
+    """Where a benchmark is on the Hugging Face hub, and how its rows are converted.
 
-    `convert(row, name, seed)` gives our row without query_id. `key_column` names the problem in its query_id; None
+    `convert(row, seed)` gives the project's row without query_id. `key_column` names the problem in its query_id; None
     numbers the rows.
     """
 
@@ -86,7 +85,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0) -> list[Row]:
-    """Our rows of a benchmark's. Raises BenchmarkError when a column is missing or empty, or rows repeat."""
+    """Rows of a benchmark in the project's form. Raises BenchmarkError for a missing or empty column, or a repeated row."""
     benchmark = BENCHMARKS[name]
     converted: list[Row] = []
     seen: set[str] = set()

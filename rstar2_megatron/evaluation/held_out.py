@@ -20,7 +20,7 @@ _OF_TASKS = ("average", "pass@", "majority@", "response_length", "tool_calls")
 
 @dataclass
 class HeldOutResult:
-    """Scores over all problems and by task; `scores` is None when infrastructure spoilt every attempt."""
+    """Scores over all problems and by task; `scores` is None when infrastructure spoiled every attempt."""
 
     scores: Scores | None
     seconds: float
@@ -32,7 +32,7 @@ class HeldOutResult:
         return self.scores.average.value if self.scores else None
 
     def metrics(self) -> dict[str, float]:
-        """`eval/...` values: all scores, and the main ones of each task when there are several."""
+        """`eval/...` values: all scores, and the main scores of each task when there are several tasks."""
         metrics = (
             {f"eval/{name}": value for name, value in self.scores.metrics().items()} if self.scores else {}
         )
@@ -45,9 +45,9 @@ class HeldOutResult:
 
     def __str__(self) -> str:
         if self.scores is None:
-            return f"no usable attempt, the infrastructure spoilt all of them ({self.seconds:.0f} s)"
+            return f"no usable attempt, the infrastructure spoiled all of them ({self.seconds:.0f} s)"
         s = self.scores
-        missing = f", {s.missing} attempts spoilt" if s.missing else ""
+        missing = f", {s.missing} attempts spoiled" if s.missing else ""
         return (
             f"avg@{s.k} {s.average.value:.3f} [{s.average.low:.3f}, {s.average.high:.3f}] on {s.num_problems} problems"
             f"{missing} ({self.seconds:.0f} s)"
@@ -63,9 +63,9 @@ def evaluate(
 ) -> HeldOutResult:
     """Roll out the first `evaluation.num_problems` problems with evaluation sampling and score them.
 
-    Every trajectory is written to `{directory}/{label}.jsonl`, blanks as underscores; nothing without a directory.
+    With a directory, every trajectory is written to `{directory}/{label}.jsonl`, with underscores for blanks.
 
-    Raises ValueError without problems, and what `RolloutCoordinator.run` raises.
+    Raises ValueError without problems, and the errors of `RolloutCoordinator.run`.
     """
     limit = settings.evaluation.num_problems
     chosen = list(problems) if limit < 0 else list(problems)[:limit]

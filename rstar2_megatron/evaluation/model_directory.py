@@ -1,4 +1,4 @@
-"""What `--model` may name: a Hugging Face directory, a run's checkpoint, or a run."""
+"""Finds the Hugging Face directory behind `--model`: a model directory, a run's checkpoint, or a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from pathlib import Path
 
 from rstar2_megatron.records.checkpoint import complete_checkpoints
 
-CONVERTED = "huggingface"  # inside a checkpoint, beside actor/ and data/: it goes when the checkpoint goes
+CONVERTED = (
+    "huggingface"  # inside a checkpoint, beside actor/ and data/, so that it is removed with the checkpoint
+)
 
 
 def find_run_config(path: Path) -> Path | None:
-    """config.yaml of the run that a model or checkpoint lies in, so that its conversation format is used."""
+    """config.yaml of the run which contains a model or checkpoint; None when no run does."""
     for parent in (path, *path.parents[:3]):
         if (parent / "config.yaml").is_file() and (parent / "metrics.jsonl").is_file():
             return parent / "config.yaml"
@@ -18,11 +20,11 @@ def find_run_config(path: Path) -> Path | None:
 
 
 def hugging_face_directory(path: str | Path, base_model: str | Path | None = None) -> Path:
-    """A directory that the engine can load: `path` itself, or made from the checkpoint there.
+    """A directory that the engine can load: `path` itself, or one that is converted from the checkpoint there.
 
-    path: a Hugging Face directory; `global_step_N` of a run; or a run, whose exported model is taken, else its newest
-    checkpoint. base_model: the Hugging Face directory the run started from (config and tokenizer). A checkpoint is
-    converted once, into itself. Raises ValueError.
+    path: a Hugging Face directory; `global_step_N` of a run; or a run, of which the exported model is used, else the newest
+    checkpoint. base_model: the Hugging Face directory that the run started from (config and tokenizer). A checkpoint is
+    converted once, into a directory inside it. Raises ValueError.
     """
     path = Path(path)
     if (path / "config.json").is_file():
@@ -45,7 +47,7 @@ def hugging_face_directory(path: str | Path, base_model: str | Path | None = Non
                 f"{path} is a checkpoint outside of its run: convert it first by "
                 f"`python -m rstar2_megatron.actor.convert {path / 'actor'} BASE_MODEL OUTPUT`"
             )
-        # Here, because it loads torch and megatron-core: seconds that a Hugging Face directory does not need.
+        # Here, because torch and megatron-core take seconds to load, and a Hugging Face directory needs neither.
         from rstar2_megatron.actor.convert import convert
 
         print(f"converting {path} to {converted}", flush=True)

@@ -1,29 +1,28 @@
-"""Sampled attempts on disk: one JSON line each, written as it ends, so that a stopped evaluation goes on. Pure."""
+"""Sampled attempts on disk: one JSON line each, written as it ends, so that a stopped evaluation can continue. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.trajectory import UNUSABLE, Problem, ToolOutcome
+from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.trajectory import Problem, ToolOutcome, is_usable
 
 
 class SamplesError(ValueError):
-    """The file belongs to another evaluation; the message says what differs and what to do."""
+    """The file belongs to another evaluation; the message names the differences and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What statistics need of one attempt. Only `usable` ones count: the others were spoilt by infrastructure."""
+    """What statistics need of one attempt. Only `usable` ones count: infrastructure spoiled the others, or they were cut."""
 
     query_id: str
     index: int  # 0 .. k-1 among the problem's attempts
-    task: str
     reward: float
-    grade: str
     answer: str | None
     finish_reason: str | None
     num_turns: int
@@ -31,11 +30,10 @@ class Sample:
     num_tool_errors: int
     response_tokens: int  # tool responses included
     generated_tokens: int
-    seconds: float
 
     @property
     def usable(self) -> bool:
-        return self.finish_reason not in UNUSABLE
+        return is_usable(self.finish_reason)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Sample:
@@ -45,9 +43,7 @@ class Sample:
         return cls(
             query_id=row["query_id"],
             index=int(row["rollout_index"]),
-            task=row.get("task", "math"),
             reward=float(row["reward"] or 0.0),
-            grade=row["grade"],
             answer=row.get("answer"),
             finish_reason=row["finish_reason"],
             num_turns=len(row["turns"]),
@@ -55,12 +51,11 @@ class Sample:
             num_tool_errors=sum(outcome.is_model_error for outcome in calls),
             response_tokens=int(row["response_tokens"]),
             generated_tokens=int(row["trained_tokens"]),
-            seconds=float(row["seconds"]),
         )
 
 
 class SampleFile:
-    """`path`, and beside it `path.settings.json`: what the samples were drawn with.
+    """The samples at `path`, and beside it `path.settings.json` with the settings that they were drawn with.
 
     `identity` must be the same for every sample of a file; the number of samples per problem is not part of it, so
     that more can be drawn later.
@@ -68,11 +63,12 @@ class SampleFile:
 
     def __init__(self, path: str | Path, identity: Mapping[str, Any]) -> None:
         self.path = Path(path)
+        self._file = JsonlFile(self.path, sync=False)
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
         self._identity = json.loads(json.dumps(identity))
 
     def open(self, problems: Sequence[Problem]) -> dict[tuple[str, int], Sample]:
-        """The usable samples of `problems` that are there, by (query_id, index); ready for `append` then.
+        """The usable samples of `problems` in the file, by (query_id, index). Must be called before `append`.
 
         A line that a kill cut short is removed. Raises SamplesError when the file was made with other settings or
         other problems of the same query_id.
@@ -99,9 +95,8 @@ class SampleFile:
         return found
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line; it is with the operating system before this returns."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        """Write one line; the operating system has it before this returns."""
+        self._file.append(row)
 
     def _check_settings(self) -> None:
         if not self.path.exists():
@@ -122,21 +117,12 @@ class SampleFile:
         if differing:
             raise SamplesError(
                 f"{self.path} was made with other settings ({'; '.join(differing)}); give another output directory, or "
-                "remove this file to start anew"
+                "remove this file to start again"
             )
 
-    def _rows(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
-        rows = []
-        for number, line in enumerate(data[:whole].splitlines(), 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise SamplesError(f"{self.path}:{number}: not JSON ({error}); repair or remove it") from None
-        return rows
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        self._file.drop_torn_line()
+        for number, row in self._file.numbered_rows():
+            if row is None:
+                raise SamplesError(f"{self.path}:{number}: not JSON; repair or remove it")
+            yield row

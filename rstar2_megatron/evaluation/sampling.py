@@ -1,13 +1,13 @@
-"""Draw k trajectories per problem from a model directory: engine, agent loop, judge and grader as in training.
+"""Draws k trajectories per problem from a model directory: engine, agent loop, judge and grader as in training.
 
-`sample(problems, settings, out)` is all a caller needs:
+A caller needs only `sample(problems, settings, out)`:
 
     settings = SamplingSettings.of(load_settings(NAME)[0], spec, model="DIR")
     samples = sample(problems, settings, Path("out/trajectories.jsonl"))
 
-It starts what it needs (SGLang engines, the Code Judge with its Redis unless the settings name a running one, grading
-processes), writes every trajectory to `out` as it ends, and stops what it started, also when it is interrupted. Called
-again with the same `out` it draws only what is missing. No Ray: one process drives all engines of this node.
+It starts SGLang engines, grading processes, and the Code Judge with its Redis unless the settings name a running judge. It
+writes every trajectory to `out` as it ends. It stops what it started, also when it is interrupted. A further call with the
+same `out` draws only the missing attempts. No Ray: one process drives all engines of this node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from rstar2_megatron.evaluation.jobs import Job, Jobs, run_together
+from rstar2_megatron.evaluation.attempt_queue import Attempt, AttemptQueue, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
@@ -54,7 +54,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_t
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """What sampling needs of a run's settings.
+    """The part of a run's settings that sampling needs.
 
     `spec.samples` is k. `max_context_tokens` bounds prompt and response together. `num_engines` engines run on this
     node, each on `rollout.tensor_parallel_size` GPUs (on a machine without GPUs one engine is sensible).
@@ -94,7 +94,7 @@ class SamplingSettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must not change between samples of one file: model, wording, sampling, judge's limits, grader."""
+        """The settings that all samples of one file share: model, prompts, sampling, limits of the judge, grader."""
         model = Path(self.rollout.model.model_path)
         files = sorted(model.glob("*.safetensors"))
         return {
@@ -119,8 +119,8 @@ def sample(
 ) -> list[Sample]:
     """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
 
-    out: jsonl of trajectories (`trajectory_row`); what it already holds is not drawn again. An attempt that the
-        infrastructure spoilt is tried `jobs.MAX_ATTEMPTS` times, then left out of the result; a later call tries it again.
+    out: jsonl of trajectories (`trajectory_row`); attempts that it already holds are not drawn again. An attempt that the
+        infrastructure spoiled is tried `attempt_queue.MAX_TRIES` times, then left out; a later call tries it again.
     Logs of engines and judge go to `logs/` beside `out`. Sampling is not reproducible token by token: an engine's batches
     depend on timing.
 
@@ -141,7 +141,7 @@ def sample(
 
 
 class _Sampler:
-    """One call of `sample`: services up, engines pulling jobs, services down."""
+    """One call of `sample`: services up, engines pulling attempts, services down."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class _Sampler:
         tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
         template = ChatTemplate(tokenizer, settings.agentloop)
         self._check_prompts(template)
-        jobs = [
-            Job(group, problem, index)
+        attempts = [
+            Attempt(group, problem, index)
             for group, problem in enumerate(self.problems)
             for index in range(settings.spec.samples)
             if (problem.query_id, index) not in self.found
@@ -189,8 +189,8 @@ class _Sampler:
             judge = await stack.enter_async_context(JudgeClient.of(url, settings.codejudge))
             reward = settings.reward
             pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
-            self.jobs = Jobs(jobs, settings.rollout.slice_size)
-            with tqdm(total=len(jobs), desc=self.label, disable=None if self.progress else True) as bar:
+            self.attempts = AttemptQueue(attempts, settings.rollout.slice_size)
+            with tqdm(total=len(attempts), desc=self.label, disable=None if self.progress else True) as bar:
                 await run_together(self._serve(engine, judge, template, pool, bar) for engine in engines)
 
     def _check_prompts(self, template: ChatTemplate) -> None:
@@ -220,7 +220,7 @@ class _Sampler:
     async def _serve(
         self, engine: EngineClient, judge: JudgeClient, template: ChatTemplate, pool: GraderPool, bar: Any
     ) -> None:
-        """Keep one engine busy until no job is left."""
+        """Keep one engine busy until no attempt is left."""
         settings = self.settings
         loop = make_agent_loop(
             engine, judge, template, settings.spec, settings.rollout, settings.max_context_tokens
@@ -235,8 +235,8 @@ class _Sampler:
             if trajectory.usable:
                 self.found[trajectory.query_id, trajectory.rollout_index] = Sample.from_row(row)
                 bar.update()
-            self.jobs.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
+            self.attempts.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
 
-        runner = TrajectoryRunner(loop, AdmissionQueue(budget), self.jobs.next, finished)
+        runner = TrajectoryRunner(loop, AdmissionQueue(budget), self.attempts.next, finished)
         engine.on_report = runner.observe
         await runner.run()

@@ -1,8 +1,8 @@
 """avg@k, pass@j and majority@k with confidence intervals, from graded attempts. Pure.
 
 Intervals are 95 %. They treat the problems as drawn from a larger population and resample them with replacement
-(10,000 times, fixed seed); where all problems have the same score, which resampling cannot widen, the Wilson interval
-of so many problems stands. `run_deviation` is the other spread: of the k runs over this very set of problems.
+(10,000 times, fixed seed); where all problems have the same score, resampling gives no width, and the Wilson interval
+is used. `run_deviation` is another spread: that of the accuracies of the k runs over these problems.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What an evaluation of one set of problems found. Means of lengths and tools are over attempts."""
+    """The scores of one set of problems. Means of lengths and tools are over attempts."""
 
     num_problems: int
     num_samples: int
     k: int
-    """Attempts asked for; infrastructure may have spoilt some."""
+    """Attempts asked for; infrastructure may have spoiled some."""
     average: Estimate
-    """avg@k: mean over problems of the share of their attempts that are right (pass@1)."""
+    """avg@k: mean over problems of the share of right attempts (pass@1)."""
     pass_at: dict[int, Estimate]
-    """j -> unbiased estimate that one of j attempts is right; j = 1, 2, 4, ... and k."""
+    """j -> unbiased estimate of the probability that one of j attempts is right; j = 1, 2, 4, ... and k."""
     majority: Estimate
     """majority@k: the most frequent answer is right; ties count by the share of right ones among them."""
     run_deviation: float | None
     """Standard deviation of the accuracy of the k runs; None for k = 1."""
     missing: int
-    """Attempts that infrastructure spoilt, left out of everything."""
+    """Attempts that infrastructure spoiled; no other value counts them."""
     tools: dict[str, float] = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)
     endings: dict[str, float] = field(default_factory=dict)
@@ -79,10 +79,10 @@ class Scores:
 def score(
     samples: Sequence[Sample], k: int, *, num_problems: int | None = None, equal: Equal | None = None
 ) -> Scores:
-    """Scores of usable and unusable attempts, `k` of each problem asked for.
+    """Scores of attempts, of which the usable ones count; `k` of each problem were requested.
 
-    num_problems: asked for; None takes those that have an attempt. equal: whether two answers mean the same, for the
-    vote (None decides by spelling and exact numbers). Raises ValueError without a usable attempt.
+    num_problems: number of requested problems; None: those that have an attempt. equal: whether two answers count as the
+    same vote (None compares spelling and exact numbers). Raises ValueError without a usable attempt.
     """
     by_problem: dict[str, list[Sample]] = {}
     for item in samples:
@@ -91,7 +91,7 @@ def score(
     usable = [item for group in by_problem.values() for item in group]
     if not usable:
         raise ValueError(
-            "no usable attempt to score: every one was spoilt by infrastructure, or there was none"
+            "no usable attempt to score: every one was spoiled by infrastructure, or there was none"
         )
     groups = list(by_problem.values())
     counts = [(len(group), sum(item.reward > 0 for item in group)) for group in groups]
@@ -135,14 +135,14 @@ def score_by(
 
 
 def pass_at_j(n: int, right: int, j: int) -> float:
-    """Unbiased estimate from n attempts, `right` of them right, that one of j is: 1 - C(n-right, j) / C(n, j)."""
+    """Unbiased estimate, from n attempts of which `right` are right, that one of j is: 1 - C(n-right, j) / C(n, j)."""
     if not 0 <= right <= n or not 1 <= j <= n:
         raise ValueError(f"pass@{j} of {n} attempts with {right} right")
     return 1.0 - math.comb(n - right, j) / math.comb(n, j)
 
 
 def majority(group: Sequence[Sample], equal: Equal) -> float:
-    """1 when the most frequent answer of a problem is right, 0 when not, the share of right ones at a tie.
+    """1 when the most frequent answer of a problem is right, 0 when it is wrong, the share of right answers in a tie.
 
     Attempts without an answer do not vote; without any vote it is 0.
     """
@@ -174,7 +174,7 @@ def answer_key(answer: str) -> object:
 
 
 def same_answer(a: str, b: str) -> bool:
-    """Whether two answers mean the same, as far as text and exact numbers tell."""
+    """Whether two answers are equal as text or as exact numbers."""
     return quick_verdict(a, b) is True
 
 

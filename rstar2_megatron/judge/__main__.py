@@ -10,7 +10,7 @@ import os
 import sys
 
 from rstar2_megatron.judge import commands
-from rstar2_megatron.judge.limits import CallLimits, default_starts
+from rstar2_megatron.judge.limits import CallLimits, default_permits
 
 log = logging.getLogger("judge")
 _SESSIONS_PER_CORE = 32
@@ -30,12 +30,12 @@ def _parser() -> argparse.ArgumentParser:
         "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: 8 a core)"
     )
     parser.add_argument(
-        "--max-running", type=int, default=default_starts(),
-        help="calls that compute at once; sleeping and long ones do not count (default: 1.5 a core)",
+        "--max-running", type=int, default=default_permits(),
+        help="calls that use CPU at once; sleeping and long ones do not count (default: 1.5 a core)",
     )  # fmt: skip
     parser.add_argument(
         "--sessions", type=int, default=_SESSIONS_PER_CORE * (os.cpu_count() or 1),
-        help="live interpreters of this node, most at a time (default: 32 a core)",
+        help="live interpreters of this node at a time (default: 32 a core)",
     )  # fmt: skip
     parser.add_argument("--session-ttl-s", type=float, default=900.0, help="an unused session ends (900)")
     parser.add_argument("--time-limit-s", type=float, help="wall time of a call (MAX_EXECUTION_TIME; 10)")
@@ -45,12 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-queued", type=int, default=100_000, help="jobs that may wait; more get 429")
     parser.add_argument(
         "--cache-s", type=float, default=0.0,
-        help="how long a result stands for identical stateless calls (0: every call is run)",
+        help="how long a result answers identical stateless calls (0: every call is run)",
     )  # fmt: skip
     parser.add_argument("--require-isolation", choices=["any", "full"], default="any")
     parser.add_argument("--port-file", help="JSON {url, redis_uri, pid} written here once ready")
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the starting process ends")
-    parser.add_argument("--drain-s", type=float, help="how long a stopping worker lets calls end")
+    parser.add_argument("--drain-s", type=float, help="how long a stopping worker waits for its calls")
     parser.add_argument("--name", help=argparse.SUPPRESS)
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     return parser
@@ -87,7 +87,7 @@ def check_counts(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command until a signal. Returns 0 after a clean stop, 1 on an error that is told in one line."""
+    """Run a command until a signal. Returns 0 after a clean stop, 1 after an error, which is printed in one line."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(
         level=arguments.log_level.upper(),

@@ -1,4 +1,4 @@
-"""The address of the HTTP API for `uvicorn rstar2_megatron.judge.app:app`; the code is in `server/app.py`."""
+"""Keeps `uvicorn rstar2_megatron.judge.app:app` working; the HTTP API is in `server/app.py`."""
 
 from __future__ import annotations
 

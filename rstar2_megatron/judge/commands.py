@@ -1,4 +1,4 @@
-"""The three commands: serve (HTTP), worker (executes), all (both, and Redis unless one is named)."""
+"""The three commands: serve (HTTP), worker (runs jobs), all (both, and Redis unless one is named)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.services.process import end_child
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
 
 log = logging.getLogger("judge")
@@ -37,8 +37,8 @@ def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
 
 
 async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
-    """Execute jobs until a signal."""
-    # Here, and the HTTP server below: each process loads its own part only.
+    """Run jobs until a signal."""
+    # Imported here, as the HTTP server below: each process loads only its own part.
     from rstar2_megatron.judge.worker.worker import Worker
 
     stop = _stop_event(arguments)
@@ -50,7 +50,7 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
         sessions=arguments.sessions,
         session_ttl_s=arguments.session_ttl_s,
         require_isolation=arguments.require_isolation,
-        starts=arguments.max_running,
+        permits=arguments.max_running,
         name=arguments.name,
     )
     await worker.start()
@@ -78,7 +78,7 @@ async def run_serve(arguments: argparse.Namespace, limits: CallLimits) -> None:
 
 
 async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
-    """Redis (unless named), one worker process, HTTP; all of it ends with this process."""
+    """Run Redis (unless one is named), one worker process and HTTP. All of them end with this process."""
     stop = _stop_event(arguments)
     sock = _listen(arguments)
     redis_server = None if arguments.redis_uri else RedisServer().start()
@@ -109,7 +109,7 @@ async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
 
 
 async def _keep_running(worker: _WorkerProcess, redis_server: RedisServer | None) -> None:
-    """Start again what died."""
+    """Restart Redis or the worker when it has died."""
     while True:
         await asyncio.sleep(0.1)
         if redis_server is not None and not redis_server.alive():
@@ -152,7 +152,7 @@ class _WorkerProcess:
         return self.process.poll() is None
 
     async def wait_until_ready(self, stop: asyncio.Event) -> None:
-        """Until the worker is known in Redis. RuntimeError when it ends or takes too long."""
+        """Wait until the worker is registered in Redis. RuntimeError when it ends or takes too long."""
         queue = JobQueue(self.uri)
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
@@ -170,7 +170,7 @@ class _WorkerProcess:
             await queue.close()
 
     async def replace(self) -> None:
-        """The worker is dead: its jobs go back at once, a new one starts."""
+        """Put the jobs of the dead worker back into the queue and start another worker."""
         queue = JobQueue(self.uri)
         try:
             await queue.retire(self.name)
@@ -182,14 +182,7 @@ class _WorkerProcess:
         self.process = self._start()
 
     def stop(self) -> None:
-        if not self.alive():
-            return
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(8.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(5.0)
+        end_child(self.process, grace_s=8.0)
 
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:
@@ -213,7 +206,7 @@ async def _http_server(
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self):  # type: ignore[no-untyped-def]
-            yield  # signals are this module's business
+            yield  # this module handles signals
 
     app = create_app(
         uri,

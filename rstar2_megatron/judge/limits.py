@@ -1,4 +1,4 @@
-"""What one call may use, and the service's defaults from flags and environment variables."""
+"""Limits of a call, and the service's defaults from flags and environment variables."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _ENVIRONMENT = {
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 
 
-def default_starts() -> int:
-    """How many calls may compute at once (`--max-running`), half as many again as this process has cores.
+def default_permits() -> int:
+    """Calls that may use CPU at the same time (default of `--max-running`): 1.5 for each core of this process.
 
-    Calls wait for memory, and between one and the next a slot reports and forks. One a core measured the same CPU a
-    call within the noise, and fewer calls a second.
+    A slot also reports and forks between two calls, which uses other cores. One call a core gave fewer calls per second.
     """
     return math.ceil(1.5 * len(os.sched_getaffinity(0)))
 
 
 class CallLimits(NamedTuple):
-    """Limits of one call. All are enforced from outside the snippet."""
+    """Limits of one call. All are enforced from outside the program."""
 
     time_limit_s: float = 10.0  # wall time; CPU time is bounded by it too
-    memory_mb: int = 512  # what the call may add to the interpreter with numpy and sympy loaded
+    memory_mb: int = 512  # beyond the interpreter with numpy and sympy loaded
     output_chars: int = 1000  # of stdout and of stderr that are returned
     output_limit_mb: int = 16  # written output that ends the call
     disk_mb: int = 64  # private tmpfs, or the largest file where there is no tmpfs
@@ -55,7 +54,7 @@ class CallLimits(NamedTuple):
         return limits
 
     def with_options(self, options: Mapping[str, Any], *, ceiling: CallLimits | None) -> CallLimits:
-        """These limits with a submission's options; never above `ceiling`. ValueError names a bad option."""
+        """These limits changed by a submission's options, at most `ceiling`. ValueError names a bad option."""
         changed: dict[str, Any] = {}
         for name in OPTION_NAMES:
             if name not in options:

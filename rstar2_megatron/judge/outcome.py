@@ -1,4 +1,4 @@
-"""What became of a call, and the result's form on the wire. Imported by the sandbox: standard library only."""
+"""The outcome of a call, and the wire format of its result. The sandbox imports this file: standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """What became of a call. Only the last three are the service's doing, never the snippet's."""
+    """How a call ended. The last three are failures of the service; the program never causes them."""
 
     OK = "ok"
     ERROR = "error"  # the program ended with a non-zero exit code
@@ -18,12 +18,12 @@ class Outcome(StrEnum):
     INVALID_INPUT = "invalid_input"  # the submission cannot be run (no such type, bad option)
     QUEUE_TIMEOUT = "queue_timeout"
     INTERNAL_ERROR = "internal_error"
-    SESSION_LOST = "session_lost"  # the interpreter that the call relied on is gone (its worker, its time)
+    SESSION_LOST = "session_lost"  # the session's interpreter is gone: it has expired, or its worker died
 
 
 INFRASTRUCTURE = (Outcome.QUEUE_TIMEOUT, Outcome.INTERNAL_ERROR, Outcome.SESSION_LOST)
 
-# The wire's `reason` knows fewer words.
+# The public server's `reason` has fewer values.
 REASONS = {
     Outcome.TIMEOUT: "worker_timeout",
     Outcome.QUEUE_TIMEOUT: "queue_timeout",
@@ -51,8 +51,8 @@ def make_result(
 ) -> dict[str, Any]:
     """A SubmissionResult. `run_success` is exit code 0; `success` adds the comparison with expected_output.
 
-    `session` is None for a call without one; "new" when its interpreter began with this call, "kept" when it
-    holds what earlier calls left, "lost" when it ended with this call.
+    `session` is None for a stateless call, "new" when the call opened its session, "kept" when the session was open, and
+    "lost" when it ended with this call.
     """
     run_success = outcome is Outcome.OK
     return {

@@ -1,4 +1,4 @@
-"""Starting and ending processes so that nothing outlives its parent."""
+"""Listening sockets, signals and the end of the parent, for the judge's processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class PortTaken(RuntimeError):
-    """The address cannot be bound; `reason` is the system's word for why."""
+    """The address cannot be bound; `reason` is the system's error text."""
 
     def __init__(self, host: str, port: int, reason: str) -> None:
         super().__init__(
@@ -40,7 +40,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def watch_parent(stop: Callable[[], None]) -> None:
-    """Call `stop` once the parent has gone."""
+    """Call `stop` when the parent process has ended."""
     parent = os.getppid()
     while os.getppid() == parent:
         await asyncio.sleep(0.25)
@@ -48,6 +48,7 @@ async def watch_parent(stop: Callable[[], None]) -> None:
 
 
 def on_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` on SIGTERM, SIGINT and SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         with contextlib.suppress(NotImplementedError, RuntimeError):

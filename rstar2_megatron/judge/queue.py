@@ -20,42 +20,40 @@ T = TypeVar("T")
 
 PREFIX = "rstar2:judge:"
 HEARTBEAT_S = 1.0
-LEASE_S = 6  # a worker silent for so long has lost its jobs
-MAX_TRIES = 2  # a job whose worker dies is done once more, then fails as poison
+HEARTBEAT_TTL_S = 6  # a worker without a heartbeat for so long has lost its jobs
+MAX_TRIES = 2  # a job whose worker dies runs once more, then fails as poison
 KEEP_ANSWER_S = 600
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
 _CONNECTIONS = 32
-# What Redis itself says in place of a result: a job's worker died twice; its session is open nowhere.
+# What the scripts answer in place of a result: the job's worker died twice; its session is open nowhere.
 POISON, LOST = b"!poison", b"!lost"
 
-
-# Refusals that end without us: it loads its data, runs a long script, has no disk or memory left, has no replica.
+# Refusals of Redis that pass: it loads its data, runs a long script, lacks disk, memory or a replica.
 _PASSING_STATES = ("LOADING", "BUSY", "UNKILLABLE", "MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN")
 
 
 class QueueFull(Exception):
-    """The queue holds as many jobs as it may."""
+    """The queue has reached `max_queued` jobs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A job as a worker takes it."""
+class LeasedJob:
+    """A job that a worker has taken from the queue and has to acknowledge."""
 
     key: str
     payload: bytes
-    tries: int
 
 
 class JobQueue:
-    """One process's view of the queue."""
+    """The queue as one server or worker uses it."""
 
     def __init__(self, uri: str, *, max_queued: int = 100_000, prefix: str = PREFIX) -> None:
         self.uri = uri
         self.prefix = prefix
         self.max_queued = max_queued
-        self._leased = 0  # jobs so far: whose turn it is
-        # A bounded pool that waits for a free connection: the plain one fails when many requests meet.
+        self._leased = 0  # jobs so far; decides which kind of call is next
+        # This pool waits for a free connection; the plain one raises when all are in use.
         pool = redis.BlockingConnectionPool.from_url(
             uri,
             socket_timeout=_COMMAND_TIMEOUT_S,
@@ -79,12 +77,6 @@ class JobQueue:
     async def close(self) -> None:
         await self.redis.aclose()
 
-    async def ping(self) -> bool:
-        try:
-            return bool(await self.redis.ping())
-        except RedisError:
-            return False
-
     # ------------------------------------------------------------------------------------ for servers
 
     async def enqueue(self, reply: str, jobs: list[tuple[str, bytes]]) -> int:
@@ -98,26 +90,26 @@ class JobQueue:
         return queued
 
     async def withdraw(self, keys: list[str]) -> list[bool]:
-        """Take back jobs; for each, True when it was waiting still."""
+        """Remove jobs that have not started. True for each that was removed."""
         return [bool(n) for n in await self._withdraw(args=[self.prefix, *keys])]
 
     async def cancel(self, keys: list[str]) -> None:
-        """Forget jobs that nobody waits for; those that run are ended by their worker."""
+        """Drop jobs that nobody waits for any more. Their workers end the running ones."""
         await self._cancel(args=[self.prefix, *keys])
 
     async def unknown(self, keys: list[str]) -> list[str]:
-        """Those keys that are no job of the queue (any more)."""
+        """The keys that the queue does not know."""
         if not keys:
             return []
         known = await self.redis.hmget(f"{self.prefix}jobs", keys)
         return [key for key, payload in zip(keys, known, strict=True) if payload is None]
 
     async def end_session(self, session: str) -> bool:
-        """Have its worker end a session. False when no worker has it."""
+        """Ask the worker of a session to end it. False when the session is open nowhere."""
         return bool(await self._end_session(args=[self.prefix, session]))
 
     async def replies(self, reply: str, many: bool) -> list[tuple[str, bytes]]:
-        """Wait a little for answers: (job key, result JSON, or POISON, or LOST)."""
+        """Wait up to 2 s for answers: (job key, result JSON or POISON or LOST)."""
         name = f"{self.prefix}replies:{reply}"
         first = await self.redis.blpop([name], timeout=_BLOCK_S)
         if first is None:
@@ -132,18 +124,18 @@ class JobQueue:
         return answers
 
     async def cached(self, names: list[str]) -> list[bytes | None]:
-        """Kept results of identical calls, where there are any."""
+        """The kept result of each named program, or None."""
         return list(await self.redis.mget([f"{self.prefix}cache:{name}" for name in names])) if names else []
 
     async def remember(self, results: list[tuple[str, bytes]], seconds: float) -> None:
-        """Keep results for identical calls."""
+        """Keep the results of named programs for `seconds`."""
         async with self.redis.pipeline(transaction=False) as pipeline:
             for name, result in results:
                 pipeline.set(f"{self.prefix}cache:{name}", result, px=round(seconds * 1000))
             await pipeline.execute()
 
     async def status(self) -> dict[str, Any]:
-        """Jobs waiting, and what each live worker tells of itself."""
+        """Number of waiting jobs, and the information that each live worker has published."""
         names = sorted(name.decode() for name in await self.redis.smembers(f"{self.prefix}workers"))
         told = await self.redis.mget([f"{self.prefix}alive:{name}" for name in names]) if names else []
         queued = int(await self.redis.get(f"{self.prefix}queued") or 0)
@@ -154,33 +146,33 @@ class JobQueue:
 
     async def exchange(
         self, worker: str, answers: list[tuple[str, bytes]], count: int, session_room: int = 0
-    ) -> list[Job]:
-        """Ack jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
+    ) -> list[LeasedJob]:
+        """Acknowledge jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
         arguments: list[Any] = [self.prefix, worker, count, session_room, KEEP_ANSWER_S, self._leased]
         for key, answer in answers:
             arguments += (key, answer)
         flat = await self._exchange(args=arguments)
-        jobs = [Job(flat[i].decode(), flat[i + 1], int(flat[i + 2])) for i in range(0, len(flat), 3)]
+        jobs = [LeasedJob(flat[i].decode(), flat[i + 1]) for i in range(0, len(flat), 3)]
         self._leased += len(jobs)
         return jobs
 
     async def reclaim(self, worker: str, held: list[str]) -> int:
-        """Put back jobs that Redis gave to `worker` and that never reached it. Returns how many."""
+        """Requeue jobs that were leased to `worker` and are not in `held`: they never arrived. Returns their number."""
         return int(await self._reclaim(args=[self.prefix, worker, *held]))
 
     async def wait_for_bell(self, worker: str, may_open_sessions: bool) -> None:
-        """Until jobs may be there, or a little while."""
+        """Wait until jobs may be waiting, for at most 2 s."""
         bells = [f"{self.prefix}bell:{worker}", f"{self.prefix}bell"]
         if may_open_sessions:
             bells.append(f"{self.prefix}sbell")
         await self.redis.blpop(bells, timeout=_BLOCK_S)
 
     async def ring(self) -> None:
-        """Wake another idle worker, if jobs wait."""
+        """Wake an idle worker when jobs are waiting."""
         await self._ring(args=[self.prefix])
 
     async def cancellations(self, worker: str) -> AsyncIterator[str]:
-        """Keys of jobs that this worker runs and nobody waits for. Raises RedisError when Redis goes away."""
+        """Keys of this worker's jobs that nobody waits for any more, and "@NAME" of sessions to end. Raises RedisError."""
         async with self.redis.pubsub(ignore_subscribe_messages=True) as channel:
             await channel.subscribe(f"{self.prefix}cancel:{worker}")
             while True:
@@ -189,28 +181,28 @@ class JobQueue:
                     yield message["data"].decode()
 
     async def heartbeat(self, worker: str, info: dict[str, Any]) -> int:
-        """This worker is alive. Returns how many sessions Redis knows it to hold."""
-        return int(await self._heartbeat(args=[self.prefix, worker, LEASE_S, orjson.dumps(info)]))
+        """Record that this worker is alive. Returns the number of its sessions that Redis knows of."""
+        return int(await self._heartbeat(args=[self.prefix, worker, HEARTBEAT_TTL_S, orjson.dumps(info)]))
 
     async def claim_sessions(self, worker: str, sessions: list[str]) -> list[str]:
-        """These sessions are open at `worker`. Returns those that another one has opened since Redis forgot them."""
+        """Record that these sessions are open at `worker`. Returns those that another live worker has opened meanwhile."""
         elsewhere = await self._claim_sessions(args=[self.prefix, worker, *sessions])
         return [name.decode() for name in elsewhere]
 
     async def held_sessions(self, worker: str) -> set[str]:
-        """The sessions that Redis knows `worker` to hold."""
+        """The sessions of `worker` that Redis knows of."""
         return {name.decode() for name in await self.redis.smembers(f"{self.prefix}held:{worker}")}
 
     async def forget_sessions(self, worker: str, sessions: list[str]) -> None:
-        """These sessions have ended at `worker`."""
+        """Record that these sessions have ended at `worker`."""
         await self._forget_sessions(args=[self.prefix, worker, *sessions])
 
     async def retire(self, worker: str) -> None:
-        """This worker is gone: whoever reaps next puts its jobs back at once."""
+        """Mark this worker as dead, so that the next `reap` requeues its jobs."""
         await self.redis.delete(f"{self.prefix}alive:{worker}")
 
     async def reap(self) -> tuple[int, int]:
-        """Put back the jobs of dead workers. Returns (put back, failed as poison)."""
+        """Requeue the jobs of dead workers. Returns (requeued, failed)."""
         back, failed = await self._reap(args=[self.prefix, MAX_TRIES])
         if back or failed:
             log.warning("jobs of a dead worker: %d put back, %d failed", back, failed)
@@ -220,7 +212,7 @@ class JobQueue:
 async def until_redis_answers(
     what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
 ) -> T:
-    """Repeat `step` while Redis is away or refuses (short waits, growing to a second). Other errors pass through."""
+    """Repeat `step` while Redis is away or refuses, with waits that grow to a second. Other errors are raised."""
     pause_s, told = 0.05, False
     while True:
         try:

@@ -1,16 +1,16 @@
-"""The queue's Lua scripts: each one is a step that happens whole or not at all.
+"""The queue's Lua scripts. Redis runs each of them atomically.
 
-Keys below the prefix P: `queue:CLIENT` job keys waiting, one list a client; `ring` clients with waiting jobs,
-served in turn; `queued` how many wait; `jobs` key -> payload; `owner`, `tries` of jobs taken; `taken:WORKER`
-what a worker holds; `alive:WORKER` its heartbeat; `workers` all of them; `waiters` key -> reply lists;
-`replies:SERVER` answers; `done:KEY` kept answers; `bell` wakes an idle worker.
-Sessions: `sessions` name -> worker, `held:WORKER` the names it holds; calls of an open session wait in
-`pinned:WORKER` (`bell:WORKER` wakes it), calls that open one in `squeue:CLIENT`, `sring`, `sbell`.
-A job key reads CLIENT/k... (answer kept for a later retry) or CLIENT/u... (not kept); `@NAME` at its end is a
-session, `=NAME` one that must be open already.
+Keys below the prefix P: `queue:CLIENT` waiting job keys, one list for each client; `ring` clients with waiting jobs,
+served in turn; `queued` number of waiting jobs; `jobs` key -> payload; `owner`, `tries` of leased jobs;
+`taken:WORKER` jobs leased to a worker; `alive:WORKER` its heartbeat; `workers` all workers; `waiters` key -> reply lists;
+`replies:SERVER` answers; `done:KEY` kept answers; `bell` list that wakes an idle worker.
+Sessions: `sessions` name -> worker; `held:WORKER` its sessions; calls of an open session wait in `pinned:WORKER`
+(`bell:WORKER` wakes that worker), calls that open a session in `squeue:CLIENT`, `sring`, `sbell`.
+A job key is CLIENT/k... (its answer is kept for a retry) or CLIENT/u... (not kept). It ends in `@NAME` for a call of
+a session, in `=NAME` when that session must be open already.
 """
 
-# Puts a job where it is to wait, at the tail or (again) at the head. False when its session is open nowhere.
+# Puts a job into its queue: RPUSH for a new job, LPUSH for a requeued one. False when its session is open nowhere.
 _PLACE = """
 local function place(P, key, push)
   local client = string.match(key, '^(.-)/')
@@ -31,7 +31,7 @@ local function place(P, key, push)
 end
 """
 
-# Wakes an idle worker when jobs wait that any worker may take.
+# Wakes an idle worker when jobs wait that any worker may lease.
 _RING = """
 local function ring(P)
   for _, s in ipairs({'', 's'}) do
@@ -45,7 +45,7 @@ end
 # ARGV: prefix.
 RING = _RING + "ring(ARGV[1]) return 1"
 
-# Ends a job: whoever waits for it gets `answer`.
+# Ends a job: everyone who waits for it gets `answer`.
 _SETTLE = """
 local function settle(P, key, answer)
   redis.call('HDEL', P..'jobs', key)
@@ -60,8 +60,8 @@ local function settle(P, key, answer)
 end
 """
 
-# ARGV: prefix, reply list, most jobs that may wait, then key and payload of each job.
-# Returns the number of jobs now waiting, or -1 when they do not fit.
+# ARGV: prefix, reply list, largest number of waiting jobs, then key and payload of each job.
+# Returns the number of waiting jobs, or -1 when the new ones do not fit.
 ENQUEUE = (
     _PLACE
     + _SETTLE
@@ -91,12 +91,11 @@ return tonumber(redis.call('GET', P..'queued') or '0')
 """
 )
 
-# ARGV: prefix, worker, how many jobs it takes, how many sessions it may open, seconds an answer is kept, how many jobs it
-# has taken before, then key and answer of each job it has done. An answer from a worker that no longer holds the job is
-# dropped.
-# Returns key, payload, tries of each job taken: in turns between calls of sessions and the others, among these between
-# clients. A call that opens a session comes after those of open ones, or all would be opened before any has ended; but
-# every 16th turn is its own.
+# ARGV: prefix, worker, number of jobs to lease, number of sessions it may open, seconds to keep an answer, number of jobs
+# leased before, then key and answer of each finished job. An answer from a worker that no longer owns the job is dropped.
+# Returns key, payload, tries of each leased job. Calls of open sessions and stateless calls alternate, the latter between
+# clients. A call that opens a session comes after both, or all sessions would be opened before any has ended; every 16th
+# turn serves it first.
 EXCHANGE = (
     _SETTLE
     + _RING
@@ -182,7 +181,7 @@ return out
 """
 )
 
-# ARGV: prefix, worker, keys of the jobs it holds. Others that it was given were lost on the way to it: again.
+# ARGV: prefix, worker, keys of the jobs it holds. Its other leased jobs never arrived and are requeued.
 RECLAIM = (
     _PLACE
     + """
@@ -204,7 +203,7 @@ return again
 """
 )
 
-# ARGV: prefix, then job keys. Takes back jobs that have not started; returns 1 for each of those.
+# ARGV: prefix, then job keys. Removes jobs that no worker has leased; returns 1 for each of them.
 WITHDRAW = """
 local P = ARGV[1]
 local out = {}
@@ -221,8 +220,8 @@ end
 return out
 """
 
-# ARGV: prefix, then key of each job nobody waits for any more. A worker that runs one is told; only a session's
-# call runs to its end, because a retry under the same id must find its answer and not run it twice.
+# ARGV: prefix, then key of each job that nobody waits for any more. Its worker is told to end it. A session's call runs
+# to its end, because a retry under the same id must find its answer and not run it twice.
 CANCEL = """
 local P = ARGV[1]
 for i = 2, #ARGV do
@@ -241,7 +240,7 @@ end
 return 1
 """
 
-# ARGV: prefix, worker, seconds of life, what it tells of itself. Returns how many sessions it is known to hold.
+# ARGV: prefix, worker, seconds until it counts as dead, its information. Returns the number of its sessions.
 HEARTBEAT = """
 local P, worker = ARGV[1], ARGV[2]
 redis.call('SET', P..'alive:'..worker, ARGV[4], 'EX', ARGV[3])
@@ -249,7 +248,7 @@ redis.call('SADD', P..'workers', worker)
 return redis.call('SCARD', P..'held:'..worker)
 """
 
-# ARGV: prefix, worker, sessions that have ended there.
+# ARGV: prefix, worker, its sessions that have ended.
 FORGET_SESSIONS = """
 local P, worker = ARGV[1], ARGV[2]
 for i = 3, #ARGV do
@@ -259,8 +258,8 @@ end
 return 1
 """
 
-# ARGV: prefix, worker, sessions that are open there. Those that are known nowhere are its again; returns the others that
-# a live worker has by now. Takes nothing away: a session that was given to the worker may be on its way to it.
+# ARGV: prefix, worker, its open sessions. Sessions that Redis has forgotten are recorded again; returns those that another
+# live worker has opened meanwhile. Removes none: a session that was leased to the worker may be on its way.
 CLAIM_SESSIONS = """
 local P, worker = ARGV[1], ARGV[2]
 local elsewhere = {}
@@ -276,7 +275,7 @@ end
 return elsewhere
 """
 
-# ARGV: prefix, session. Its worker is told to end it. Returns 1, or 0 when no worker has it.
+# ARGV: prefix, session. Its worker is told to end it. Returns 1, or 0 when it is open nowhere.
 END_SESSION = """
 local P, session = ARGV[1], ARGV[2]
 local holder = redis.call('HGET', P..'sessions', session)
@@ -285,8 +284,8 @@ redis.call('PUBLISH', P..'cancel:'..holder, '@'..session)
 return 1
 """
 
-# ARGV: prefix, most tries. Jobs of dead workers go back to the head of their queue, or fail as poison, or as lost
-# with their session. Returns {jobs put back, jobs failed}.
+# ARGV: prefix, largest number of tries. Jobs of dead workers go back to the head of their queue, or fail: as poison after
+# their last try, as lost with their session. Returns {jobs requeued, jobs failed}.
 REAP = (
     _PLACE
     + _SETTLE

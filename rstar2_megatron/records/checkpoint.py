@@ -23,14 +23,14 @@ _NOTE = "note.json"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNote:
-    """How good a checkpoint is, as far as its run knew. The defaults are those of a checkpoint without a note."""
+    """Scores of a checkpoint. The defaults are those of a checkpoint without a note."""
 
     updated: bool = True
-    """Whether a step changed the weights since the checkpoint before."""
+    """Whether a step changed the weights since the previous checkpoint."""
     held_out: float | None = None
-    """avg@k on the held-out problems under exactly these weights."""
+    """avg@k of these weights on the held-out problems."""
     pass_rate: float | None = None
-    """Mean of the last steps' pass rates, which slightly older weights rolled out."""
+    """Mean pass rate of the last steps, whose rollouts are from slightly older weights."""
 
 
 def read_note(checkpoint: Path) -> CheckpointNote:
@@ -76,7 +76,7 @@ def complete_checkpoints(checkpoints_dir: Path) -> list[tuple[int, Path]]:
 
 
 def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Path] | None:
-    """The checkpoint that `runner.resume_dir` asks for, or None to start anew. Raises ValueError."""
+    """The checkpoint that `runner.resume_dir` asks for, or None for a new run. Raises ValueError."""
     if resume_dir is None:
         return None
     if resume_dir == "auto":
@@ -87,14 +87,14 @@ def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Pat
     if not match or not (path / "actor").is_dir() or not (path / "data" / "data.pt").is_file():
         raise ValueError(
             f"runner.resume_dir={resume_dir} is not a checkpoint: expected a directory global_step_N with actor/ and "
-            "data/data.pt in it; use `auto` for the newest of this experiment or null to start anew"
+            "data/data.pt in it; use `auto` for the newest of this experiment or null for a new run"
         )
     return int(match.group(1)), path
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedCheckpoint:
-    """global_step_{step} under another name, whose model may still be being written."""
+    """global_step_{step} under a temporary name; its model may not be written completely."""
 
     checkpoints_dir: Path
     step: int
@@ -107,7 +107,7 @@ class UnfinishedCheckpoint:
         best: bool = False,
         protected: Collection[int] = (),
     ) -> Path:
-        """Give it its name and note, once the model is written; then remove what `steps_to_keep` does not name."""
+        """Give it its name and note, once the model is written; then remove checkpoints that `steps_to_keep` does not name."""
         final = self.checkpoints_dir / f"global_step_{self.step}"
         partial = final.with_name(final.name + _UNFINISHED)
         (partial / _NOTE).write_text(json.dumps(asdict(note)) + "\n")
@@ -128,13 +128,13 @@ class UnfinishedCheckpoint:
 def begin_save(
     checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any]
 ) -> UnfinishedCheckpoint:
-    """Write global_step_{step} but for its name; `save_actor(directory)` writes the model, or starts to."""
+    """Write global_step_{step} under a temporary name; `save_actor(directory)` writes the model, or begins to."""
     partial = checkpoints_dir / f"global_step_{step}{_UNFINISHED}"
     for stale in checkpoints_dir.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(stale)
     (partial / "data").mkdir(parents=True)
     save_actor(str(partial / "actor"))
-    import torch  # here: it takes seconds, and finding checkpoints does not need it
+    import torch  # here, because torch takes seconds to load, and finding checkpoints does not need it
 
     with (partial / "data" / "data.pt").open("wb") as file:
         torch.save(data_state, file)
@@ -151,7 +151,7 @@ def save(
 
 
 def load_data_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save` got as `data_state`."""
+    """The `data_state` that `save` got."""
     import torch  # here, as above
 
     return torch.load(checkpoint / "data" / "data.pt", weights_only=False)

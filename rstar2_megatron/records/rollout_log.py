@@ -1,34 +1,31 @@
-"""rollouts.jsonl: lengths, turns and tool times of every trajectory, for the scheduler's simulator.
+"""Rows of rollouts.jsonl: lengths, turns and tool times of every trajectory, for the simulator of the scheduler.
 
-One row a trajectory; `trace` holds [generated tokens, tool tokens, tool seconds] of each turn. A few dozen bytes each,
-where trajectories.jsonl holds whole texts of a few.
+One row a trajectory; `trace` holds [generated tokens, tool tokens, tool seconds] of each turn. A row has some dozens of
+bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rstar2_megatron.trajectory import Group, Trajectory
 
 
-def append_rollouts(path: Path, step: int, groups: Sequence[Group]) -> None:
-    """Add the usable trajectories of a step."""
-    with path.open("a", encoding="utf-8") as file:
-        for group in groups:
-            for t in group.usable:
-                row = {
-                    "step": step,
-                    "query_id": t.query_id,
-                    "rollout_index": t.rollout_index,
-                    "prompt_tokens": len(t.prompt_ids),
-                    "trace": trace(t),
-                    "finish_reason": t.finish_reason,
-                    "seconds": round(t.seconds, 3),
-                }
-                file.write(json.dumps(row) + "\n")
+def rollout_rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """A row for each usable trajectory of a step."""
+    for group in groups:
+        for t in group.usable:
+            yield {
+                "step": step,
+                "query_id": t.query_id,
+                "rollout_index": t.rollout_index,
+                "prompt_tokens": len(t.prompt_ids),
+                "trace": trace(t),
+                "finish_reason": t.finish_reason,
+                "seconds": round(t.seconds, 3),
+            }
 
 
 def trace(t: Trajectory) -> list[tuple[int, int, float]]:

@@ -1,40 +1,37 @@
-"""trajectories.jsonl: a few groups of each step, whole, for people and for the trajectory page."""
+"""Rows of trajectories.jsonl: a few complete groups of each step, for people and for the trajectory page."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, trajectory_row
-from rstar2_megatron.records.whole_file import replacing
 from rstar2_megatron.trajectory import Group, Trajectory
 
 
 @dataclass
 class ShownGroup:
-    """One group that is written whole, with what resampling made of it."""
+    """One group that is written completely, with its resampling result."""
 
     group: Group
     result: ResampleResult
     actor_logprobs: list[list[float]] | None = None
-    """One entry per response token of each of `trajectories`, before the update; None when the step had none."""
+    """The actor's log-prob of each response token of each of `trajectories`, before the update. None: nothing was trained."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """In the order that `result` counts them."""
+        """Trajectories in the order of `result.indices`."""
         return self.group.usable
 
 
 def choose_shown(
     groups: Sequence[Group], resampled: Sequence[ResampleResult], at_least: int
 ) -> list[ShownGroup]:
-    """Whole groups with at least so many trajectories, those that are trained on before rejected ones.
+    """Complete groups with `at_least` trajectories in all, in the order of the step.
 
-    They come in the order of the step.
+    Groups that are trained on are chosen before rejected ones.
     """
     pairs = list(enumerate(zip(groups, resampled, strict=True)))
     pairs.sort(key=lambda pair: (pair[1][1].rejected, pair[0]))
@@ -48,36 +45,11 @@ def choose_shown(
     return [ShownGroup(groups[number], resampled[number]) for number in sorted(chosen)]
 
 
-class TrajectorySamples:
-    """Appends the shown groups of each step, one line a trajectory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, step: int, shown: Sequence[ShownGroup]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            for group in shown:
-                for row in group_rows(step, group):
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    def truncate_after(self, step: int) -> None:
-        """Drop samples of steps after `step`, which a resumed run does again."""
-        if not self.path.exists():
-            return
-        with self.path.open(encoding="utf-8") as old, replacing(self.path) as new:
-            for line in old:
-                try:
-                    if json.loads(line)["step"] <= step:
-                        new.write(line)
-                except ValueError:
-                    break  # a kill cut this line short
-
-
 def group_rows(step: int, shown: ShownGroup) -> list[dict[str, Any]]:
-    """Rows of a group: `trajectory_row`, and why each trajectory was kept or dropped.
+    """One row for each trajectory of a group: `trajectory_row`, whether it was kept, and its penalties.
 
-    `logprob_diff` is actor minus engine for each token of `generated` (start, end) spans of the response, `token_ids` the
-    ids of the response; both packed.
+    `generated` lists (start, end) spans of the response. `logprob_diff` is the log-prob of the actor minus that of the
+    engine for each token of these spans. `token_ids` are the ids of the response. Both lists are packed.
     """
     result = shown.result
     kept = set(result.indices)

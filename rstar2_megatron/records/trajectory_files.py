@@ -1,7 +1,7 @@
-"""Whole groups on disk, token for token: what a step trained on, to replay, simulate or compare.
+"""Complete groups on disk, token for token, so that a step can be replayed, simulated or compared.
 
-`trajectories.jsonl` holds a few samples for people; these files hold everything. One gzip file a step, one group a
-line. Nothing here imports torch, Ray or SGLang.
+`trajectories.jsonl` holds a few samples for people; these files hold every trajectory. One gzip file a step, one group
+a line. Nothing here imports torch, Ray or SGLang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rollouts_path(directory: str | Path, step: int) -> Path:
 
 
 def write_groups(path: Path, groups: Sequence[Group]) -> None:
-    """Write `groups` whole or not at all: a kill leaves at most a `.unfinished` file beside."""
+    """Write all of `groups` or no file: a kill leaves at most a `.unfinished` file beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacement(path) as partial, gzip.open(partial, "wb", compresslevel=3) as file:
         for group in groups:
@@ -34,7 +34,7 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
 def iterate_groups(path: Path) -> Iterator[Group]:
     """The groups of a file in order, one in memory at a time.
 
-    Raises FileNotFoundError, or ValueError that names file and line for a row that is no group.
+    Raises FileNotFoundError, or ValueError that names file and line for a row that is not a group.
     """
     with gzip.open(path, "rb") as file:
         line_number = 0

@@ -1,4 +1,4 @@
-"""A trajectory as one JSON object: what training and evaluation write to their trajectories.jsonl. Pure."""
+"""A trajectory as one JSON object: a row of trajectories.jsonl, in training and in evaluation. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rstar2_megatron.trajectory import Problem, Trajectory
 
 
 def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
-    """Everything a person wants to see of a trajectory; token ids are left out."""
+    """Texts, tool calls, grade and lengths of a trajectory, without token ids."""
     return {
         "query_id": t.query_id,
         "rollout_index": t.rollout_index,
@@ -58,12 +58,12 @@ def pack_floats(values: Sequence[float]) -> str:
 
 
 def unpack_ints(text: str) -> list[int]:
-    """What `pack_ints` packed. Raises ValueError for other text."""
+    """The values that `pack_ints` packed. Raises ValueError for other text."""
     return _unpack(text, "<i4")
 
 
 def unpack_floats(text: str) -> list[float]:
-    """What `pack_floats` packed, rounded. Raises ValueError for other text."""
+    """The values that `pack_floats` packed, rounded to float16. Raises ValueError for other text."""
     return _unpack(text, "<f2")
 
 

@@ -1,4 +1,4 @@
-"""Files that hold their old content or the new one, never a part, whenever the writer is killed."""
+"""Files that are replaced atomically: a killed writer leaves the old content or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 @contextlib.contextmanager
 def replacement(path: Path) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path` at the end of the block, unless that raises."""
+    """A temporary path; its file replaces `path` at the end of the block, unless the block raises."""
     partial = path.with_name(path.name + ".unfinished")
     yield partial
     with partial.open("rb") as file:
@@ -22,7 +22,7 @@ def replacement(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file to write that takes the place of `path` at the end of the block, unless that raises."""
+    """As `replacement`, with the temporary file opened for text."""
     with replacement(path) as partial, partial.open("w", encoding="utf-8") as file:
         yield file
 

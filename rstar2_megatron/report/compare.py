@@ -1,4 +1,4 @@
-"""Curves of several runs over each other: arms of seeds, a figure, a table, and what is not comparable."""
+"""Compares curves of several runs: arms of seeds, a figure, a table, and notes on what is not comparable."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Arm:
 
 
 def arm_label(log: Log) -> str:
-    """The run's name without a trailing seed, so that seeds of one configuration fall into one arm."""
+    """The run's name without a trailing seed, so that seeds of one configuration form one arm."""
     bare = _SEED.sub("", log.label) or log.label
     return f"verl {bare}" if log.kind == "verl" and not bare.lower().startswith("verl") else bare
 
@@ -121,7 +121,7 @@ def largest_gap(a: dict[int, Point], b: dict[int, Point]) -> tuple[int, float] |
 
 
 def bands_separate(a: dict[int, Point], b: dict[int, Point]) -> str:
-    """Whether the bands of mean +- deviation lie apart on all of the last LAST common steps."""
+    """Whether the bands of mean +- deviation do not overlap on any of the last LAST common steps."""
     common = [step for step in a if step in b][-LAST:]
     if not common:
         return "no common steps"
@@ -177,7 +177,7 @@ def comparison_table(arms: Sequence[Arm], levels: Sequence[float]) -> tuple[list
 
 
 def caveats(arms: Sequence[Arm]) -> list[str]:
-    """What a reader must know about these curves."""
+    """Notes that a reader of these curves needs."""
     notes = [f"{name}: {COMPARABLE[name]}" for name in (REWARD, LENGTH) if any(a.curve(name) for a in arms)]
     if any(arm.curve(PASS_RATE) for arm in arms):
         notes.append(f"{PASS_RATE}: {COMPARABLE[PASS_RATE]}")
@@ -243,7 +243,7 @@ def draw_comparison(arms: Sequence[Arm]) -> Any:
 
 
 def _draw_pass_rates(axes: Any, arms: Sequence[Arm]) -> None:
-    """Reward before rejection and resampling, dotted, so that nobody takes one for the other."""
+    """Reward before rejection and resampling, dotted to tell it from the reward after."""
     for i, arm in enumerate(arms):
         curve = arm.curve(PASS_RATE)
         if curve:

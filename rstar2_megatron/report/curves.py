@@ -1,4 +1,4 @@
-"""Curves of a run, or of several runs over each other.
+"""Curves of a run, or a comparison of several runs.
 
     python -m rstar2_megatron.report.curves RUN                      curves.png and the table of one run
     python -m rstar2_megatron.report.curves RUN [RUN ...] --verl PATH [...] --out DIR

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import replacement
 from rstar2_megatron.report.table import WEIGHTS, held_out
 
@@ -66,7 +66,7 @@ SFT_PANELS: tuple[Panel, ...] = (
 
 
 def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
-    """Write `curves.png` of a run from its metrics.jsonl, with the borders of stages.json if there is one.
+    """Write `curves.png` of a run from its metrics.jsonl, with the borders of stages.json if the file exists.
 
     Raises ValueError when it has no steps.
     """
@@ -99,7 +99,7 @@ def _draw(
     heading: str,
     borders: Sequence[tuple[int, str]],
 ) -> Path:
-    rows = MetricsFile(directory / "metrics.jsonl").rows()
+    rows = JsonlFile(directory / "metrics.jsonl").rows()
     if not rows:
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps to draw")
     target = Path(out) if out is not None else directory / "curves.png"
@@ -136,7 +136,7 @@ def _draw(
 
 
 def points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric; steps without it, or without anything that it counts, are left out."""
+    """(steps, values) of a metric. Steps without it are left out, and so are ratios of steps that counted no event."""
     weight = WEIGHTS.get(name)
     pairs = [
         (row["step"], row[name])

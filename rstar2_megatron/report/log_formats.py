@@ -1,6 +1,6 @@
-"""What the codes that people compare write their curves into: jsonl, TensorBoard, wandb, verl's console.
+"""Readers of training logs: jsonl, TensorBoard, wandb, verl's console.
 
-Each reader puts what it finds into a `Log` under the names of the file, and a message for what it could not read.
+Each reader fills a `Log` with curves under the names of the file, and with messages about lines that it could not read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Log:
     messages: list[str] = field(default_factory=list)
     first_step: int = 1
     run: str = ""
-    """Of a file that holds several runs, the one that this is."""
+    """Name of the run in a file that holds several runs."""
 
     @property
     def label(self) -> str:
@@ -51,7 +51,7 @@ class Log:
             self.series.setdefault(name, {})[step] = value
 
     def aligned(self, name: str) -> Series:
-        """A curve with steps counted from 1, whatever the code counts from."""
+        """A curve with steps counted from 1."""
         shift = 1 - self.first_step
         return {step + shift: value for step, value in sorted(self.series.get(name, {}).items())}
 
@@ -81,7 +81,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
-    """The numbers among the values; `_step`, `_runtime` and their like are wandb's own."""
+    """Add the numbers among the values, without wandb's own names (`_step`, `_runtime`, ...)."""
     for name, value in values.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and name != "step" and not name.startswith("_"):
@@ -186,9 +186,7 @@ def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
                         array = make_ndarray(value.tensor)
                         if array.size == 1:
                             log.add(value.tag, event.step, float(array.reshape(-1)[0]))
-        except (
-            Exception
-        ) as error:  # what a broken record throws is not foreseeable; what came before it counts
+        except Exception as error:  # a broken record can raise any error; the records before it are valid
             log.messages.append(f"{path}: {type(error).__name__} after {events} records")
             continue
         if not _holds_records(path, events):  # the loader ends silently at a bad checksum

@@ -1,6 +1,6 @@
 """Names of the same quantity in our metrics (RLinf's names), in RLinf's own logs and in verl's.
 
-`COMPARABLE` says what must be known when curves of different codes are laid over each other.
+`COMPARABLE` notes how the quantity differs between the codes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ COMPARABLE: dict[str, str] = {
     REWARD: "reward of the trajectories that are trained on: after rejection and resampling, in all three codes; "
     "it is not the pass rate, which only ours logs",
     LENGTH: "tokens of the response after resampling, tool responses included, in all three codes; a log that counts "
-    "generated tokens only lies lower",
+    "generated tokens only is lower",
     PASS_RATE: "mean reward of every finished trajectory before rejection; not comparable to verl's or RLinf's reward",
     "rollout/tool_error_ratio": "ours counts typed outcomes of all rollouts; verl counts the word error, after "
     "rejection",

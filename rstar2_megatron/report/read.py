@@ -1,6 +1,6 @@
-"""Reads training curves of any of the codes that people compare: ours, RLinf's, verl's, wandb's exports.
+"""Reads training curves of this project, RLinf and verl, and wandb's exports.
 
-A log is read as far as it can be: every run gives a `Log` with what was found and a message for what was not.
+A log is read as far as possible: every run gives a `Log` with its curves and a message for each unreadable part.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
     """The runs of a run directory, of a directory of runs or of a log file; `verl` translates verl's names.
 
     Understands metrics.jsonl, TensorBoard event directories, verl's `file` jsonl, verl's console output, wandb's offline
-    runs (`.wandb`) and its exports as CSV or jsonl. Never raises for what is in the files; an unreadable log has no series
-    and says why.
+    runs (`.wandb`) and its exports as CSV or jsonl. Never raises for the content of a file; an unreadable log has no series
+    and a message with the reason.
     """
     path = Path(path)
     if not path.exists():
@@ -111,9 +111,9 @@ def _sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
 
 
 def _topmost(files: Iterator[Path]) -> list[Path]:
-    """Directories of the files that lie below no other of them: a writer of sub-curves makes directories of its own.
+    """Directories of the files, without those inside another one: some writers make directories for sub-curves.
 
-    RLinf's logs of single workers are no runs.
+    RLinf's logs of single workers are left out.
     """
     places = sorted({file.parent for file in files if "worker_logs" not in file.parts})
     return [place for place in places if not any(other in place.parents for other in places)]
@@ -140,10 +140,10 @@ def _file_sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
 
 
 def _find_numbering(log: Log) -> None:
-    """Brings steps to one a training step.
+    """Converts step numbers to training steps.
 
-    RLinf counts from 0 and, with several mini-batches a step, in optimizer steps: rollouts and times stand at 0, n, 2n, ...,
-    the losses at every number. The losses of one step are averaged.
+    RLinf counts from 0 and, with several mini-batches a step, in optimizer steps: rollouts and times are logged
+    at 0, n, 2n, ..., losses at every number. The losses of one step are averaged.
     """
     training = {name: series for name, series in log.series.items() if not name.startswith(("eval/", "val"))}
     counted = {REWARD: training[REWARD]} if REWARD in training else training

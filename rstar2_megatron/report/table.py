@@ -1,6 +1,4 @@
-"""The table at the end of a run: its first steps against its last, and held-out results. Text and
-markdown.
-"""
+"""The table at the end of a run: its first steps against its last, and held-out results."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 
 SPAN = 5  # steps averaged at either end
 
@@ -26,7 +24,7 @@ ROWS: tuple[tuple[str, str, int], ...] = (
     ("train/tokens_per_second", "train tokens/s", 0),
     ("time/step", "seconds a step", 2),
 )
-# keys of held_out.json; a recipe's has `after_stage`, a score by stage, besides
+# keys of held_out.json; that of a recipe also has `after_stage`, a score by stage
 HELD_OUT = (
     ("before_sft", "before SFT"),
     ("after_sft", "after SFT"),
@@ -37,7 +35,7 @@ HELD_OUT = (
 Table = list[tuple[str, str, str, str]]
 
 
-# Ratios whose mean over steps must be weighted by what they count, or a step without any would pull it down.
+# Ratios whose mean over steps is weighted by the number of calls, so that a step without calls has no weight.
 WEIGHTS = {
     "rollout/tool_error_ratio": "rollout/tool_calls",
     "rollout/tool_error_ratio_positive": "rollout/tool_calls_positive",
@@ -46,7 +44,7 @@ WEIGHTS = {
 
 
 def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Mean of a metric over the steps that have it; of a ratio per call, over the calls of those steps."""
+    """Mean of a metric over the steps that have it; a ratio per call is weighted by calls."""
     weight = WEIGHTS.get(name)
     pairs = [(row[name], row.get(weight, 1) if weight else 1) for row in rows if row.get(name) is not None]
     total = sum(w for _, w in pairs)
@@ -56,7 +54,7 @@ def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
 def summary(directory: str | Path) -> Table:
     """(quantity, first steps, last steps, change) of a run. Raises ValueError when it has no metrics."""
     directory = Path(directory)
-    rows = MetricsFile(directory / "metrics.jsonl").rows()
+    rows = JsonlFile(directory / "metrics.jsonl").rows()
     if not rows:
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps")
     span = min(SPAN, len(rows))
@@ -71,7 +69,7 @@ def summary(directory: str | Path) -> Table:
 
 
 def held_out(directory: str | Path) -> list[tuple[str, float]]:
-    """(when, pass@1 on held-out problems) as far as measured."""
+    """(when, pass@1 on held-out problems) of each measurement."""
     path = Path(directory) / "held_out.json"
     if not path.is_file():
         return []
@@ -90,15 +88,8 @@ def render_table(directory: str | Path) -> str:
     return "\n".join(lines)
 
 
-def render_markdown(directory: str | Path) -> str:
-    """The table as markdown, for a README."""
-    lines = ["| " + " | ".join(_heads(directory)) + " |", "|---|---:|---:|---:|"]
-    lines += ["| " + " | ".join(row) + " |" for row in summary(directory)]
-    return "\n".join([*lines, "", *_footer(directory)])
-
-
 def _heads(directory: str | Path) -> tuple[str, str, str, str]:
-    steps = len(MetricsFile(Path(directory) / "metrics.jsonl").rows())
+    steps = len(JsonlFile(Path(directory) / "metrics.jsonl").rows())
     span = min(SPAN, steps)
     unit = "step" if span == 1 else f"{span} steps"
     return f"{Path(directory).name}, {steps} steps", f"first {unit}", f"last {unit}", "change"

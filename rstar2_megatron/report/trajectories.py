@@ -2,9 +2,9 @@
 
     python -m rstar2_megatron.report.trajectories RUN [--out FILE] [--steps 1-20] [--max-mb 20]
 
-RUN is a run's directory, an evaluation's, or a trajectories.jsonl. The page shows groups of a step with what was kept and
-dropped and the penalties behind it, each trajectory's turns with tool calls and outputs, its reward and ending, and, as
-shading, how far the actor's log-prob of each token lies from the engine's. Filters stand in the page's address.
+RUN is a run's directory, an evaluation's, or a trajectories.jsonl. The page shows the groups of each step: kept and
+dropped trajectories with their penalties, turns with tool calls and outputs, reward and ending. Shading shows how far the
+actor's log-prob of a token differs from the engine's. The page's address contains the filters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEEDED = (
 
 @dataclass
 class Page:
-    """What the page shows, and what was left out of it."""
+    """Content of the page, and messages about groups that were left out."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     num_rows: int = 0
@@ -41,7 +41,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a row stands in the file. A long run's file does not fit into memory, what the page shows does."""
+    """Place of a row in the file. Rows are read when they are shown, because a long run's file does not fit into memory."""
 
     step: int | None
     query_id: str
@@ -97,9 +97,9 @@ def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
 def build_page(
     path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, max_bytes: int = 20_000_000
 ) -> Page:
-    """Groups of the page, oldest step first; evenly thinned out over the steps when they are too many bytes.
+    """Groups of the page, oldest step first; evenly thinned out over the steps to about `max_bytes`.
 
-    tokenizer: decodes single tokens for the shading; None leaves it out.
+    tokenizer: decodes single tokens for the shading; None: no shading.
     """
     page = Page(num_rows=len(entries))
     groups: dict[tuple[Any, str], list[Entry]] = {}
@@ -116,7 +116,7 @@ def build_page(
 
 
 def _thin_out(keys: Sequence[Any], sizes: Sequence[int], budget: int) -> list[Any]:
-    """As many keys as fit, spread evenly; always at least one."""
+    """As many evenly spread keys as fit into the budget; at least one."""
     if sum(sizes) <= budget or len(keys) < 2:
         return list(keys)
     count = max(1, int(len(keys) * budget / sum(sizes)))
@@ -200,7 +200,7 @@ def shaded_turns(row: Row, tokenizer: Any) -> list[list[tuple[str, int, str]]] |
 
 
 def _pieces(ids: Sequence[int], differences: Sequence[float], tokenizer: Any) -> list[tuple[str, int, str]]:
-    """Runs of tokens without shading are one piece; a character that several tokens make up is one too."""
+    """One piece for a run of unshaded tokens, and one for several tokens that form a single character."""
     pieces: list[tuple[str, int, str]] = []
     waiting: list[int] = []
     worst = 0.0
@@ -227,7 +227,7 @@ def render(page: Page, title: str) -> str:
     about = f"{len(page.groups)} groups, {shown} of {page.num_rows} trajectories"
     about = "; ".join([about, *page.messages])
     text = json.dumps({"title": title, "about": about, "groups": page.groups}, ensure_ascii=False)
-    # inside a script element only `<` could end it; the text itself is never read as HTML
+    # Only `<` could end the script element; the text is never parsed as HTML.
     return _TEMPLATE.read_text(encoding="utf-8").replace("@DATA@", text.replace("<", "\\u003c"))
 
 

@@ -23,7 +23,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 class BrokenFile(ValueError):
-    """The file ends in the middle of a record, or a record is damaged; what came before it counts."""
+    """The file ends in the middle of a record, or a record is damaged; the records before it are valid."""
 
 
 def read_history(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Answers as text: where the answer stands in a response, and which of its spellings mean the same. Pure."""
+"""Answers as text: finding the answer in a response, normalising it, comparing without algebra. Pure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _CHOICE = re.compile(r"\(?([A-Z])\)?")
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """The answer of a response; None with the reason why there is none."""
+    """The answer of a response, or None with the reason in `detail`."""
 
     answer: str | None
     detail: str = ""
@@ -86,7 +86,7 @@ def extract_answer(response: str) -> Extracted:
 def last_boxed(text: str) -> str | None:
     """Content of the last `\\boxed{...}` with balanced braces; escaped braces do not count.
 
-    One pass whatever the text: a response may hold thousands of boxes that never close.
+    A single pass, because a response may hold thousands of boxes that never close.
     """
     boxes = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     open_braces: list[int] = []
@@ -102,9 +102,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """One spelling for answers that differ in LaTeX noise only. Keeps what carries meaning, brackets
-    included.
-    """
+    """One spelling for answers that differ only in LaTeX noise. Brackets keep their meaning and stay."""
     text = answer.strip().replace("\u2212", "-").replace("\u2013", "-").replace("\\$", "").replace("$", "")
     text = (
         text.replace("\\%", "%")
@@ -136,7 +134,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """("5", "cm") of "5 cm", ("50", "%") of "50%"; ("...", "") without a known unit."""
+    """("5", "cm") for "5 cm", ("50", "%") for "50%", (text, "") without a known unit."""
     if text.endswith("%"):
         return text[:-1].strip(), "%"
     match = _TRAILING_UNIT.match(text) if len(text) < 200 else None
@@ -150,7 +148,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 def plain_number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal or fraction of integers; None for anything else."""
-    if len(text) > 300:  # huge numbers are no quick case
+    if len(text) > 300:  # huge numbers are left to the killable worker
         return None
     text = text.replace(" ", "")
     if _INTEGER.fullmatch(text):
@@ -166,7 +164,7 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def is_word(text: str) -> bool:
-    """A text answer ("Monday", "no solution"), which algebra would read as a product of letters."""
+    """Whether it is a text answer ("Monday", "no solution"); algebra would read it as a product of letters."""
     if not _WORDS.fullmatch(text):
         return False
     words = text.lower().split()
@@ -174,7 +172,7 @@ def is_word(text: str) -> bool:
 
 
 def quick_verdict(answer: str, solution: str) -> bool | None:
-    """Equal or not where text and exact numbers decide; None where algebra is needed."""
+    """Whether the answers are equal, by text and exact numbers; None where algebra is needed."""
     ours, theirs = normalise(answer), normalise(solution)
     if not ours:
         return False
@@ -199,7 +197,7 @@ def quick_verdict(answer: str, solution: str) -> bool | None:
 
 
 def is_balanced(text: str) -> bool:
-    """Braces that open and close; escaped ones do not count."""
+    """Whether all braces are balanced; escaped braces do not count."""
     depth = 0
     for brace in _BRACE.findall(text):
         depth += (brace == "{") - (brace == "}")

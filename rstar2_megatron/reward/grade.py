@@ -1,4 +1,4 @@
-"""Gives trajectories their reward; training and evaluation both grade here."""
+"""Sets the reward of trajectories, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rstar2_megatron.trajectory import Problem, Trajectory
 async def grade_trajectories(pool: GraderPool, problem: Problem, trajectories: Sequence[Trajectory]) -> None:
     """Set `reward`, `grade_detail` and `answer` of each trajectory of `problem`.
 
-    Graded is the model's own text, or, in the pool's released mode, the whole response with the tools' output.
+    The graded text is the model's own; in the pool's released mode it is the whole response with the tools' output.
     """
     texts = [
         response_text(t) if pool.mode == "released" else "\n".join(t.assistant_texts) for t in trajectories

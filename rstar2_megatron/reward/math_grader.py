@@ -1,8 +1,7 @@
-"""Does an answer equal one of the solutions? Text and exact numbers first, then math-verify, then a sympy
-rule.
+"""Decides whether an answer equals one of the solutions: text and exact numbers, then math-verify, then a sympy rule.
 
-Everything here may be slow, deep or endless on hostile input: the pool runs it in a process that it can kill.
-math-verify's own limits are switched off, because they use signals and so work in a main thread only.
+Every step may be slow, deep or endless on hostile input, so the pool runs it in a process that it can kill. math-verify's own
+time limits are off: they use signals, which work only in a main thread.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from rstar2_megatron.reward.answer_text import (
     split_unit,
 )
 
-# math-verify, sympy and pylatexenc take a second to import, and most answers need none of them: they are imported in functions.
+# math-verify, sympy and pylatexenc take a second to import and most answers need none of them: functions import them.
 
-MAX_ANSWER_CHARS = 4096  # longer answers are not looked at: no solution is that long
+MAX_ANSWER_CHARS = 4096  # longer answers are ungradable: no solution is that long
 
 CORRECT = "correct"
 WRONG = "wrong"
@@ -36,9 +35,7 @@ _ATTRIBUTE = re.compile(r"[a-zA-Z)\]]\s*\.|\.\s*[a-zA-Z(]")
 
 
 def grade_answer(answer: str, solutions: list[str]) -> str:
-    """CORRECT when the answer equals any solution, else WRONG, or UNGRADABLE when it cannot be read at
-    all.
-    """
+    """CORRECT when the answer equals any solution, else WRONG, or UNGRADABLE when it cannot be parsed."""
     if len(answer) > MAX_ANSWER_CHARS or not is_balanced(answer):
         return UNGRADABLE
     readable = False
@@ -56,7 +53,7 @@ def grade_answer(answer: str, solutions: list[str]) -> str:
 
 
 def quick_grade(answer: str, solutions: list[str]) -> str | None:
-    """As `grade_answer` where no algebra is needed, in microseconds; None where it is."""
+    """As `grade_answer`, in microseconds; None where algebra is needed."""
     if len(answer) > MAX_ANSWER_CHARS or not is_balanced(answer):
         return UNGRADABLE
     undecided = False
@@ -88,7 +85,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _math_verify(answer: str, solution: str) -> bool | None:
-    """math-verify's verdict; None when it cannot read the answer or the solution."""
+    """math-verify's verdict; None when it cannot parse the answer or the solution."""
     from math_verify import verify
 
     ours, theirs = normalise(answer), normalise(solution)
@@ -108,9 +105,7 @@ def _math_verify(answer: str, solution: str) -> bool | None:
 
 
 def _is_math(parsed: list[Any]) -> bool:
-    """math-verify gives back bare text for what it cannot parse, and equal text is no proof of equal
-    value.
-    """
+    """Whether parsing succeeded: math-verify returns plain text otherwise, and equal text does not prove equal value."""
     return any(not isinstance(item, str) for item in parsed)
 
 
@@ -118,10 +113,9 @@ def _is_math(parsed: list[Any]) -> bool:
 
 
 def _sympy_rule(answer: str, solution: str) -> bool | None:
-    """Element-wise equality of tuples, sets and intervals, each by `simplify(a - b) == 0`; None if
-    unreadable.
+    """Element-wise equality of tuples, sets and intervals by `simplify(a - b) == 0`; None if it cannot be parsed.
 
-    LaTeX goes through pylatexenc, so that forms math-verify's grammar rejects still count.
+    pylatexenc converts the LaTeX, so that forms which math-verify's grammar rejects still count.
     """
     ours, theirs = _plain(answer), _plain(solution)
     our_open, our_parts, our_close = _split(ours)
@@ -167,7 +161,7 @@ def _plain(text: str) -> str:
 
 
 def _split(text: str) -> tuple[str, list[str], str]:
-    """("(", ["1", "2"], ")") of "(1, 2)"; brackets are empty for a single value."""
+    """("(", ["1", "2"], ")") for "(1, 2)"; the brackets are empty for a single value."""
     pairs = {"(": ")]", "[": "])", "{": "}"}
     if len(text) > 2 and text[0] in pairs and text[-1] in pairs[text[0]]:
         parts, depth, start = [], 0, 1
@@ -200,9 +194,9 @@ def _equal(a: str, b: str) -> bool | None:
 
 
 def _expression(text: str) -> Any:
-    """A sympy expression of plain text, or None.
+    """The sympy expression of a plain text, or None.
 
-    sympy's parser evaluates Python, so only digits, operators, single letters and known functions may pass.
+    sympy's parser evaluates Python, so only digits, operators, single letters and known functions are accepted.
     """
     names = _NAMES.findall(text)
     safe = _SAFE.fullmatch(text) and not _ATTRIBUTE.search(text) and not is_word(text) and "=" not in text

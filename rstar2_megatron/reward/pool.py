@@ -1,7 +1,7 @@
-"""Grades responses; cannot hang, cannot be bombed, works in any thread and event loop.
+"""Grades responses within a time and memory limit, from any thread and event loop.
 
-Plain text and numbers are decided on the spot. What needs algebra goes to a worker process; a worker that is
-not done in time, or that dies, is killed and replaced, and the answer is graded 0 with the reason.
+Plain text and numbers are compared in the caller's process, answers that need algebra in a worker process. A worker that
+exceeds its limits or dies is replaced, and the answer gets reward 0 with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -29,9 +29,7 @@ Mode = Literal["paper", "released"]
 
 GRADER_TIMEOUT = "grader_timeout"
 DETAILS = ("correct", "wrong", "no_answer_tag", "no_box", "ungradable", "grader_timeout")
-DEFAULT_MEMORY_BYTES = (
-    2 * 1024**3
-)  # address space; numpy's and sympy's libraries alone map several hundred MB
+DEFAULT_MEMORY_BYTES = 2 * 1024**3  # address space; numpy and sympy alone map several hundred MB
 _START_TIMEOUT_S = 120.0
 _CACHE_SIZE = 20_000
 
@@ -42,7 +40,7 @@ class GraderLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """reward is 1.0 or 0.0; detail is one of DETAILS; answer is what was read as the answer."""
+    """`reward` is 1.0 or 0.0, `detail` one of DETAILS, `answer` the extracted answer."""
 
     reward: float
     detail: str
@@ -51,7 +49,7 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What a worker is asked: `text` is the answer (paper) or the whole response (released)."""
+    """A request to a worker: `text` is the answer (paper) or the whole response (released)."""
 
     mode: Mode
     text: str
@@ -61,8 +59,8 @@ class _Question:
 class GraderPool:
     """`num_workers` grading processes, started when first needed.
 
-    `timeout_s` bounds the grading of one answer, waiting for a free worker not included. `mode` says what is graded:
-    "paper", the last box inside the last `<answer>`; "released", the whole response (`released_grader`).
+    `timeout_s` bounds the grading of one answer, without the wait for a free worker. `mode` is the graded text: "paper", the
+    last box inside the last `<answer>`; "released", the whole response (`released_grader`).
     """
 
     def __init__(
@@ -87,14 +85,7 @@ class GraderPool:
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
         self._cache: OrderedDict[tuple[_Question, tuple[str, ...]], str] = OrderedDict()
-        self._counts: Counter[str] = Counter()
         self._closed = False
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Grades by detail, and `workers_replaced`."""
-        with self._lock:
-            return dict(self._counts)
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
         """Grade a response. Raises GraderLost, RuntimeError if closed."""
@@ -104,18 +95,18 @@ class GraderPool:
         return await asyncio.wrap_future(self._threads.submit(self._slow, grade, list(solutions)))
 
     def grade_now(self, response_text: str, solutions: list[str], mode: Mode | None = None) -> Grade:
-        """As `grade`, blocking; in another mode if asked."""
+        """As `grade`, but blocking. `mode` replaces that of the pool."""
         grade = self._quick(mode or self.mode, response_text, solutions)
         if isinstance(grade, Grade):
             return grade
         return self._threads.submit(self._slow, grade, list(solutions)).result()
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two answers mean the same, blocking; False when that cannot be told in time."""
+        """Whether two answers are equal; blocking. False when the time limit passes."""
         return self.grade_now(f"<answer>\\boxed{{{a}}}</answer>", [b], "paper").reward > 0
 
     def close(self) -> None:
-        """End all workers. Grades under way get `grader_timeout`."""
+        """End all workers. Unfinished grades get `grader_timeout`."""
         with self._lock:
             self._closed = True
             workers = list(self._workers)
@@ -132,7 +123,7 @@ class GraderPool:
         self.close()
 
     def _quick(self, mode: Mode, response_text: str, solutions: list[str]) -> Grade | _Question:
-        """A grade, or the question that needs a worker."""
+        """A grade, or the question for a worker."""
         if self._closed:
             raise RuntimeError("the grader pool is closed")
         if mode == "released":
@@ -143,7 +134,7 @@ class GraderPool:
         else:
             extracted = extract_answer(response_text)
             if extracted.answer is None:
-                return self._count(Grade(0.0, extracted.detail))
+                return Grade(0.0, extracted.detail)
             question = _Question(mode, extracted.answer, extracted.answer)
             detail = quick_grade(extracted.answer, solutions)
         if detail is None:
@@ -151,11 +142,11 @@ class GraderPool:
                 detail = self._cache.get((question, tuple(solutions)))
         if detail is None:
             return question
-        return self._count(Grade(float(detail == CORRECT), detail, question.answer))
+        return Grade(float(detail == CORRECT), detail, question.answer)
 
     def _slow(self, question: _Question, solutions: list[str]) -> Grade:
-        """Grade in a worker. One that dies is replaced and the answer tried once more in the time left: the
-        answer killed it only if it kills the next one too."""
+        """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
+        if it kills that one too."""
         worker = self._idle.get()
         try:
             left = self._timeout_s
@@ -175,13 +166,12 @@ class GraderPool:
                     break
         finally:
             self._idle.put(worker)
-        return self._count(Grade(float(detail == CORRECT), detail, question.answer))
+        return Grade(float(detail == CORRECT), detail, question.answer)
 
     def _forget(self, worker: _Worker | None) -> None:
         if worker is not None:
             with self._lock:
                 self._workers.discard(worker)
-                self._counts["workers_replaced"] += 1
             worker.kill()
 
     def _start_worker(self) -> _Worker:
@@ -199,16 +189,11 @@ class GraderPool:
 
     def _remember(self, question: _Question, solutions: list[str], detail: str) -> None:
         if question.mode == "released":
-            return  # whole responses: long, and never the same twice
+            return  # whole responses are long and do not repeat
         with self._lock:
             self._cache[(question, tuple(solutions))] = detail
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
-
-    def _count(self, grade: Grade) -> Grade:
-        with self._lock:
-            self._counts[grade.detail] += 1
-        return grade
 
 
 class _Worker:
@@ -237,7 +222,7 @@ class _Worker:
         return self._process.poll() is None
 
     def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> str:
-        """The verdict; GRADER_TIMEOUT or UNGRADABLE with the process dead when it hung or crashed."""
+        """The verdict. A process that hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE."""
         request = json.dumps({"mode": question.mode, "text": question.text, "solutions": solutions}) + "\n"
         assert self._process.stdin is not None
         try:
@@ -255,7 +240,7 @@ class _Worker:
         return str(json.loads(line))
 
     def _read_line(self, timeout_s: float) -> bytes | None:
-        """The next line; None when time is up or the process has ended."""
+        """The next line; None when the time is over or the process has ended."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -274,7 +259,7 @@ class _Worker:
         return line
 
     def kill(self) -> None:
-        """End the process and close its pipes; harmless when repeated."""
+        """End the process and close its pipes. Safe to call twice."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

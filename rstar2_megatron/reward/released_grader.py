@@ -1,11 +1,11 @@
-"""The reward of the public code: either of two graders on the whole response, tool output included.
+"""The reward of the public code: a response is right if either of two graders accepts it, tool output included.
 
-First grader: a piece of the text is taken for the answer by cue words or a box, and compared leniently. Second grader:
-math-verify looks for expressions in the whole text by itself. `<answer>` tags play no part. What follows from this is
-kept on purpose, because it is what their curves show: a number that a tool printed can count as the answer, and 300 or 0.03
-are right where 3 is asked (they try the solution as a percentage both ways). `reward.mode: paper` has none of it.
+The first grader extracts a piece of the text by cue words or a box and compares it leniently. In the second, math-verify
+searches the whole text for expressions. `<answer>` tags have no effect. The consequences are kept, because the public curves
+contain them: a number printed by a tool can count as the answer, and 300 or 0.03 are right where the solution is 3 (the
+solution is also tried as a percentage, both ways). `reward.mode: paper` has none of these.
 
-The cue words and their order are theirs; equality of algebraic answers is decided by this project's rules.
+The cue words and their order are those of the public code; algebraic answers are compared by this project's rules.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rstar2_megatron.reward.math_grader import CORRECT, MAX_ANSWER_CHARS, WRONG,
 RELATIVE_TOLERANCE = 1e-4  # of two numbers
 MAX_SHOWN_CHARS = 200
 
-# Cut what precedes the last of each, then what follows the last of each: case does not matter.
+# The text before the last of each _BEFORE is cut, then the text after the last of each _AFTER, in any case.
 _BEFORE = ("answer:", "answer is", "answers are")
 _AFTER = ("is answer", "is the answer", "are answers", "are the answers")
-# Cut what precedes the last of each in what a box or the cuts above left.
+# The text before the last of each is cut, after the cuts above and the box.
 _CUES = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
 
 
 def released_answer(response: str) -> str:
-    """The piece of a response that the first grader takes for the answer: what the cuts leave, the whole when none applies.
+    """The answer as the first grader extracts it: the rest after all cuts, or the whole response when none applies.
 
-    Theirs also notes whether a cue was found and a digit is left, but decides without it: a boxed word counts.
+    The public code also records whether a cue and a digit were found, without using it: a boxed word counts.
     """
     text = response
     for cue in _BEFORE:
@@ -50,13 +50,13 @@ def released_answer(response: str) -> str:
 
 
 def _split_last(text: str, cue: str) -> tuple[str, bool, str]:
-    """(before, found, after) the last `cue`, whatever its case."""
+    """(text before, found, text after) the last `cue`, in any case."""
     at = text.lower().rfind(cue)
     return (text, False, "") if at < 0 else (text[:at], True, text[at + len(cue) :])
 
 
 def numbers_agree(answer: str, solution: str) -> bool:
-    """Two numbers within the tolerance, the solution also taken as a percentage either way."""
+    """Whether two numbers agree within the tolerance; the solution is also tried as a percentage, both ways."""
     ours, theirs = plain_number(normalise(answer).rstrip("%")), plain_number(normalise(solution).rstrip("%"))
     if ours is None or theirs is None:
         return False
@@ -67,7 +67,7 @@ def numbers_agree(answer: str, solution: str) -> bool:
 
 
 def quick_released(response: str, solutions: list[str]) -> str | None:
-    """CORRECT where the first grader sees it at once; None where algebra or math-verify must look."""
+    """CORRECT where text or numbers decide; None where algebra or math-verify is needed."""
     answer = released_answer(response)
     if len(answer) <= MAX_ANSWER_CHARS:
         for solution in solutions:
@@ -77,9 +77,7 @@ def quick_released(response: str, solutions: list[str]) -> str | None:
 
 
 def grade_released(response: str, solutions: list[str]) -> str:
-    """CORRECT when either grader accepts any solution, else WRONG. May be slow or endless: run it where it can be
-    killed.
-    """
+    """CORRECT when either grader accepts any solution, else WRONG. It may be endless: run it in a killable process."""
     if quick_released(response, solutions) == CORRECT:
         return CORRECT
     answer = released_answer(response)
@@ -91,7 +89,7 @@ def grade_released(response: str, solutions: list[str]) -> str:
 
 def _math_verify_finds(response: str, solution: str) -> bool:
     """math-verify with its own search: bare expressions and LaTeX in the response, LaTeX in the boxed solution."""
-    # Here: it takes a second, and most answers do not need it.
+    # Imported here: it takes a second, and most answers do not need it.
     from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 

@@ -1,8 +1,8 @@
-"""A grading process: answers or whole responses come in on stdin, verdicts go out on stdout, one JSON line each.
+"""A grading process: reads answers or responses on stdin, writes verdicts to stdout, one JSON line each.
 
     python -m rstar2_megatron.reward.worker MEMORY_BYTES
 
-It may be killed at any time: it holds nothing.
+It has no state and may be killed at any time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _limit(memory_bytes: int) -> None:
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)  # a stuck worker must not outlive the pool
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
-    # Replies have a channel of their own: whatever a library prints goes to stderr.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
+    # Replies use a copy of stdout; what libraries print goes to stderr.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     # Load the libraries before the limits and before the first clock runs.
@@ -43,7 +43,7 @@ def main() -> None:
         grade = grade_released if request["mode"] == "released" else grade_answer
         try:
             detail = grade(request["text"], request["solutions"])
-        except Exception:  # what a parser throws on hostile text is not foreseeable; all of it is ungradable
+        except Exception:  # parsers raise anything on hostile text
             detail = UNGRADABLE
         replies.write(json.dumps(detail) + "\n")
 

@@ -1,4 +1,4 @@
-"""Trajectories on one engine: generate, parse, run tools, append, until a typed ending; parked, or spoilt.
+"""Trajectories on one engine: generate, parse, run tools, append, until a typed ending; parked, or spoiled.
 
 Tokens in, tokens out: what the engine generated is appended as it is, tool responses are tokenised once, and text
 is decoded only to find tool calls. A trajectory can be parked at any token and go on later, under other weights.

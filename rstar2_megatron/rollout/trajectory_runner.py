@@ -65,6 +65,7 @@ class TrajectoryRunner:
         self._pull: asyncio.Future[list[Slice] | None] | None = None
         self._no_more = False
         self._gave_back = False
+        self._reported_capacity = 0  # tokens of KV cache in the engine's last report
         self._wake = asyncio.Event()
         self._failure: BaseException | None = None
         self._evictions_seen = loop.stats.retractions
@@ -118,8 +119,10 @@ class TrajectoryRunner:
         """The engine's report: current lengths and evictions go to the scheduler, the load to the statistics."""
         stats = self.loop.stats
         stats.observe(report)
-        if report.max_total_tokens:  # a restarted engine may have found another amount of free memory
+        if self._reported_capacity not in (0, report.max_total_tokens):
+            # the engine was restarted and has found another amount of free memory
             self.scheduler.budget.capacity_tokens = report.max_total_tokens
+        self._reported_capacity = report.max_total_tokens
         self.scheduler.budget.observe(
             stats.retractions - self._evictions_seen,
             self._lengths,

@@ -1,4 +1,4 @@
-"""What every kind of run shares: its directory, resuming, messages, and the clean-up."""
+"""Base of every kind of run: its directory, resuming, messages, and clean-up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINISHED = "finished.json"
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT arrived; a BaseException so that no handler of errors swallows it."""
+    """SIGTERM or SIGINT arrived. A BaseException, so that no handler of errors catches it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -39,7 +39,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
         self.received: int | None = None
-        """The signal that asked for the stop. What fails after it fails because of it."""
+        """The signal that stopped the run; errors after it are consequences."""
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -58,7 +58,7 @@ class StopSignals:
 
 
 class BaseRun:
-    """Owns everything that a run starts; `close` ends all of it, at whatever point the run stopped."""
+    """Owns everything that a run starts; `close` ends all of it, wherever the run stopped."""
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         self.temporary = RunTemporary()
@@ -74,10 +74,10 @@ class BaseRun:
         raise NotImplementedError
 
     def begin(self, total_steps: int) -> tuple[int, Path] | None:
-        """Make the run's directory; the (step, checkpoint) to go on from, or None.
+        """Make the run's directory; returns the (step, checkpoint) to resume from, or None.
 
-        A run of this name that finished, or that cannot be gone on with, is moved aside; one that was killed after
-        its last step still has to finish. Raises ValueError for a bad `runner.resume_dir`.
+        An earlier run of this name that finished, or that has no checkpoint, is moved aside. A run that was killed after
+        its last step is resumed to finish. Raises ValueError for a bad `runner.resume_dir`.
         """
         runner = self.settings.runner
         resume = find_resume(runner.resume_dir, self.checkpoints)
@@ -85,14 +85,14 @@ class BaseRun:
             self._archive(f"it finished with step {resume[0]}")
             resume = None
         elif resume is None and self._has_results():
-            self._archive("it has no checkpoint to go on from")
+            self._archive("it has no checkpoint to resume from")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / FINISHED).unlink(missing_ok=True)
         (self.directory / "config.yaml").write_text(print_config(self.settings))
         return resume
 
     def _is_finished(self, step: int, total_steps: int) -> bool:
-        """True when the run ended with this step and is not asked for more now."""
+        """True when the run ended with this step and the settings do not ask for more."""
         path = self.directory / FINISHED
         if not path.is_file():
             return False
@@ -104,23 +104,23 @@ class BaseRun:
         return (self.directory / "metrics.jsonl").exists()
 
     def mark_finished(self, step: int, condition: str = "") -> None:
-        """Everything of the run is on the disk. `condition`: the one that ended it before its last step."""
+        """Note that everything of the run is on disk. `condition`: the condition that ended it before its last step, or ""."""
         seconds = round(time.perf_counter() - self.started, 1)
         text = json.dumps({"step": step, "condition": condition, "seconds": seconds})
         (self.directory / FINISHED).write_text(text + "\n")
 
     def _archive(self, why: str) -> None:
-        """Move an earlier run of the same name aside; nothing of it is lost."""
+        """Rename the directory of an earlier run of the same name."""
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         target = self.directory.with_name(f"{self.directory.name}.{stamp}")
         self.directory.rename(target)
-        self._say(f"an earlier run of this name was moved to {target} ({why}); starting anew")
+        self._say(f"an earlier run of this name was moved to {target} ({why}); starting a new one")
 
     def _say(self, line: str) -> None:
         print(f"[{time.perf_counter() - self.started:6.1f} s] {line}", flush=True)
 
     def close(self) -> None:
-        """End what subclasses started. Never raises: the reason we stop must not be hidden."""
+        """End everything that the run started. Never raises, so that the reason of the stop is not hidden."""
         for close in reversed(self._closing):
             quietly(close)
         self._closing.clear()

@@ -1,4 +1,4 @@
-"""What runs on Ray share: the cluster with its worker groups."""
+"""Base of runs on Ray: the cluster with its worker groups."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ClusterRun(BaseRun):
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
         self.cluster = TrainingCluster(settings, to_dict_config(settings))
-        self._closing.append(self.cluster.close)  # the last to end: what a run starts later ends before it
+        self._closing.append(self.cluster.close)  # closed last, because closing runs in reverse order
 
     def close(self) -> None:
-        """End workers and Ray, and what subclasses started. Never raises."""
-        # Calls that the end cuts off fail, and nobody waits for them any more: Ray would print each one's traceback.
+        """End everything that the run started, then workers and Ray. Never raises."""
+        # Calls that are still running fail, and nothing waits for them: Ray would print a traceback for each.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         super().close()

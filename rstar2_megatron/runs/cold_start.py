@@ -1,8 +1,9 @@
 """The cold start: SFT phases before reinforcement learning, done once and cached.
 
-The cache lies under `cold_start.cache_dir` in a directory named by everything that decides its content: the base
-model's path, the phases, the data behind them, the seed and the precision. It holds the Hugging Face model and
-`result.json` with the held-out scores before and after, so that a later run prints the same table without the SFT.
+The cache is a directory under `cold_start.cache_dir`. Its name is a hash of everything that decides its content: path of the
+base model, phases, their data, seed and precision. It holds the Hugging Face model and
+`result.json` with the held-out scores before and after, so that a later run prints the same table
+without the SFT.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Evaluate = Callable[[str], HeldOutResult]
 
 @dataclass
 class ColdStartResult:
-    """What SFT did: the model it left and the held-out scores around it."""
+    """The model that SFT made, and the held-out scores before and after."""
 
     model: Path
     before: float | None
@@ -41,7 +42,7 @@ class ColdStartResult:
 
 
 def cache_dir(settings: Settings) -> Path:
-    """Where the result for these settings lies, whether it exists or not."""
+    """Directory of the result for these settings, whether it exists or not."""
     phases = [phase.model_dump() for phase in settings.cold_start.phases]
     for phase in phases:
         stat = Path(phase["data_path"]).stat()
@@ -58,7 +59,7 @@ def cache_dir(settings: Settings) -> Path:
 
 
 def find_cached(settings: Settings) -> ColdStartResult | None:
-    """The cached result, or None when this SFT has not been done yet."""
+    """The cached result, or None."""
     path = cache_dir(settings) / "result.json"
     if not path.exists():
         return None
@@ -69,8 +70,8 @@ def find_cached(settings: Settings) -> ColdStartResult | None:
 def check_reference(settings: Settings) -> None:
     """The reference of the KL term must be the model that RL began with, also in a resumed run.
 
-    Raises ValueError when that model was the cold start's and its cache is gone (or was made under other settings): the
-    run would go on with the model before SFT as its reference, and nothing would show it.
+    Raises ValueError when that model was the cold start's and its cache is gone or belongs to other settings: the run
+    would silently take the model before SFT as its reference.
     """
     begins_elsewhere = settings.runner.init_checkpoint or not settings.cold_start.enabled
     if not settings.algorithm.kl_beta or begins_elsewhere:
@@ -94,7 +95,7 @@ def run_cold_start(
 ) -> ColdStartResult:
     """Train all phases, export the model, and evaluate before and after if `evaluate` is given.
 
-    `sync` brings the engines to the actor's weights. The cache directory appears whole or not at all.
+    `sync` sends the actor's weights to the engines. The cache directory appears by one rename when it is complete.
     """
     final = cache_dir(settings)
     before = evaluate("held-out before SFT") if evaluate else None

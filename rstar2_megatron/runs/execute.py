@@ -1,4 +1,4 @@
-"""From a loaded configuration to an exit code: check, plan, run, clean up."""
+"""Executes a loaded configuration: check, plan, run, clean up; the result is an exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
 logger = logging.getLogger(__name__)
-_CLOSE_LIMIT_S = 75.0  # workers, engines, judge and Ray; under a recipe's grace
+_CLOSE_LIMIT_S = 75.0  # for workers, engines, judge and Ray; below the grace period of a recipe
 
 
 def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
@@ -43,13 +43,13 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
     try:
         started = time.perf_counter()
         run = make_run(settings, signals)
-        run.started = started  # with the seconds in which torch, Ray and RLinf load
+        run.started = started  # includes the import of torch, Ray and RLinf
         run.train()
         code = 0
     except Stopped as stopped:
         code = _stopped(stopped)
     except (ValueError, RuntimeError, OSError) as e:
-        if signals.received is not None:  # a library turned the stop into an error of its own
+        if signals.received is not None:  # a library raised its own error because of the stop
             code = _stopped(Stopped(signals.received))
         else:
             print(f"\nerror: {e}", file=sys.stderr, flush=True)
@@ -69,9 +69,9 @@ def _stopped(stopped: Stopped) -> int:
 
 
 def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
-    """The run that `runner.task_type` asks for.
+    """The run of `runner.task_type`.
 
-    Imported here: torch, Ray and RLinf take seconds, and a dry run and bad input are answered without them.
+    Runs are imported here, because torch, Ray and RLinf take seconds; a dry run and bad input need none of them.
     """
     if settings.runner.task_type == "sft":
         from rstar2_megatron.runs.sft_run import SFTRun

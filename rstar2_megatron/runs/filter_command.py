@@ -14,15 +14,17 @@ from rstar2_megatron.settings.load import ConfigError, load_settings
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the run: 0, 1 when it failed, 2 for bad input, 130 or 143 when stopped."""
     parser = argparse.ArgumentParser(
-        description="Leave out the problems that a model always solves; write how often it solved each."
+        description="Drop the problems that a model always solves; write how often it solved each problem."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     parser.add_argument("--data", required=True, nargs="+", metavar="FILE", help="jsonl of problems")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("-k", "--samples", type=int, default=8, help="attempts at each problem (default 8)")
-    parser.add_argument("--drop-never-solved", action="store_true", help="leave these out too")
-    parser.add_argument("--limit", type=int, default=-1, help="only the first so many problems, for a try")
-    parser.add_argument("--config", required=True, metavar="NAME", help="what the model is trained with")
+    parser.add_argument(
+        "--drop-never-solved", action="store_true", help="also drop problems that it never solves"
+    )
+    parser.add_argument("--limit", type=int, default=-1, help="only the first N problems, for a trial")
+    parser.add_argument("--config", required=True, metavar="NAME", help="configuration of its training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
     arguments = parser.parse_intermixed_args(argv)
     files = [word for word in arguments.data if "=" not in word or Path(word).exists()]

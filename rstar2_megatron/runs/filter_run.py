@@ -1,7 +1,7 @@
-"""`runner.task_type: difficulty_filter`: leave out the problems that a model always (or never) solves.
+"""`runner.task_type: difficulty_filter`: drops the problems that a model always (or never) solves.
 
 Every attempt goes through the agent loop, judge and grader of training (`evaluation/sampling.py`) with the sampling of
-training: algorithm.sampling_params and agentloop.max_assistant_turns. Stopped or killed, it goes on where it was.
+training: algorithm.sampling_params and agentloop.max_assistant_turns. After a stop or a kill the same command continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rstar2_megatron.trajectory import Problem
 
 
 class FilterRun(BaseRun):
-    """Engines and judge on this node, no Ray. `sample` stops what it starts."""
+    """Engines and judge on this node, without Ray. `sample` stops what it starts."""
 
     def train(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class FilterRun(BaseRun):
 def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     """Sample, count and write pass_counts.jsonl, train.jsonl and report.json to `out`; returns the report.
 
-    Raises DataError when no problem is left, and what `evaluation.sampling.sample` raises.
+    Raises DataError when no problem is left, and the errors of `evaluation.sampling.sample`.
     """
     options, data = settings.difficulty_filter, settings.data
     problems = _short_problems(settings)
@@ -85,7 +85,7 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
 
 
 def _short_problems(settings: Settings) -> list[Problem]:
-    """The problems that training would take."""
+    """The problems that training would use."""
     data, limit = settings.data, settings.difficulty_filter.num_problems
     problems: Sequence[Problem] = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
     problems = problems[:limit] if limit >= 0 else problems

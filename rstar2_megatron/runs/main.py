@@ -19,7 +19,7 @@ bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run 
   NAME            a file of config/ without .yaml, or a path to a YAML (default {DEFAULT_CONFIG})
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
-                  killed, the same command goes on in the right stage
+                  after a kill, the same command continues in the right stage
   --dry-run       check the configuration, print the plan (placement, batch arithmetic, token budgets), exit
   --print-config  print the resolved YAML, exit
   --help          this text
@@ -31,7 +31,7 @@ curves, prints a table, and stops what it started.
 What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (default results/NAME/):
   metrics.jsonl  one object a step        tensorboard/   event files       trajectories.jsonl  samples
   curves.png     reward, length, errors   checkpoints/global_step_N/       model/              Hugging Face directory
-  rollouts/      every token, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
+  rollouts/      all tokens, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
 
 Often changed:
   runner.max_steps=N runner.save_interval=N runner.experiment_name=NAME runner.resume_dir=auto|null|PATH

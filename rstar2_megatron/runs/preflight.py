@@ -1,6 +1,6 @@
-"""Everything that can be known to be wrong before a process is started. Quick, and without torch.
+"""Checks before a process is started: quick, and without torch.
 
-Each problem is a sentence with the operands and the remedy; all of them are reported at once.
+Each problem is a sentence with the operands and the remedy; all problems of a kind are reported at once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def check_before_start(
 ) -> list[str]:
     """Raise ConfigError for the first kind of mistakes found, all of a kind together; return warnings.
 
-    In a dry run, files and GPUs that are not here yet are warnings, so that a plan for another machine can be
-    made. `find_gpus` and `free_bytes` are the machine's answers, replaceable in tests.
+    In a dry run, missing files and GPUs are warnings, so that a plan for another machine can be made. `find_gpus` and
+    `free_bytes` ask the machine; tests replace them.
     """
     _raise(arithmetic_problems(settings))
     gpus = find_gpus()
@@ -186,7 +186,7 @@ def cluster_problems(settings: Settings) -> Iterator[str]:
 
 
 def model_problems(settings: Settings) -> Iterator[str]:
-    """What is missing in the model directory."""
+    """Missing parts of the model directory."""
     path = settings.rollout.model.model_path
     builder = settings.cold_start.enabled and settings.cold_start.builder
     if path.startswith(BUILT_PREFIX):
@@ -252,7 +252,7 @@ def layout_problems(
 
 
 def engine_problems(settings: Settings) -> Iterator[str]:
-    """A transformer engine that is asked for and not installed here; an allocator that engines and IPC do not bear."""
+    """TransformerEngine required but not installed; an allocator that neither engines nor CUDA IPC work with."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             yield (
@@ -267,7 +267,7 @@ def engine_problems(settings: Settings) -> Iterator[str]:
 
 
 def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
-    """A checkpoint of another run that is to be gone on with, and is none."""
+    """A `runner.init_checkpoint` that is not a checkpoint."""
     path = settings.runner.init_checkpoint
     if path and not (Path(path) / "actor" / "metadata.json").is_file():
         yield (
@@ -331,7 +331,7 @@ def logger_problems(settings: Settings) -> Iterator[str]:
 
 
 def replay_problems(directory: str | None, max_steps: int) -> Iterator[str]:
-    """Saved rollouts that are to be trained on again, and are not there."""
+    """Missing files of `runner.replay_rollouts`."""
     if not directory:
         return
     missing = [step for step in range(1, max_steps + 1) if not rollouts_path(directory, step).is_file()]

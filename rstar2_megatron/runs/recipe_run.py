@@ -1,15 +1,13 @@
-"""Runs the stages of a recipe in order, each as a program of its own, and goes on in the right one after a kill.
+"""Runs the stages of a recipe in order, each in a process of its own, and continues in the right stage after a kill.
 
-A stage is done when its program ended with 0; that is written to {root}/recipe.json at once. A stage that was begun is
-run again, and goes on from its own newest checkpoint. All reasoning stages together make {root}/metrics.jsonl and
-curves.png, steps counted through, with the borders of the stages.
+A stage is done when its process ended with 0; {root}/recipe.json says so at once. A stage that was begun is run again and
+resumes from its own newest checkpoint. {root}/metrics.jsonl and curves.png hold all reasoning stages, with steps numbered
+through and the borders of the stages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
@@ -26,10 +24,11 @@ from rstar2_megatron.runs.base_run import FINISHED
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
+from rstar2_megatron.services.process import kill_tree
 from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
 
 STATE = "recipe.json"
-_END_GRACE_S = 90.0  # a stage ends its workers, the engines, the judge and Ray
+_END_GRACE_S = 90.0  # in which a stage ends its workers, engines, judge and Ray
 
 
 def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_config: bool = False) -> int:
@@ -103,11 +102,11 @@ class _Runner:
         if known["status"] == "running" and ended and known["fingerprint"] == self.plan.fingerprint(stage):
             self._write_state(
                 stage, "done", seconds=known.get("seconds", 0.0)
-            )  # we were killed before we could note it
+            )  # this process was killed before it could write this
         return bool(self.state["stages"][stage.name]["status"] == "done")
 
     def _check_finished_stages(self) -> None:
-        """What was done with other settings cannot be gone on from silently. Raises ConfigError."""
+        """Raises ConfigError when a finished stage had other settings than now."""
         for stage in self.plan.recipe.stages:
             known = self.state["stages"].get(stage.name)
             if known and known["status"] == "done" and known["fingerprint"] != self.plan.fingerprint(stage):
@@ -118,16 +117,16 @@ class _Runner:
 
     def _run_stage(self, stage: Stage) -> int:
         settings = self.plan.settings(stage)
-        before = self.state["stages"].get(stage.name, {}).get("seconds", 0.0)  # of attempts that were stopped
+        before = self.state["stages"].get(stage.name, {}).get("seconds", 0.0)  # of earlier, stopped attempts
         self._write_state(stage, "running", seconds=before)
         started = time.monotonic()
-        # The whole configuration as a file: what runs is exactly what was checked.
+        # The complete configuration in a file, so that the stage runs exactly with the checked settings.
         config = self.plan.root / f"{stage.name}.yaml"
         config.write_text(print_config(settings), encoding="utf-8")
         self._child = subprocess.Popen(
             [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", str(config)],
             preexec_fn=die_with_parent,
-            start_new_session=True,  # a Ctrl-C reaches it once, through us
+            start_new_session=True,  # so that a Ctrl-C reaches the stage once, through `_forward`
         )
         if self._stopped_by:
             self._forward(self._stopped_by, None)
@@ -137,7 +136,7 @@ class _Runner:
         return code
 
     def _forward(self, number: int, frame: object) -> None:
-        """Hand the signal to the stage, which ends what it started."""
+        """Forward the signal to the stage, which ends what it started."""
         self._stopped_by = number
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
@@ -146,8 +145,7 @@ class _Runner:
 
     def _kill(self, number: int, frame: object) -> None:
         if self._child is not None and self._child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
+            kill_tree(self._child.pid)
 
     def _write_state(self, stage: Stage, status: str, **more: Any) -> None:
         entry = {"status": status, "fingerprint": self.plan.fingerprint(stage), **more}
@@ -164,11 +162,11 @@ class _Runner:
 
 
 def write_curve(plan: StagePlan) -> Path | None:
-    """Write metrics.jsonl, stages.json and curves.png of all reasoning stages so far; None before the first step."""
+    """Write metrics.jsonl, stages.json and curves.png of all reasoning stages so far; None without a step."""
     rows: list[Mapping[str, Any]] = []
     borders: list[dict[str, Any]] = []
     for stage in plan.recipe.stages:
-        own = MetricsFile(plan.directory(stage.name) / "metrics.jsonl").rows()
+        own = JsonlFile(plan.directory(stage.name) / "metrics.jsonl").rows()
         if stage.task != "reasoning" or not own:
             continue
         done = len(rows)
@@ -186,9 +184,7 @@ def write_curve(plan: StagePlan) -> Path | None:
 
 
 def _write_held_out(plan: StagePlan) -> None:
-    """Held-out scores before the first and after each reasoning stage, and the seconds of all stages, as the table of a
-    run reads them.
-    """
+    """Write held_out.json: scores before the first and after each reasoning stage, and the seconds of all stages."""
     tables: dict[str, dict[str, Any]] = {}
     for stage in plan.recipe.stages:
         path = plan.directory(stage.name) / "held_out.json"

@@ -21,10 +21,7 @@ from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
-from rstar2_megatron.records.metrics_file import MetricsFile
-from rstar2_megatron.records.rollout_log import append_rollouts
-from rstar2_megatron.records.samples import TrajectorySamples
-from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
+from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
@@ -37,12 +34,12 @@ from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpu
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
-from rstar2_megatron.training.colocation import uses_colocation
+from rstar2_megatron.training.colocation import is_colocated
 from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Group
 
-_LAST_PUBLISH_S = 15.0  # what a checkpoint may still take when the run has failed or is stopped
+_LAST_PUBLISH_S = 15.0  # for a checkpoint that is being written when the run fails or is stopped
 _SCORE_STEPS = 5  # whose mean pass rate is a checkpoint's
 
 
@@ -56,8 +53,12 @@ class RLRun(ClusterRun):
             self.directory / "logs" / "judge.log",
             host=listening_address(settings.cluster.num_nodes),
         )
+        self.files = RunFiles(
+            self.directory,
+            save_rollouts=settings.runner.save_rollouts,
+            save_rollout_tokens=settings.runner.save_rollout_tokens,
+        )
         self.last_evaluation: tuple[int, Any] = (-1, None)
-        self.metrics_file = MetricsFile(self.directory / "metrics.jsonl")
         self.watch = CollapseWatch(settings.runner.max_empty_steps)
         self._unfinished: UnfinishedCheckpoint | None = None
         self._unfinished_updated = False
@@ -83,7 +84,7 @@ class RLRun(ClusterRun):
     # ------------------------------------------------------------------------------------------- starting
 
     def _start(self) -> None:
-        """Judge, Ray, RLinf, actor, engines, reward: everything comes up side by side."""
+        """Start judge, Ray, RLinf, actor, engines and reward workers in parallel."""
         settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
         data = settings.data
         self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
@@ -103,8 +104,8 @@ class RLRun(ClusterRun):
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         actors = self.actor.start("initialize", model, address, self.cluster.device)
         shared = collocated(settings.cluster, slots_of(settings.cluster, visible_gpus()))
-        colocation = uses_colocation(settings.actor, collocated=shared)
-        if colocation:  # an engine sizes its KV cache by the memory that it finds free
+        colocated = is_colocated(settings.actor, shared_slots=shared)
+        if colocated:  # an engine sizes its KV cache by the memory that it finds free
             actors.result(timeout)
             self.actor.call("offload", timeout_s=timeout)
         engines = self.rollout.start("start_engine", model, judge_url)
@@ -134,7 +135,7 @@ class RLRun(ClusterRun):
             self.rollout,
             self.coordinator,
             device=self.cluster.device,
-            colocation=colocation,
+            colocated=colocated,
         )
         kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
         self._say(
@@ -147,7 +148,7 @@ class RLRun(ClusterRun):
         return ChatTemplate(tokenizer, self.settings.agentloop)
 
     def _cold_start(self) -> None:
-        """SFT if the YAML asks for it and the cache has none, then a fresh optimizer and the first sync."""
+        """The first sync, SFT unless it is off or cached, evaluation, and a fresh optimizer."""
         settings = self.settings
         if settings.runner.init_checkpoint:
             self._say(f"starting from {settings.runner.init_checkpoint}, optimizer included")
@@ -170,7 +171,7 @@ class RLRun(ClusterRun):
         elif self._evaluates:
             self.table["before_rl"] = self._evaluate("held-out before RL").average
         self._write_table()
-        if settings.runner.init_checkpoint:  # model and optimizer go on as they are
+        if settings.runner.init_checkpoint:  # model and optimizer continue unchanged
             self.actor.call("continue_rl", timeout_s=settings.runner.step_timeout_s)
             return
         self.actor.call(
@@ -197,9 +198,9 @@ class RLRun(ClusterRun):
         self.table = state["table"]
         self.coordinator.restore(state.get("carried", []))
         self._check_scores(state.get("scored"))
-        self.metrics_file.truncate_after(step)
+        self.files.truncate_after(step)
         runner = self.settings.runner
-        before = self.metrics_file.rows() if runner.check_after_resume else []
+        before = self.files.metrics.rows() if runner.check_after_resume else []
         self.watch = CollapseWatch(runner.max_empty_steps, before)
         self._resumed_from = step
         self.trainer.sync_weights(version=step)
@@ -207,7 +208,7 @@ class RLRun(ClusterRun):
         return step
 
     def _check_scores(self, saved: tuple[list[TrainSequence], list[list[float]]] | None) -> None:
-        """The loaded actor scores the checkpoint's group as the saving one did; older checkpoints have no group."""
+        """The resumed actor must score the checkpoint's group as the saving actor did. Older checkpoints have no group."""
         if saved:
             sequences, logprobs = saved
             now = self.trainer.score(sequences)
@@ -223,10 +224,8 @@ class RLRun(ClusterRun):
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
         self._closing.append(log.finish)
-        samples = TrajectorySamples(self.directory / "trajectories.jsonl")
-        samples.truncate_after(done)
         for step in range(done + 1, runner.max_steps + 1):
-            if runner.stop_when and (held := first_that_holds(runner.stop_when, self.metrics_file.rows())):
+            if runner.stop_when and (held := first_that_holds(runner.stop_when, self.files.metrics.rows())):
                 return self._stop_early(step - 1, held)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
@@ -252,13 +251,8 @@ class RLRun(ClusterRun):
                 self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                 row.update(self.last_evaluation[1].metrics())
             print(step_line(row), flush=True)
-            self.metrics_file.append({k: int(v) if k == "step" else v for k, v in row.items()})
+            self.files.append(step, row, result.groups, result.shown)
             log.log({k: v for k, v in row.items() if k != "step"}, step)
-            samples.append(step, result.shown)
-            if runner.save_rollouts:
-                append_rollouts(self.directory / "rollouts.jsonl", step, result.groups)
-            if runner.save_rollout_tokens:
-                write_groups(rollouts_path(self.directory / "rollouts", step), result.groups)
             self._watch(step, row)
         self._publish_checkpoint()
         return max(done, runner.max_steps), ""
@@ -273,7 +267,7 @@ class RLRun(ClusterRun):
         return step, condition
 
     def _trained(self, step: int, save: bool, groups: Sequence[Group], updated: bool) -> None:
-        """The actor has trained on `groups` and still holds the accelerator."""
+        """Save after training on `groups`, while the actor is still awake."""
         self._updated |= updated
         usable = next((group.usable for group in groups if group.usable), [])
         self._scored = [train_sequence(trajectory, 0.0) for trajectory in usable]
@@ -281,7 +275,7 @@ class RLRun(ClusterRun):
             self._save(step)
 
     def _watch(self, step: int, row: dict[str, float]) -> None:
-        """End a ruined run. Raises CollapseError; a checkpoint of ruined weights does not get its name."""
+        """Raises CollapseError for a ruined run; a checkpoint of ruined weights is discarded."""
         try:
             self.watch.add(row)
         except EmptySteps:
@@ -316,11 +310,11 @@ class RLRun(ClusterRun):
         self._unfinished_updated, self._updated = self._updated, False
 
     def _publish_checkpoint(self, timeout_s: float | None = None) -> None:
-        """Wait for the files of the checkpoint being written, if there is one, and give it its name."""
+        """Wait for the files of an unfinished checkpoint, if there is one, and give it its name."""
         if self._unfinished is not None:
             timeout_s = timeout_s or self.settings.runner.step_timeout_s
             self.actor.call("finish_checkpoint", timeout_s=timeout_s)
-            # What the run resumed from stays until the steps after it are known to be sound.
+            # The checkpoint that the run resumed from stays until the steps after it are known to be sound.
             protected = [self._resumed_from] if self._resumed_from and self.watch.compares_with_before else []
             self._unfinished.publish(
                 self.settings.runner.keep_checkpoints,
@@ -331,7 +325,7 @@ class RLRun(ClusterRun):
             self._unfinished = None
 
     def _note(self, step: int) -> CheckpointNote:
-        rows = [row for row in self.metrics_file.rows() if row["step"] <= step][-_SCORE_STEPS:]
+        rows = [row for row in self.files.metrics.rows() if row["step"] <= step][-_SCORE_STEPS:]
         rates = [row[PASS_RATE] for row in rows if row.get(PASS_RATE) is not None]
         at, evaluation = self.last_evaluation
         return CheckpointNote(

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.runner_tools import MetricLogger
 from rstar2_megatron.records import checkpoint
-from rstar2_megatron.records.metrics_file import MetricsFile
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.report.draw import draw_sft
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings
@@ -21,7 +21,7 @@ LOSS, VALIDATION_LOSS = "train/sft/loss", "eval/sft_loss"
 
 
 class SFTRun(ClusterRun):
-    """Only actor workers: no engine, no judge."""
+    """A run with actor workers only, without engine and judge."""
 
     def train(self) -> None:
         settings, timeout = self.settings, self.settings.runner.step_timeout_s
@@ -34,7 +34,7 @@ class SFTRun(ClusterRun):
             + (f"; {rows.skipped} left out as too long" if rows.skipped else "")
         )
         resume = self.begin(phase.steps)
-        self.metrics = MetricsFile(self.directory / "metrics.jsonl")
+        self.metrics = JsonlFile(self.directory / "metrics.jsonl")
         self._start(model, timeout)
         self.actor.call("start_sft_phase", phase, timeout_s=timeout)
         start = 0
@@ -86,7 +86,7 @@ class SFTRun(ClusterRun):
         return validation_loss(self.actor, self.held_out, sft.batch_size, self.settings.runner.step_timeout_s)
 
     def _after(self, done: int, steps: list[Metrics], phase: SFTPhaseSettings) -> None:
-        """Log the steps of a call, and do what is due after its last one."""
+        """Log the steps of a call; validate and save after its last step when that is due."""
         runner, every = self.settings.runner, self.settings.sft.val_interval
         now = time.perf_counter()
         seconds, self._lap = (now - self._lap) / len(steps), now

@@ -1,8 +1,8 @@
-"""A recipe: stages that run one after the other, each with its own overrides, the model passed on. Pure but for files.
+"""A recipe: stages that run one after the other, each with its own overrides; each passes its model to the next.
 
 A recipe is a YAML (`config/recipe/NAME.yaml` or a path):
 
-    config: rstar2-qwen2.5-14b-megatron     what every stage starts from, a name of config/ or a path
+    config: rstar2-qwen2.5-14b-megatron     configuration of every stage, a name of config/ or a path
     overrides: {key: value, ...}            of all stages
     stages:
       - {name: sft, task: sft, overrides: {...}}
@@ -35,24 +35,24 @@ MODEL_KEY = "rollout.model.model_path"
 
 
 class Stage(Section):
-    """One stage; it leaves its results in {output_dir}/{recipe}/{name}/."""
+    """One stage; its results are in {output_dir}/{recipe}/{name}/."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     task: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
     """runner.task_type of the stage."""
     optimizer: Literal["keep", "reset"] = "reset"
-    """keep: moments and step count of the stage before, which must be a reasoning stage too."""
+    """keep: moments and step count of the stage before, which must also be a reasoning stage."""
     problems_from: str | None = None
-    """A difficulty_filter stage before, whose problems this one trains on."""
+    """An earlier difficulty_filter stage, whose problems this stage trains on."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Dotted keys; they win over the recipe's."""
+    """Dotted keys; they override those of the recipe."""
 
 
 class Recipe(Section):
     """A whole recipe."""
 
     name: str = ""
-    """Directory under runner.output_dir; the file's name when it is not written."""
+    """Directory under runner.output_dir; default: the name of the file."""
     config: str
     overrides: dict[str, Any] = Field(default_factory=dict)
     stages: list[Stage] = Field(min_length=1)
@@ -79,7 +79,7 @@ class Recipe(Section):
         return self
 
     def model_before(self, name: str) -> str | None:
-        """The last stage before `name` that leaves a model."""
+        """The last stage before `name` that exports a model."""
         found = None
         for stage in self.stages:
             if stage.name == name:
@@ -118,7 +118,7 @@ def load_recipe(name: str) -> Recipe:
 
 
 def split_overrides(recipe: Recipe, words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(overrides of all stages, those of single ones). Raises ConfigError for a stage that there is not."""
+    """(overrides of all stages, overrides by stage). Raises ConfigError for an unknown stage."""
     names = [stage.name for stage in recipe.stages]
     common: list[str] = []
     own: dict[str, list[str]] = {name: [] for name in names}
@@ -148,7 +148,7 @@ def _hydra(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(_hydra(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        # Hydra takes no quoted keys; the placement, whose keys need quotes, is read as YAML (`settings/load.py`).
+        # Hydra has no quoted keys; `settings/load.py` reads the placement, whose keys need quotes, as YAML.
         keys = {key: str(key) if re.fullmatch(r"[\w.-]+", str(key)) else _hydra(str(key)) for key in value}
         return "{" + ", ".join(f"{keys[key]}: {_hydra(item)}" for key, item in value.items()) + "}"
     # Hydra takes a backslash literally, unless quotes follow it.
@@ -194,7 +194,7 @@ class StagePlan:
         return self.root / name
 
     def settings(self, stage: Stage, *, for_plan: bool = False) -> Settings:
-        """What the stage runs with. for_plan: before the earlier stages have run, with the first model instead."""
+        """Settings of the stage. for_plan: with the first model, because earlier stages have not run yet."""
         passed_on = [override_word("runner.output_dir", str(self.root))]
         if not for_plan:
             passed_on += self._passed_on(stage)
@@ -221,7 +221,7 @@ class StagePlan:
         return words
 
     def fingerprint(self, stage: Stage) -> str:
-        """Changes when the stage would run with other settings; a key that a new version adds changes nothing."""
+        """A hash of the settings of the stage; a key at its default, such as one of a newer version, does not change it."""
         plain = self.settings(stage, for_plan=True).model_dump(mode="json", exclude_defaults=True)
         text = json.dumps(
             {"stage": stage.model_dump(exclude={"overrides"}), "settings": plain}, sort_keys=True

@@ -10,10 +10,10 @@ from rstar2_megatron.settings.schema import StopCondition
 
 
 def first_that_holds(conditions: Sequence[StopCondition], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The first condition that the steps so far satisfy, in words, or "".
+    """The first condition that the steps so far satisfy, as text, or "".
 
-    rows: metrics of every step from 1. Values are means over whole spans of `average_over` steps that have the
-    metric, counted from the first; the last `times` of them must all lie within the bounds.
+    rows: metrics of every step from 1. Values are means over complete spans of `average_over` steps with the
+    metric, counted from the first step. The last `times` values must all be within the bounds.
     """
     for condition in conditions:
         values = span_means(rows, condition.metric, condition.average_over)[-condition.times :]
@@ -24,7 +24,7 @@ def first_that_holds(conditions: Sequence[StopCondition], rows: Sequence[Mapping
 
 
 def span_means(rows: Sequence[Mapping[str, Any]], metric: str, span: int) -> list[float]:
-    """Means of a metric over consecutive whole spans of the steps that have it."""
+    """Means of a metric over consecutive complete spans of the steps that have it."""
     values = [float(row[metric]) for row in rows if row.get(metric) is not None]
     values = [value for value in values if math.isfinite(value)]
     return [sum(values[i : i + span]) / span for i in range(0, len(values) - span + 1, span)]

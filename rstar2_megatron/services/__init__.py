@@ -1,1 +1,1 @@
-"""Services that a run starts for itself and stops again: Redis."""
+"""What a run starts beside itself: Redis, ports, temporary directories, and the end of processes."""

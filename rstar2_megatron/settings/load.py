@@ -1,8 +1,8 @@
-"""From a YAML's name and the command line's overrides to checked settings.
+"""Loads a YAML with the overrides of the command line into checked settings.
 
 Hydra composes the YAML (defaults list, interpolation, overrides), RLinf's keys are translated, and the schema
-judges the rest. Every mistake is a ConfigError that names the key, the value and the nearest valid choice.
-Neither torch nor Ray is imported here: bad input is answered in about a second.
+checks the rest. Every mistake is a ConfigError that names the key, the value and the nearest valid choice.
+Neither torch nor Ray is imported, so bad input is answered in about a second.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
 
 class ConfigError(ValueError):
-    """The user's configuration is wrong; the message says where and what to do."""
+    """The user's configuration is wrong; the message names the place and the remedy."""
 
 
 @dataclass
 class Loaded:
-    """Settings, the same as a DictConfig with every default filled in, and what to tell the user at start."""
+    """Settings, the same settings as a DictConfig with all defaults, and notes for the user."""
 
     settings: Settings
     config: DictConfig
@@ -54,8 +54,8 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
     """Compose `config`, a name in config/ or a path to a YAML, with `key=value` overrides.
 
     A YAML elsewhere can have `defaults: [base, _self_]` too. An override may set any key of the schema,
-    written in the YAML or not; `+key=value` means the same, `~key` removes a written key so that its default
-    counts. Raises ConfigError.
+    written in the YAML or not; `+key=value` means the same. `~key` removes a key of the YAML, so that its default
+    holds. Raises ConfigError.
     """
     directory, name = find_config(config)
     data = _compose(directory, name, overrides)
@@ -80,12 +80,12 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def print_config(settings: Settings) -> str:
-    """The whole configuration as YAML that `load` reads back to equal settings."""
+    """The complete configuration as YAML; `load` reads it back to equal settings."""
     return yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True, width=100)
 
 
 def to_plain(settings: Settings) -> dict[str, Any]:
-    """Settings as nested dicts; an absent `cluster.node_groups` is left out, as RLinf wants it."""
+    """Settings as nested dicts; an absent `cluster.node_groups` is left out, as RLinf requires."""
     data = settings.model_dump(mode="json")
     if data["cluster"].get("node_groups") is None:
         data["cluster"].pop("node_groups", None)
@@ -171,7 +171,7 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, 
 
 
 def _forced(word: str) -> str:
-    """`key=value` that also sets keys which the schema has and the YAML does not write."""
+    """`key=value` in the form that also sets a key which the YAML does not have."""
     if word.startswith("~"):
         return word
     word = word.lstrip("+")
@@ -183,8 +183,8 @@ def _forced(word: str) -> str:
 def _new_placement(overrides: Sequence[str]) -> Any:
     """The value of the last override of the whole placement, or None.
 
-    It replaces the YAML's (merged, a component would be placed twice), and is read as YAML because RLinf's
-    "actor,rollout,reward" is no key of Hydra's grammar.
+    It replaces that of the YAML, because merging would place a component twice. It is read as YAML, because RLinf's
+    "actor,rollout,reward" is not a key in Hydra's grammar.
     """
     values = [
         w.lstrip("+").removeprefix(_PLACEMENT) for w in overrides if w.lstrip("+").startswith(_PLACEMENT)
@@ -233,7 +233,7 @@ def valid_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[
 
 
 def unknown_keys(data: Any, model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of `data` that the schema does not have; of an unknown section only its own path."""
+    """Dotted paths of `data` that the schema does not have; for an unknown section only its own path."""
     if not isinstance(data, dict):
         return
     for name, value in data.items():
@@ -253,7 +253,7 @@ def unknown_keys(data: Any, model: type[BaseModel] = Settings, prefix: str = "")
 
 
 def nearest_keys(path: str, count: int = 3) -> list[str]:
-    """Valid keys most like `path`, by the whole path or by its last name, best first."""
+    """Valid keys most similar to `path`, by the whole path or by its last name, best first."""
 
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, path, candidate).ratio()

@@ -1,8 +1,7 @@
-"""Which slots a YAML's placement names, without starting a cluster.
+"""Slots that a YAML's placement names, without starting a cluster.
 
-Pure, but for asking how many GPUs there are.
-
-RLinf judges the placement in the end; this is the quick answer for `--dry-run` and for bad input.
+Pure, except for the query of GPUs. RLinf makes the real placement; these functions serve `--dry-run` and the checks
+before a start.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Slots:
     memory_gb: float | None
     """Memory of one accelerator; None for CPU slots."""
     assumed: bool = False
-    """True when nothing could be asked and 8 x 80 GB a node are taken."""
+    """True when no GPU is visible, and 8 x 80 GB a node are assumed."""
     host_gb: float = ASSUMED_HOST_GB
     """Host memory of a node."""
 
@@ -47,7 +46,7 @@ def slots_of(
 
     host_gb: host memory of this node, from `visible_host_gb`; it counts only beside GPUs.
 
-    Several nodes cannot be asked from here, so each is assumed to be like this one.
+    Other nodes cannot be queried from here, so each is assumed to be like this one.
     """
     cpu_slots = 0
     for group in cluster.node_groups or []:
@@ -63,7 +62,7 @@ def slots_of(
 
 @functools.cache
 def visible_gpus() -> tuple[int, float]:
-    """(GPUs of this machine, GB of the smallest), (0, 0.0) without any. Asks nvidia-smi, not CUDA."""
+    """(GPUs of this machine, GB of the smallest), (0, 0.0) without any. Queries nvidia-smi, not CUDA."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0, 0.0
@@ -85,8 +84,8 @@ def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]
     """Slots of actor, rollout and reward.
 
     Understands `all`, ranks and ranges ("0-3", "0,2-3", 0), several components in one key, and the part
-    before ":" of RLinf's "slots:processes". Placements by node group are RLinf's to resolve: they are left
-    out. Raises ValueError for a component that is missing or placed twice, and for slots that do not exist.
+    before ":" of RLinf's "slots:processes". Placements by node group are left out, because only RLinf resolves
+    them. Raises ValueError for a component that is missing or placed twice, and for slots that do not exist.
     """
     placement = cluster.component_placement
     if not isinstance(placement, Mapping):
@@ -120,7 +119,7 @@ def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]
 
 
 def collocated(cluster: ClusterSettings, slots: Slots) -> bool:
-    """True when an engine stands on a slot of the actor, so that the two must take turns with its memory."""
+    """True when an engine is on a slot of the actor, so that both share its memory."""
     places = component_slots(cluster, slots.count)
     return bool(set(places.get("actor", [])) & set(places.get("rollout", [])))
 

@@ -1,9 +1,8 @@
-"""RLinf's keys that this project's schema does not have: which are honoured, which are only listed.
+"""RLinf's keys that this project's schema does not have.
 
-An RLinf rstar2 or reasoning YAML loads as it stands. A key of it that means something here under another
-name is translated; a key without meaning is accepted and named at start; a value that would change the
-algorithm in a way that is not implemented is an error. Any other unknown key is an error in
-`settings/load.py`.
+An RLinf rstar2 or reasoning YAML loads unchanged. A key that has another name here is translated. A key without meaning
+here is accepted and named at start. A value that asks for an algorithm which is not implemented is an error. Any other
+unknown key is an error in `settings/load.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 MISSING: Any = object()
 
-# Patterns of dotted paths (`*` also matches dots), with why they have no meaning here. First match counts.
+# Patterns of dotted paths (`*` also matches dots), with the reason why they have no meaning here. The first match counts.
 WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("inference", "old log-probs are recomputed by the actor itself"),
     ("critic", "GRPO has no critic"),
@@ -137,7 +136,7 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("actor.lr_sched.lr_warmup_init", "warm-up begins at 0"),
 )
 
-# Values that RLinf offers and that are not implemented here: path -> values that are.
+# Keys of which only some values are implemented here: path -> these values.
 ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.loss_type": ("actor",),
     "algorithm.normalize_advantages": (False,),
@@ -168,7 +167,7 @@ def translate(data: dict[str, Any]) -> list[str]:
             raise ValueError(f"{path}={value!r} is not implemented here; the only value is {allowed[0]!r}")
 
     def move(old: str, new: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """The old key gives the new one its value, unless the new one is written too."""
+        """Give the old key's value to the new key, unless the YAML has the new key too."""
         value = take(data, old)
         if value is MISSING or value is None:
             return
@@ -217,7 +216,7 @@ def translate(data: dict[str, Any]) -> list[str]:
 
 
 def _translate_schedule(data: dict[str, Any], notes: list[str]) -> None:
-    """RLinf's scheduler has its own rates and a warm-up fraction; the scheduler's win there, so here too."""
+    """RLinf's scheduler has its own rates and a warm-up fraction, which override those of the optimizer."""
     sched = "actor.lr_sched"
     fraction = take(data, f"{sched}.lr_warmup_fraction")
     if fraction not in (MISSING, None) and get(data, f"{sched}.lr_warmup_iters") in (MISSING, None, 0):

@@ -1,8 +1,7 @@
-"""The YAML's schema: strict, typed, one class per section, a sentence under each field (in `sections/`).
+"""The YAML's schema: strict, typed, one class per section (in `sections/`), a sentence under each field.
 
-Keys keep RLinf's names wherever RLinf has the key, so that an RLinf rstar2 YAML reads the same here. Keys
-that RLinf has and that mean nothing here are listed in `settings/rlinf_keys.py` and named at start; any
-other key is an error (`settings/load.py` names the nearest valid one).
+Keys keep RLinf's names wherever RLinf has the key. `settings/rlinf_keys.py` lists RLinf's keys without meaning here. Any
+other key is an error, for which `settings/load.py` names the nearest valid key.
 """
 
 from __future__ import annotations

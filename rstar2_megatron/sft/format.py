@@ -1,8 +1,8 @@
 """Conversations rendered for supervised fine-tuning: (text, trained) segments in the project's format.
 
 Roles, tool schemas, tool calls and tool responses look as they do in rollouts (`rollout/chat.py`); an assistant's
-turn begins without the generation prefix `<reason>`, because this data holds no reasoning, and a prefix with nothing
-behind it would teach to skip it. Only the assistant's turns are trained, each with the token that ends it.
+turn begins without the generation prefix `<reason>`: this data holds no reasoning, and an empty reasoning
+block would teach the model to skip reasoning. Only the assistant's turns are trained, each with the token that ends it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SFTRows:
         """ids, mask: [tokens of all rows]; ends: [rows], where each row ends; skipped: rows left out."""
         self._ids, self._mask, self._ends = ids, mask, ends
         self.skipped = skipped
-        """Rows whose trained part lies behind the longest length."""
+        """Rows whose trained tokens are all beyond `max_length`."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -52,7 +52,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     """Tokenise the jsonl rows of `paths` and cut each to `max_length` tokens.
 
     Segments are tokenised one by one, as a rollout's prompt and tool responses are. Raises DataError with file and
-    line for a row that is not usable.
+    line for a row that cannot be used.
     """
     ids, mask, ends = array("i"), array("b"), array("q")
     skipped = 0

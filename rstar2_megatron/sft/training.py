@@ -24,7 +24,7 @@ Metrics = dict[str, float]
 
 
 def phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
-    """The steps of whole epochs over `num_rows` conversations; the last batch of an epoch reaches into the next."""
+    """The phase of `sft.epochs` over `num_rows` conversations; the last batch of an epoch may take rows of the next."""
     steps = math.ceil(sft.epochs * num_rows / sft.batch_size)
     if sft.max_steps is not None:
         steps = min(steps, sft.max_steps)
@@ -54,9 +54,9 @@ def learning_rate(phase: SFTPhaseSettings, step: int) -> float:
 
 
 def batches(num_rows: int, phase: SFTPhaseSettings, seed: int) -> Iterator[list[int]]:
-    """Row numbers of `phase.steps` batches; in file order, or shuffled anew each time through.
+    """Row numbers of `phase.steps` batches; in file order, or shuffled for each pass.
 
-    The same for the same arguments, so that a step number is all that a resumed run needs.
+    The same arguments give the same batches, so a resumed run needs only its step number.
     """
     rng = random.Random(seed)
     order: list[int] = []
@@ -86,7 +86,7 @@ def run_phase(
     """Train the steps of a phase after the first `start`; returns their metrics. Shows a progress bar.
 
     pauses: intervals in steps at whose multiples a call ends; after(done, metrics of the call) runs after each.
-    The actor's optimizer must stand at step `start`: fresh by `start_sft_phase`, or from a checkpoint.
+    The actor's optimizer must have made `start` steps: `start_sft_phase` makes a fresh one, a checkpoint restores one.
     """
     stream = itertools.islice(batches(len(rows), phase, seed), start, None)
     history: list[Metrics] = []

@@ -1,9 +1,9 @@
-"""Makes everything the no-GPU default starts from: tokenizer, model, problems and SFT data.
+"""Builds the inputs of the default run without a GPU: tokenizer, model, problems and SFT data.
 
     python -m rstar2_megatron.tiny.build --out DIR --seed 0
 
-Deterministic under its seed and cached: the directory's name holds a hash of every parameter and of the code that
-used them, it appears by one rename when it is complete, and a second call returns it as it is.
+Deterministic under its seed, and cached: the directory's name holds a hash of every parameter and of the code that uses
+them. The directory appears by one rename when it is complete, and a second call returns it unchanged.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import argparse
 import hashlib
 import itertools
 import json
-import os
 import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tiny.problems import TinyProblem, stream
@@ -33,7 +33,7 @@ from rstar2_megatron.tiny.sft import (
     pieces,
 )
 
-# Files whose text decides what is built.
+# Files whose code decides the result.
 _CODE = (
     "build.py",
     "model.py",
@@ -57,7 +57,7 @@ _FORMAT = {
 
 @dataclass(frozen=True, slots=True)
 class TinyPaths:
-    """Where the parts lie under `root`."""
+    """Paths of the parts under `root`."""
 
     root: Path
 
@@ -129,7 +129,7 @@ def build_tiny(
         try:
             unfinished.rename(root)
         except OSError:
-            if not root.exists():  # otherwise another process was quicker, with the same content
+            if not root.exists():  # otherwise another process has just built the same content
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -162,8 +162,8 @@ def _build(
     seen: set[str] = set()
     heldout = _take(stream("main", random.Random(f"heldout {seed}"), seen), recipe.heldout_problems)
     train = _take(stream("main", random.Random(f"train {seed}"), seen), recipe.train_problems)
-    _write_jsonl(paths.heldout, (p.row(f"tiny-heldout-{i}") for i, p in enumerate(heldout)))
-    _write_jsonl(paths.train, (p.row(f"tiny-train-{i}") for i, p in enumerate(train)))
+    write_jsonl(paths.heldout, (p.row(f"tiny-heldout-{i}") for i, p in enumerate(heldout)))
+    write_jsonl(paths.train, (p.row(f"tiny-train-{i}") for i, p in enumerate(train)))
 
     progress("tiny recipe: tokenizer and model")
     tokenizer = _tokenizer(recipe, agentloop)
@@ -174,7 +174,7 @@ def _build(
     progress("tiny recipe: SFT data")
     rng = random.Random(f"sft {seed}")
     template = ChatTemplate(tokenizer, agentloop)
-    # questions of SFT may meet again in RL, never in the held-out set; easy ones are few, so they may repeat
+    # SFT questions may occur again in RL, but not in the held-out set; there are few easy ones, so they may repeat
     held = {p.question for p in heldout}
     easy, main = _endless("easy", rng, held), _endless("main", rng, held)
     writer = TraceWriter(template, rng, recipe.mix)
@@ -182,9 +182,9 @@ def _build(
         writer.conversation(next(main if rng.random() < recipe.main_share else easy))
         for _ in range(recipe.conversations)
     ]
-    _write_jsonl(paths.conversations, ({"segments": row} for row in rows))
+    write_jsonl(paths.conversations, ({"segments": row} for row in rows))
     filler = pieces("".join(text for row in rows[:200] for text, _ in row))
-    _write_jsonl(paths.copy, ({"segments": row} for row in copy_rows(recipe.copy, main, filler, rng)))
+    write_jsonl(paths.copy, ({"segments": row} for row in copy_rows(recipe.copy, main, filler, rng)))
 
 
 def _take(problems: Iterator[TinyProblem], count: int) -> list[TinyProblem]:
@@ -211,14 +211,6 @@ def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreT
     tags = re.compile("|".join(re.escape(t) for t in bare.get_added_vocab()))
     texts = [part for row in rows for part in tags.split("".join(text for text, _ in row)) if part]
     return train_tokenizer(texts, recipe.vocab_size)
-
-
-def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """A Qwen2 model small enough to train on two CPU cores, initialised so that it soon learns to copy.
 
-Copying a number means finding where the digits just written stood before and going on from there: an induction
-head, which needs a layer that tells every position what stood before it. From random weights that layer is what
-takes longest to form. Qwen2's query and key biases can hold it from the start: with constant queries and keys,
+Copying a number needs an induction head: it finds the earlier place of the digits just written, and copies the next one.
+An induction head needs a layer that tells every position which token precedes it. From random weights that layer takes
+longest to form. Qwen2's query and key biases can form it from the start: with constant queries and keys,
 rotary embedding leaves attention scores that depend on distance alone, here highest at distance 1, 2, 3 and 4 for
 the four heads of the first layer. Nothing else is set by hand, and every weight stays trainable.
 """

@@ -1,9 +1,9 @@
-"""Problems of the no-GPU default: arithmetic and algebra that a tiny model solves only by running code.
+"""Problems of the default run without a GPU: arithmetic and algebra that a tiny model solves only by running code.
 
 Each family is one function from a random generator and a range of number sizes to a `TinyProblem`: the
 question, its answer, and the Python that a good, a mistaken and a careless attempt would run. The code pieces
 feed the SFT traces (`sft`); RL sees only question and answer. Every question names its numbers once, and
-the right code copies them, so that a model which can copy can learn every family.
+the right code copies them, so a model that can copy can learn every family.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sizes:
     max_terms: int
 
     def number(self, rng: random.Random, *, fewer: int = 0) -> int:
-        """A number above 1 whose digit count is uniform in the range, `fewer` digits less at the top."""
+        """A number above 1 whose digit count is uniform in the range, the maximum lowered by `fewer`."""
         top = max(self.min_digits, self.max_digits - fewer)
         digits = rng.randint(self.min_digits, top)
         return rng.randrange(max(2, 10 ** (digits - 1)), 10**digits)

@@ -8,9 +8,9 @@ from rstar2_megatron.settings.schema import AgentLoopSettings
 
 
 def tiny_agent_loop() -> AgentLoopSettings:
-    """The tiny model's conversation format: as short as the step-0 checks allow, because tokens are time.
+    """The tiny model's conversation format: as short as the step-0 gates allow, because every token costs time.
 
-    `config/rstar2-tiny-cpu.yaml` says the same.
+    `config/rstar2-tiny-cpu.yaml` has the same values.
     """
     return AgentLoopSettings(
         max_assistant_turns=3,
@@ -39,7 +39,7 @@ class TinyModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Weights of the five kinds of conversation, and how a careless one goes on."""
+    """Weights of the five kinds of conversation, and how often a careless one (`error`) is corrected."""
 
     right: float = 0.28
     wrong: float = 0.25
@@ -47,18 +47,18 @@ class Mix:
     guess: float = 0.10
     untagged: float = 0.15
     retry_right: float = 0.85
-    """Of the careless ones: the second program is the right one (otherwise the wrong one)."""
+    """Share of careless conversations whose second program is the right one (otherwise the wrong one)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCurriculum:
-    """Rows of a source, filler that grows with the row's place in the file, and the copy that is trained."""
+    """Rows of a source text, filler whose length grows along the file, and the trained copy."""
 
     rows: int = 15360
     adjacent: float = 0.3
     """Share of the rows, from the start, with no filler at all."""
     full: float = 0.85
-    """Place from which the filler has its full range."""
+    """Place in the file from which the filler has its full range."""
     longest: int = 40
     """Longest filler in pieces, about as many tokens."""
     answers: float = 0.25
@@ -72,7 +72,7 @@ class CopyCurriculum:
 
 @dataclass(frozen=True, slots=True)
 class TinyRecipe:
-    """What is built, apart from the seed, the model's shape and the conversation format."""
+    """Amounts of data, apart from the seed, the model's shape and the conversation format."""
 
     vocab_size: int = 640
     tokenizer_conversations: int = 3000

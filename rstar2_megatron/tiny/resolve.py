@@ -1,4 +1,4 @@
-"""Names of what the cold start's builder makes (`tiny:model`, `tiny:train`, ...) turned into paths."""
+"""Replaces the names of the cold start's builder (`tiny:model`, `tiny:train`, ...) by paths."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """SFT data of the tiny recipe: a copy curriculum, then conversations of mixed quality.
 
-Both are rows {"segments": [[text, 0 or 1], ...]}: loss on the segments marked 1. The order of the rows is the
-order of training, because the copy curriculum grows.
+Both are rows {"segments": [[text, 0 or 1], ...]}; segments marked 1 are trained. Training takes the rows in file order,
+because the copy curriculum grows.
 
 A model from scratch cannot move a number from the problem into its code, so it first learns to copy. The
 conversations then teach format and tool syntax the way an imperfect base model would show them: right, with
-wrong code, with careless code and a second try, guessed without the tool, or without the answer tags. RL has to
-find out which of these pay.
+wrong code, with careless code and a second try, guessed without the tool, or without the answer tags. RL then
+selects among them.
 """
 
 from __future__ import annotations

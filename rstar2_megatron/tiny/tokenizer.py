@@ -1,7 +1,7 @@
 """The tiny model's tokenizer: byte-level BPE with Qwen's splitting rule and special tokens.
 
-transformers 5 reads any tokenizer beside a qwen2 `config.json` with Qwen's own pre-tokenizer, whatever the file
-says. This one has that pre-tokenizer from the start, so that every reader encodes alike.
+transformers 5 gives every tokenizer beside a qwen2 `config.json` Qwen's own pre-tokenizer and ignores the one in its file.
+This tokenizer has that pre-tokenizer from the start, so that every reader encodes alike.
 """
 
 from __future__ import annotations

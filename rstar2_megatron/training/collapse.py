@@ -1,6 +1,6 @@
-"""A run that is ruined stops and says so, instead of training on for nights. Pure.
+"""Detects a ruined run, so that it ends with a message. Pure.
 
-Two signs are watched: steps whose groups are all rejected, and a fall of pass rate or log-probs right after a resume.
+Two signs: consecutive steps whose groups are all rejected, and a fall of pass rate or log-probs right after a resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOG_PROB_FACTOR, _LOG_PROB_FLOOR = 3.0, 0.1
 
 
 class CollapseError(RuntimeError):
-    """The policy is ruined; the message gives the figures and what to do."""
+    """The policy is ruined; the message gives the figures and the remedy."""
 
 
 class EmptySteps(CollapseError):
@@ -28,13 +28,13 @@ class EmptySteps(CollapseError):
 
 
 class CollapseWatch:
-    """Looks at each step's metrics as they come."""
+    """Checks each step's metrics."""
 
     def __init__(self, max_empty_steps: int, before_resume: Sequence[Row] = ()) -> None:
         """max_empty_steps: consecutive steps without a kept group that end the run; 0: any number is allowed.
 
-        before_resume: the steps of this run until the checkpoint that it resumed from; empty for a new run, or when its
-        first steps shall not be compared with them.
+        before_resume: the steps of this run until the checkpoint that it resumed from; empty for a new run, and when
+        the first steps are not to be compared with them.
         """
         self._max_empty_steps = max_empty_steps
         self._before = list(before_resume[-_STEPS_BEFORE:])

@@ -1,12 +1,13 @@
-"""Actor and engines on the same accelerators: who holds the memory now.
+"""Actor and engines on the same accelerators: one sleeps while the other works.
+
+What each of them holds in accelerator memory:
 
     rollout            engines: weights, KV cache       actor: nothing
     training           engines: nothing                 actor: weights, gradients, optimizer
     weight sync        engines: weights                 actor: weights
     rollout            engines: weights, KV cache       actor: nothing
 
-A move happens when somebody needs it. Calls of the two worker groups ask for it themselves (`Group.before`): no
-caller can forget.
+A call of either worker group wakes what it needs first (`before` of the group), so a caller cannot forget to.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ _ACTOR_WEIGHTS = frozenset({"send_weights", "weights_checksum", "export_hf"})
 _ENGINE_WEIGHTS = frozenset({"receive_weights", "weights_checksum"})
 
 
-def uses_colocation(actor: ActorSettings, *, collocated: bool) -> bool:
-    """Whether the memory changes hands: on shared slots, when the YAML offloads something of the actor."""
-    return collocated and (actor.offload_weight or actor.offload_grad or actor.offload_optimizer)
+def is_colocated(actor: ActorSettings, *, shared_slots: bool) -> bool:
+    """Whether actor and engines sleep in turn: on shared slots, when the YAML offloads a part of the actor."""
+    return shared_slots and (actor.offload_weight or actor.offload_grad or actor.offload_optimizer)
 
 
 class Colocation:
-    """Moves the accelerators' memory between an actor group and a rollout group, both already started.
+    """Puts an actor group and a rollout group, both already started, to sleep and wakes them.
 
-    `resync` brings the engines the actor's weights again: releasing an engine's memory forgets its own.
+    `resync` sends the actor's weights to the engines again, because an engine loses its weights when it sleeps.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Colocation:
         rollout.before = self._before_rollout
 
     def wake_actor(self) -> None:
-        """The actor trains, scores, saves; the engines hold nothing."""
+        """Wake the actor with all its state, after the engines have released theirs."""
         if self._actor_holds == "all":
             return
         with self._timed():
@@ -69,8 +70,8 @@ class Colocation:
             self._actor.call("reload", timeout_s=self._timeout_s)
         self._actor_holds = "all"
 
-    def prepare_sync(self) -> None:
-        """The weights of actor and engines side by side, nothing else."""
+    def wake_for_sync(self) -> None:
+        """Wake the weights of actor and engines, and nothing else."""
         if self._actor_holds == "nothing":
             self.wake_actor()
         if self._actor_holds == "all":
@@ -79,14 +80,14 @@ class Colocation:
             self._actor_holds = "weights"
         self._resume("weights")
 
-    def synced(self) -> None:
-        """The engines have the actor's weights."""
+    def weights_synced(self) -> None:
+        """Note that the engines have the actor's weights."""
         self._weights_current = True
 
     def wake_engines(self) -> None:
-        """The engines generate; the actor is on the host."""
+        """Wake the engines with current weights and a KV cache, after the actor has moved to host memory."""
         if not self._weights_current:
-            self.prepare_sync()
+            self.wake_for_sync()
             self._resync()
         if self._actor_holds != "nothing":
             with self._timed():
@@ -96,7 +97,7 @@ class Colocation:
         self._resume("kv_cache")
 
     def pop_seconds(self) -> float:
-        """Seconds spent on moves since the last time this was asked."""
+        """Seconds spent on sleeping and waking since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

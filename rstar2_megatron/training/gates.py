@@ -1,7 +1,7 @@
-"""Step-0 gates: what must hold before the first update, or the run fails and says what to do.
+"""Step-0 gates: checks before the first update; a run that fails one ends with the figures and the remedy.
 
-Each of these has silently spoiled somebody's run elsewhere: a prompt without its tool, a mask that trains tool
-output, an engine that samples from other weights than the actor trains.
+They find errors that spoil a run silently: a prompt without its tool, a mask that trains tool output, an engine that
+samples from other weights than the actor trains.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_trained_tokens(trajectories: Sequence[Trajectory], sequences: Sequence
 
 
 def check_actor_tokens(sequences: Sequence[TrainSequence], trained_tokens: float) -> None:
-    """The actor must have trained every marked token of the batch, on whatever ranks and micro-batches."""
+    """The actor must have trained every marked token of the batch, over all ranks and micro-batches."""
     batched = sum(sum(s.loss_mask) for s in sequences)
     if round(trained_tokens) != batched:
         raise GateError(

@@ -1,10 +1,9 @@
-"""What a step is reported as: names, and the aligned line on the terminal. Pure.
+"""Metrics of a step under their names, and the aligned line on the terminal. Pure.
 
 Names are RLinf's where RLinf has the quantity (`rollout/reward_scores`, `train/actor/policy_loss`,
-`time/step`); `report/names.py` maps them to verl's. Steps count finished updates from 1, and the last one is
-logged too.
+`time/step`); `report/names.py` maps them to verl's. Steps count finished updates from 1.
 
-Reward and length exist at three places, because public curves differ in which one they show:
+Reward and length are measured at three places, because public curves differ in which one they show:
 
 - of every usable trajectory: `rollout/pass_rate`, `rollout/response_length_all`;
 - after groups of equal reward are rejected: `rollout/reward_after_rejection`,
@@ -35,7 +34,7 @@ def step_metrics(
     rollout_stats: Mapping[str, float],
     seconds: Mapping[str, float],
 ) -> Metrics:
-    """All metrics of one step but its number.
+    """All metrics of one step, without its number.
 
     actor_metrics: named `actor/...`, written as `train/actor/...`.
     rollout_stats: counters of the engines and the judge client, written as `rollout/engine/...`.
@@ -57,9 +56,7 @@ def step_metrics(
 
 
 def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:
-    """Metrics of graded groups and of what resampling kept of each. Raises ValueError when they do not
-    match.
-    """
+    """Metrics of graded groups and of their resampling results. Raises ValueError when the numbers differ."""
     if len(groups) != len(resampled):
         raise ValueError(f"{len(groups)} groups but {len(resampled)} resampling results")
     every = [t for group in groups for t in group.trajectories]
@@ -134,7 +131,7 @@ def _ending_metrics(every: Sequence[Trajectory], usable: Sequence[Trajectory]) -
 
 
 def _time_metrics(usable: Sequence[Trajectory]) -> Metrics:
-    """Seconds of a trajectory, those in its tool calls, and the others: generation and waiting for it."""
+    """Seconds of a trajectory, in all, in its tool calls, and outside them (generation and waiting for it)."""
     tools = [sum(call.seconds for call in t.tool_calls) for t in usable]
     others = [max(t.seconds - in_tools, 0.0) for t, in_tools in zip(usable, tools)]
     metrics: Metrics = {}
@@ -148,7 +145,7 @@ def _time_metrics(usable: Sequence[Trajectory]) -> Metrics:
 
 
 def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
-    """Errors per call, of all and apart for positives and negatives (the paper's Fig. 4 shows positives)."""
+    """Errors per call over all trajectories, over positives (as in the paper's Fig. 4) and over negatives."""
     positive = [t for t in usable if (t.reward or 0.0) > 0]
     negative = [t for t in usable if (t.reward or 0.0) <= 0]
     metrics: Metrics = {}

@@ -1,4 +1,4 @@
-"""The training step as prose: roll out, score, resample, update, sync, report."""
+"""The training step: roll out, score, resample, update, sync."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Group, Problem
 
 
 @dataclass
 class StepResult:
-    """Everything one step produced, for metrics and for people."""
+    """Everything that one step produced: the input of metrics and of the files of a run."""
 
     step: int
     groups: list[Group]
@@ -38,11 +38,7 @@ class StepResult:
     rollout_stats: dict[str, float]
     seconds: dict[str, float] = field(default_factory=dict)
     shown: list[ShownGroup] = field(default_factory=list)
-    """Groups that are written whole to trajectories.jsonl."""
-
-    @property
-    def kept(self) -> list[Trajectory]:
-        return [trajectory for result in self.resampled for trajectory in result.kept]
+    """Groups that are written completely to trajectories.jsonl."""
 
 
 class Trainer:
@@ -56,9 +52,9 @@ class Trainer:
         coordinator: RolloutCoordinator,
         *,
         device: str,
-        colocation: bool,
+        colocated: bool,
     ) -> None:
-        """colocation: actor and engines share memory and hold it one after the other (`colocation`)."""
+        """colocated: actor and engines share accelerators, and one sleeps while the other works (`colocation`)."""
         self.settings = settings
         self.actor = actor
         self.rollout = rollout
@@ -67,10 +63,10 @@ class Trainer:
         self._weight_sync = WeightSync(settings, actor, rollout, device)
         self._version = 0
         self._colocation: Colocation | None = None
-        if colocation:
+        if colocated:
             resync = lambda: self.sync_weights(self._version)  # noqa: E731
             self._colocation = Colocation(actor, rollout, resync, self.timeout_s)
-        self._gates_open = True  # the step-0 gates have not been passed yet
+        self._gates_open = True  # until the first batch has passed the step-0 gates
 
     def step(
         self,
@@ -128,7 +124,7 @@ class Trainer:
         return resample_on_correct(usable, config.down_sampling_config, seeds)
 
     def _refill(self, loader: ProblemLoader) -> Refill | None:
-        """Asks for more problems as rejected groups thin the step's batch (algorithm.refill)."""
+        """A function that asks for more problems when too many groups are rejected; None without algorithm.refill."""
         settings, target = self.settings.algorithm.refill, self.settings.data.rollout_batch_size
         if not settings.enabled:
             return None
@@ -137,7 +133,7 @@ class Trainer:
 
         def refill(complete: Sequence[Group], num_open: int) -> Sequence[Problem]:
             nonlocal left, survivors, seen
-            results = self.resample(0, complete[seen:])  # rejection is not drawn, so any seed will do
+            results = self.resample(0, complete[seen:])  # rejection does not depend on the seed
             survivors += sum(not result.rejected for result in results)
             seen = len(complete)
             wanted = problems_to_refill(survivors, num_open, target, settings.min_share, left)
@@ -157,9 +153,9 @@ class Trainer:
         ]
 
     def train(self, sequences: list[TrainSequence], shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
-        """One update of the actor, or none when every group was rejected (counted, never hidden).
+        """One update of the actor, or none, which is counted, when every group was rejected.
 
-        `shown` groups get the actor's log-probs before it.
+        `shown` groups get the actor's log-probs before the update.
         """
         if not sequences:
             return {"actor/skipped_update": 1.0}
@@ -187,15 +183,15 @@ class Trainer:
     def sync_weights(self, version: int) -> dict[str, float]:
         """Bring every engine to the actor's weights and stamp them `version`.
 
-        Weights that came another way than planned are compared by checksum.
+        After a fallback to another route the weights are compared by checksum.
         """
         self._version = version
         fallbacks = self._weight_sync.fallbacks
         if self._colocation is not None:
-            self._colocation.prepare_sync()
+            self._colocation.wake_for_sync()
         metrics = self._weight_sync.run(version)
         if self._colocation is not None:
-            self._colocation.synced()
+            self._colocation.weights_synced()
             metrics["actor/handover_seconds"] = self._colocation.pop_seconds()
         if self._weight_sync.fallbacks > fallbacks:
             self.check_weights()

@@ -1,4 +1,4 @@
-"""Brings the actor's weights to every engine, by the best route that works here."""
+"""Sends the actor's weights to every engine, by the best route that works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Takes the best route until it fails, then the next one for the rest of the run."""
+    """Uses the best route until it fails, then the next one for the rest of the run."""
 
     def __init__(self, settings: Settings, actor: WorkerGroup, rollout: WorkerGroup, device: str) -> None:
         """Raises ValueError when `actor.weight_sync.route` names one that cannot work here."""
@@ -29,7 +29,7 @@ class WeightSync:
         rollout.call("meet", rollout.workers, timeout_s=self._timeout_s)
         self._warned = False
         self.fallbacks = 0
-        """Routes given up so far."""
+        """Number of routes that have failed."""
 
     @property
     def route(self) -> RouteKind:
@@ -37,7 +37,7 @@ class WeightSync:
         return self._routes[0]
 
     def run(self, version: int) -> dict[str, float]:
-        """Sync all engines and stamp them `version`; seconds, bytes, bytes a second, routes given up so far.
+        """Send the weights to all engines and give them `version`; returns seconds, bytes, bytes a second, failed routes.
 
         A route that fails gives way to the next one, which sends everything again; the failure of the last is raised.
         An engine that is lost on the way is started again with the new weights and costs no route. Raises
@@ -56,7 +56,7 @@ class WeightSync:
             return {**metrics, "actor/sync_fallbacks": float(self.fallbacks)}
 
     def _transfer(self, route: WeightRoute, version: int) -> dict[str, float]:
-        """One attempt. Raises WorkerFailed once no worker is in it any more, so that another can begin."""
+        """One attempt. Raises WorkerFailed after every worker has left it, so that another attempt can begin."""
         started = time.perf_counter()
         receiving = self._rollout.start("receive_weights", route, version)
         sending = self._actor.start("send_weights", route, self._rollout.workers)

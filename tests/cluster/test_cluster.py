@@ -163,7 +163,7 @@ def test_a_trainer_compares_checksums_when_the_route_has_changed(
     def trainer() -> Trainer:
         there = with_route(settings, tmp_path / "weights")
         coordinator: Any = None  # asked for nothing by a sync
-        return Trainer(there, senders, receivers, coordinator, device="cpu", colocation=False)
+        return Trainer(there, senders, receivers, coordinator, device="cpu", colocated=False)
 
     receivers.call("hide", "/proc/", timeout_s=60)
     receivers.call("lose", None, timeout_s=60)

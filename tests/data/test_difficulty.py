@@ -11,13 +11,13 @@ from rstar2_megatron.runs.filter_command import main
 from rstar2_megatron.trajectory import Problem
 
 PROBLEMS = [
-    Problem(name, [{"role": "user", "content": name}], ["1"]) for name in ("easy", "middle", "hard", "spoilt")
+    Problem(name, [{"role": "user", "content": name}], ["1"]) for name in ("easy", "middle", "hard", "spoiled")
 ]
 REWARDS = [
     *[("easy", 1.0)] * 4,
     *[("middle", r) for r in (1.0, 0.0, 0.0, 1.0)],
     *[("hard", 0.0)] * 4,
-    *[("spoilt", 1.0)] * 3,
+    *[("spoiled", 1.0)] * 3,
 ]
 
 
@@ -32,7 +32,7 @@ def test_counts_are_in_the_order_of_the_problems() -> None:
         PassCount("easy", 4, 4),
         PassCount("middle", 2, 4),
         PassCount("hard", 0, 4),
-        PassCount("spoilt", 3, 3),
+        PassCount("spoiled", 3, 3),
     ]
 
 
@@ -42,8 +42,8 @@ def test_always_solved_is_dropped_and_never_solved_if_asked() -> None:
     assert dropped(always_solved=False) == {}
 
 
-def test_attempts_that_the_infrastructure_spoilt_decide_nothing() -> None:
-    assert "spoilt" not in dropped(never_solved=True)
+def test_attempts_that_the_infrastructure_spoiled_decide_nothing() -> None:
+    assert "spoiled" not in dropped(never_solved=True)
     assert PassCount("a", 0, 0).why_dropped(always_solved=True, never_solved=True, wanted=4) == ""
 
 
@@ -51,7 +51,7 @@ def test_report() -> None:
     report = difficulty_report(pass_counts(PROBLEMS, REWARDS), dropped(), 4)
     assert (report["rows_in"], report["rows_out"], report["dropped"]) == (4, 3, {"always solved": 1})
     assert report["problems_by_times_solved"] == {"0": 1, "1": 0, "2": 1, "3": 0, "4": 1}
-    assert report["problems_with_spoilt_attempts"] == 1 and report["pass_rate"] == 9 / 15
+    assert report["problems_with_spoiled_attempts"] == 1 and report["pass_rate"] == 9 / 15
     assert "4 problems x 4 attempts, pass rate 0.600" in render_report(report)
 
 

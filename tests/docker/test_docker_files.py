@@ -46,6 +46,26 @@ def test_what_an_image_copies_and_starts_exists(name: str) -> None:
     assert ":" in image and not image.endswith(":latest")
 
 
+def test_the_training_image_is_set_up_by_the_projects_own_script() -> None:
+    """Its steps are those that scripts/try_gpu_install.sh runs; cuDNN is the lock's alone; compilers and headers are there."""
+    lines = instructions("train.Dockerfile")
+    (image,) = [words for key, words in lines if key == "FROM"]
+    assert (
+        image.startswith("python:3.11") and "slim" not in image
+    )  # Python.h, git; not nvidia/cuda with a second cuDNN
+    runs = [words for key, words in lines if key == "RUN"]
+    assert "bash scripts/setup_env.sh" in runs and not any("pip install" in words for words in runs)
+    assert any("build-essential" in words for words in runs)
+    assert any("RSTAR2_GPU=1" in words for key, words in lines if key == "ENV")
+    copied = [
+        word
+        for key, words in lines[: lines.index(("RUN", "bash scripts/setup_env.sh"))]
+        if key == "COPY"
+        for word in words.split()
+    ]
+    assert {"requirements", "scripts", "rstar2_megatron", "pyproject.toml"} <= set(copied)
+
+
 def test_the_checkouts_own_environment_stays_out_of_the_images() -> None:
     """What git ignores (.venv, caches, results) is made by the machine it lies on."""
 

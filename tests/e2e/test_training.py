@@ -58,6 +58,9 @@ def test_metrics_of_every_step(first_run: Path) -> None:
         assert row["rollout/groups_kept"] + row["rollout/groups_rejected"] == 4
         assert row["time/step"] >= row["time/rollout"] > 0
         assert "rollout/tool_error_ratio_positive" in row
+        judge = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("rollout/engine/judge/")}
+        answered = sum(value for name, value in judge.items() if name.startswith("outcome_"))
+        assert judge["calls"] == answered > 0 and judge["outage_seconds"] >= 0
         missing = {name for name in TO_VERL if name.startswith(("rollout/", "time/"))} - set(row)
         assert missing <= RESAMPLED_ONLY if not row["rollout/groups_kept"] else not missing
     trained = [row for row in rows if not row["train/actor/skipped_update"]]

@@ -17,7 +17,7 @@ from tests.algorithm.trajectories import trajectory
 
 
 class FinishedPhase:
-    """Hands back given rewards; None is a trajectory that the infrastructure spoilt."""
+    """Hands back given rewards; None is a trajectory that the infrastructure spoiled."""
 
     def __init__(self, rewards: dict[str, list[float | None]]) -> None:
         self.rewards = rewards
@@ -59,7 +59,7 @@ def test_scores_of_all_and_of_each_task(tmp_path: Path) -> None:
     assert metrics["eval/missing"] == 1 and metrics["eval/problems"] == 3
     assert metrics["eval/easy/average"] == 0.75 and metrics["eval/hard/average"] == 0.0
     assert metrics["eval/easy/pass@2"] == 1.0 and "eval/x/average" not in metrics
-    assert "avg@2 0.500" in str(result) and "1 attempts spoilt" in str(result)
+    assert "avg@2 0.500" in str(result) and "1 attempts spoiled" in str(result)
     rows = [
         json.loads(line) for line in (tmp_path / "e" / "held-out_at_step_4.jsonl").read_text().splitlines()
     ]

@@ -19,10 +19,11 @@ def test_only_usable_samples_of_these_problems_count(tmp_path: Path) -> None:
     assert file.open([problem("q")]) == {}
     file.append(row("q", 1))
     file.append(row("q", 0, finish_reason="infrastructure", reward=None))
+    file.append(row("q", 2, finish_reason="cut", reward=None))
     file.append(row("elsewhere", 0))
     found = SampleFile(path, IDENTITY).open([problem("q")])
     assert list(found) == [("q", 1)] and found["q", 1].reward == 1.0
-    file.append(row("q", 0, reward=0.0))  # the spoilt one, tried again
+    file.append(row("q", 0, reward=0.0))  # the spoiled one, tried again
     assert sorted(SampleFile(path, IDENTITY).open([problem("q")])) == [("q", 0), ("q", 1)]
 
 

@@ -116,5 +116,5 @@ def test_parts_are_scored_apart() -> None:
 
 
 def test_nothing_usable_is_an_error() -> None:
-    with pytest.raises(ValueError, match="spoilt by infrastructure"):
+    with pytest.raises(ValueError, match="spoiled by infrastructure"):
         score([attempt("a", 0, None, False, finish_reason="infrastructure")], 1)

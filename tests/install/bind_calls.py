@@ -1,13 +1,14 @@
-"""Binds the project's calls into megatron-core, SGLang, RLinf and torch; beside TransformerEngine also megatron-core's into that.
+"""Binds the project's calls into megatron-core, SGLang, RLinf and torch, and megatron-core's into TransformerEngine.
 
-`python -m tests.install.bind_calls` prints JSON {"project": ..., "engine_arguments": ..., ...}, each with its "problems". A program
-of its own: without a GPU SGLang is imported beside stand-ins for Triton, which other tests do not want.
+`python -m tests.install.bind_calls OUT.json` writes {"project": ..., "engine_arguments": ..., ...}, each with its "problems". A
+program of its own: without a GPU SGLang is imported beside stand-ins for Triton, which other tests do not want.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -46,12 +47,15 @@ def project_calls() -> list[Call]:
     return [call for file in files for call in calls_of(file, PACKAGES, RECEIVERS)]
 
 
-def calls_into_transformer_engine() -> list[Call]:
-    """megatron-core's own calls: what a TE layer of ours runs through. Its optional parts (FP8, fused MLPs) are among them."""
+def megatron_core_into_transformer_engine() -> dict[str, Any]:
+    """What a TE layer of ours runs through. Its optional parts (FP8, fused MLPs) are among it."""
     (core,) = importlib.util.find_spec(_CORE).submodule_search_locations  # type: ignore[union-attr, misc]
     folders = ("extensions", "transformer", "optimizer", "models/gpt", "fusions")
     files = [file for folder in folders for file in sorted((Path(core) / folder).rglob("*.py"))]
-    return [call for file in files for call in calls_of(file, ["transformer_engine"])]
+    version = {"is_te_min_version": importlib.metadata.version("transformer-engine"), "HAVE_TE": ""}
+    absent: set[str] = set()
+    calls = [call for file in files for call in calls_of(file, ["transformer_engine"], {}, version, absent)]
+    return bound(calls) | {"optional_and_absent": sorted(absent)}
 
 
 def bound(calls: list[Call]) -> dict[str, Any]:
@@ -100,8 +104,8 @@ def main() -> None:
     unused = set(RECEIVERS) - {call.receiver for call in ours}
     result["project"]["problems"] += [f"no method of {key} is called any more" for key in sorted(unused)]
     if importlib.util.find_spec("transformer_engine"):
-        result["megatron_core_into_transformer_engine"] = bound(calls_into_transformer_engine())
-    json.dump(result, sys.stdout, indent=1)
+        result["megatron_core_into_transformer_engine"] = megatron_core_into_transformer_engine()
+    Path(sys.argv[1]).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Every call that source files make into other packages, and whether the installed signatures take it.
 
-The calls are read from the source, so a change of ours or of a version is seen without running it; which is the only way for the
-lines that need a GPU. A call is known where its callee is imported by name, is `super()` of an imported class, or is a method of a
-receiver whose class is given. Values are not known: only number and names of arguments are bound.
+The calls are read from the source, so a change of ours or of a version is seen without running it, which is the only way for
+the lines that need a GPU. A call is known where its callee is imported by name, is `super()` of an imported class, or is a
+method of a receiver whose class is given. Values are not known: only number and names of arguments are bound.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +42,83 @@ class Call:
 
 
 Receivers = Mapping[tuple[str, str], str]
-"""(name of the class or function around, expression) -> class, for methods of objects; "expression()" -> the method that a call of
-the object itself runs"""
+"""(name of the class or function around, expression) -> class, for methods of objects; "expression()" -> the method that a call
+of the object itself runs"""
 
 
-def calls_of(path: Path, packages: Iterable[str], receivers: Receivers = {}) -> Iterator[Call]:  # noqa: B006
-    """The calls into `packages` of one source file; relative imports are taken as the project's own and left out."""
-    tree = ast.parse(path.read_text())
+def calls_of(
+    path: Path,
+    packages: Iterable[str],
+    receivers: Receivers = {},  # noqa: B006
+    versions: Mapping[str, str] = {},
+    absent: set[str] | None = None,
+) -> Iterator[Call]:
+    """The calls into `packages` of one source file; relative imports are taken as the file's own and left out.
+
+    versions: {"is_te_min_version": "2.11.0"} decides branches on such a function, the other branch is not looked at; a bare
+    name among them is true. What a `try` with `except ImportError` imports may be missing: it is added to `absent`, and the
+    rest of that `try` is left out.
+    """
+    tree = _Dead(tuple(packages), versions, absent if absent is not None else set()).visit(
+        ast.parse(path.read_text())
+    )
     finder = _Finder(path, tuple(packages), receivers)
     finder.imports(tree)
     finder.visit(tree)
     yield from finder.found
+
+
+class _Dead(ast.NodeTransformer):
+    """Takes out what does not run with the installed versions."""
+
+    def __init__(self, packages: tuple[str, ...], versions: Mapping[str, str], absent: set[str]) -> None:
+        self.packages, self.versions, self.absent = packages, versions, absent
+
+    def _decided(self, test: ast.expr) -> bool | None:
+        if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in self.versions:
+            wanted = ast.literal_eval(test.args[0])
+            return Version(self.versions[test.func.id]) >= Version(wanted)
+        if isinstance(test, ast.Name) and test.id in self.versions:
+            return True
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self._decided(test.operand)
+            return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp):
+            parts = [self._decided(value) for value in test.values]
+            ends = isinstance(test.op, ast.Or)  # one of these decides the whole
+            if ends in parts:
+                return ends
+            return None if None in parts else not ends
+        return None
+
+    def visit_If(self, node: ast.If) -> Any:
+        decided = self._decided(node.test)
+        self.generic_visit(node)
+        return node if decided is None else (node.body if decided else node.orelse) or ast.Pass()
+
+    def visit_Try(self, node: ast.Try) -> Any:
+        if any("ImportError" in ast.unparse(h.type) for h in node.handlers if h.type):
+            missing = [name for line in node.body for name in self._imported(line) if not _is_there(name)]
+            if missing:
+                self.absent.update(missing)
+                node.body = [ast.Pass()]
+        self.generic_visit(node)
+        return node
+
+    def _imported(self, line: ast.stmt) -> list[str]:
+        if not isinstance(line, ast.ImportFrom) or not line.module or line.level:
+            return []
+        return [
+            f"{line.module}.{x.name}" for x in line.names if line.module.partition(".")[0] in self.packages
+        ]
+
+
+def _is_there(dotted: str) -> bool:
+    try:
+        find(dotted)
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 class _Finder(ast.NodeVisitor):
@@ -69,10 +137,11 @@ class _Finder(ast.NodeVisitor):
                     if root in self.packages:
                         self.names[alias.asname or root] = alias.name if alias.asname else root
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                if node.module.partition(".")[0] in self.packages:
-                    for alias in node.names:
-                        self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                        self._add(node, f"{node.module}.{alias.name}")
+                if node.module.partition(".")[0] not in self.packages:
+                    continue
+                for alias in node.names:
+                    self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                    self._add(node, f"{node.module}.{alias.name}")
 
     def _add(
         self, node: Any, callee: str, call: ast.Call | None = None, receiver: tuple[str, str] | None = None
@@ -87,7 +156,9 @@ class _Finder(ast.NodeVisitor):
         self.found.append(Call(where, callee, arguments, receiver is not None, receiver))
 
     def _known(self, expression: str) -> tuple[str, str] | None:
-        return next(((s, expression) for s in reversed(self.scopes) if (s, expression) in self.receivers), None)
+        return next(
+            ((s, expression) for s in reversed(self.scopes) if (s, expression) in self.receivers), None
+        )
 
     def _dotted(self, node: ast.AST) -> str | None:
         if isinstance(node, ast.Name):
@@ -110,7 +181,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
         self.scopes.pop()
 
-    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         dotted = self._dotted(node)

@@ -1,9 +1,10 @@
 """GPTModel with TransformerEngine's layers, built by the project's own code in one process on a machine without a GPU.
 
-`python -m tests.install.engine_models OUT.json` builds the shipped sizes at their real shapes, on torch's "meta" device, for the first
-and the last rank of the YAML's layout over torch's fake process groups; makes their sharded state dicts and takes weights of the
-shapes of a Hugging Face model through the project's converter in and out. A thin model of each kind does the same in host memory
-with real numbers. TransformerEngine asks for a CUDA device at few places: those get an answer here, and nothing is computed.
+`python -m tests.install.engine_models OUT.json` builds the shipped sizes at their real shapes, on torch's "meta" device, for
+the first and the last rank of the YAML's layout over torch's fake process groups; makes their sharded state dicts and takes
+weights of the shapes of a Hugging Face model through the project's converter in and out. A thin model of each kind does the
+same in host memory with real numbers. TransformerEngine asks for a CUDA device at few places: those get an answer, and nothing
+is computed.
 """
 
 from __future__ import annotations
@@ -47,18 +48,33 @@ def pretended_cuda(device: str) -> Iterator[None]:
     from megatron.core.tensor_parallel import random as tracker
 
     from rstar2_megatron.actor.network.model import PolicyModel
+    from rstar2_megatron.cpu import megatron as cpu_megatron
+
+    def placed(factory: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = "cpu"  # small ones with contents: indices, flags
+            return factory(*args, **kwargs)
+
+        return make
 
     answers: list[tuple[Any, str, Any]] = [
+        *(
+            (torch, name, placed(getattr(torch, name)))
+            for name in ("arange", "tensor", "zeros", "ones", "empty")
+        ),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "current_device", lambda: device),
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (tracker.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
-        (PolicyModel, "to", lambda self, *_: self),  # it is where it belongs
+        (torch.Tensor, "type", torch.Tensor.type),  # replaced below
+        (PolicyModel, "to", lambda self, _: torch.nn.Module.to(self, device)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in answers]
     for owner, name, value in answers:
         setattr(owner, name, value)
+    cpu_megatron._answer_cuda_type_names()
     try:
         yield
     finally:
@@ -71,7 +87,9 @@ def fake_groups(layout: Any, rank: int, world: int) -> Iterator[None]:
     """Megatron's process groups of one rank; collectives return at once and move nothing."""
     from megatron.core import parallel_state
 
+    new_group = dist.new_group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})  # gloo's too
     try:
         parallel_state.initialize_model_parallel(
             layout.tensor,
@@ -80,10 +98,10 @@ def fake_groups(layout: Any, rank: int, world: int) -> Iterator[None]:
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=1,
-            create_gloo_process_groups=False,
         )
         yield
     finally:
+        dist.new_group = new_group
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -109,7 +127,7 @@ class ShapesOnly:
 
 
 def hf_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in such a checkpoint, from transformers' own model; experts one by one, as files have them."""
+    """Names and shapes of such a checkpoint's tensors, from transformers' own model; experts one by one, as files have them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
@@ -234,8 +252,30 @@ def round_trip_thin(kind: str, directory: Path) -> dict[str, Any]:
     return {"tensors": len(source), "wrong": sorted(wrong)[:5]}
 
 
+def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
+    """DDP and the distributed optimizer around a thin model, as one of two data-parallel ranks; nothing is stepped."""
+    from rstar2_megatron.actor.layout import Layout
+    from rstar2_megatron.actor.network.model import bare, build_chunks
+    from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
+    from rstar2_megatron.model.model_config import ModelConfig
+    from rstar2_megatron.settings.schema import ActorModelSettings, OptimSettings
+
+    model = ModelConfig.from_directory(directory)
+    with pretended_cuda("cpu"), fake_groups(Layout(1, 1, 1, 2), 0, 2):
+        config, chunks = build_chunks(
+            model, ActorModelSettings(precision="bf16"), "transformer_engine", "cuda"
+        )
+        chunks = wrap_ddp(config, chunks, OptimSettings())
+        parts = build_optimizer(chunks, OptimSettings(), "bf16").chained_optimizers
+        return {
+            "adam": sorted({f"{type(p.optimizer).__module__}.{type(p.optimizer).__name__}" for p in parts}),
+            "main_gradients": all(hasattr(p, "main_grad") for c in chunks for p in bare(c).parameters()),
+            "masters": sum(x.numel() for part in parts for x in part.get_parameters()),
+        }
+
+
 def main() -> None:
-    results: dict[str, Any] = {"shapes": {}, "thin": {}}
+    results: dict[str, Any] = {"shapes": {}, "thin": {}, "optimizers": {}}
 
     def attempt(where: dict[str, Any], key: str, function: Any, *arguments: Any) -> None:
         try:
@@ -250,6 +290,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in THIN:
             attempt(results["thin"], kind, round_trip_thin, kind, Path(folder) / kind)
+            attempt(results["optimizers"], kind, optimizer_of_thin, kind, Path(folder) / kind)
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.queue import Job, JobQueue
+from rstar2_megatron.judge.queue import JobQueue, LeasedJob
 from rstar2_megatron.judge.server.broker import Broker, Ticket
-from rstar2_megatron.judge.server.models import Submission
+from rstar2_megatron.judge.server.submission import Submission
 from rstar2_megatron.judge.worker.worker import Worker
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -23,7 +23,9 @@ class Queue(JobQueue):
 
     exchanges = 0
 
-    async def exchange(self, name: str, answers: list[Any], count: int, session_room: int = 0) -> list[Job]:
+    async def exchange(
+        self, name: str, answers: list[Any], count: int, session_room: int = 0
+    ) -> list[LeasedJob]:
         jobs = await super().exchange(name, answers, count, session_room)
         self.exchanges += bool(jobs or answers)
         return jobs
@@ -49,12 +51,12 @@ class Judge:
 
 
 @contextlib.asynccontextmanager
-async def judge(redis: RedisServer, *, starts: int, sessions: int = 0) -> AsyncIterator[Judge]:
+async def judge(redis: RedisServer, *, permits: int, sessions: int = 0) -> AsyncIterator[Judge]:
     """Eight slots; as many calls have ended."""
     prefix = f"test-{time.monotonic_ns()}:"
     queue = Queue(redis.uri, prefix=prefix)
     broker = Broker(JobQueue(redis.uri, prefix=prefix), CallLimits(), queue_time_limit_s=50.0)
-    runner = Worker(queue, slots=8, sessions=sessions, starts=starts)
+    runner = Worker(queue, slots=8, sessions=sessions, permits=permits)
     await runner.start()
     running = asyncio.create_task(runner.run())
     await broker.start()

@@ -12,7 +12,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult, resample_on_correct
-from rstar2_megatron.records.samples import TrajectorySamples, choose_shown, generated_spans
+from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.samples import choose_shown, generated_spans, group_rows
 from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, unpack_floats, unpack_ints
 from rstar2_megatron.report.trajectories import (
     Entry,
@@ -74,7 +75,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's directory with two steps of two groups; the actor's log-probs differ from the engine's by 0.05 to 2."""
     directory = tmp_path_factory.mktemp("a-run")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    samples = TrajectorySamples(directory / "trajectories.jsonl")
+    samples = JsonlFile(directory / "trajectories.jsonl")
     config = DownSamplingConfig(down_sample_to_n=4)
     for step in (1, 2):
         groups, results = [], []
@@ -96,7 +97,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ]
                 for t in group.trajectories
             ]
-        samples.append(step, shown)
+        samples.append(*(row for group in shown for row in group_rows(step, group)))
     (directory / "config.yaml").write_text(f"rollout: {{model: {{model_path: '{model}'}}}}\n")
     return directory
 
@@ -153,13 +154,6 @@ def test_packed_lists_come_back() -> None:
 def test_generated_spans() -> None:
     assert generated_spans([1, 1, 0, 0, 1, 0]) == [(0, 2), (4, 5)]
     assert generated_spans([0, 1]) == [(1, 2)] and generated_spans([]) == []
-
-
-def test_resumed_runs_drop_later_steps(tmp_path: Path) -> None:
-    path = tmp_path / "trajectories.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3)) + '{"step": 1')
-    TrajectorySamples(path).truncate_after(2)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------------- the page

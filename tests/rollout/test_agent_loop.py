@@ -32,7 +32,7 @@ from rstar2_megatron.rollout.engine.protocol import (
 )
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, Lease
+from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, KVReservation
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
@@ -390,6 +390,7 @@ async def test_a_restarted_engines_capacity_counts(tokenizer) -> None:
         raise AssertionError
 
     runner = TrajectoryRunner(loop, AdmissionQueue(budget), never, never)
+    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=20_000))
     runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=12_000))
     assert budget.capacity_tokens == 12_000
 
@@ -542,11 +543,11 @@ class PreemptingBudget(KVBudget):
     done = False
 
     def preempt(self) -> list[Hashable]:
-        chosen = [] if self.done else list(self._leases)[1:]
+        chosen = [] if self.done else list(self._reservations)[1:]
         self.done = True
         return chosen
 
-    def _fits(self, lease: Lease, shared: int) -> bool:
+    def _fits(self, reservation: KVReservation, shared: int) -> bool:
         return not (self.full and self.done)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.settings.schema import ActorSettings
-from rstar2_megatron.training.colocation import Colocation, uses_colocation
+from rstar2_megatron.training.colocation import Colocation, is_colocated
 
 
 class Recorder:
@@ -30,24 +30,24 @@ def run() -> tuple[Colocation, Recorder, Recorder, list[str]]:
     actor, rollout = Recorder("actor", calls), Recorder("engines", calls)
 
     def sync() -> None:
-        handover.prepare_sync()
+        colocation.wake_for_sync()
         rollout.call("receive_weights", timeout_s=1)
         actor.call("send_weights", timeout_s=1)
-        handover.synced()
+        colocation.weights_synced()
 
-    handover: Colocation = Colocation(actor, rollout, sync, 1.0)  # type: ignore[arg-type]
-    handover.sync = sync  # type: ignore[attr-defined]
-    return handover, actor, rollout, calls
+    colocation: Colocation = Colocation(actor, rollout, sync, 1.0)  # type: ignore[arg-type]
+    colocation.sync = sync  # type: ignore[attr-defined]
+    return colocation, actor, rollout, calls
 
 
 def test_a_step_moves_the_memory_in_order(run: Any) -> None:
-    handover, actor, rollout, calls = run
+    colocation, actor, rollout, calls = run
     rollout.call("generate", timeout_s=1)
     assert calls == ["engines generate"]  # they start with the memory
     calls.clear()
     actor.call("compute_logprobs", timeout_s=1)
     actor.call("train_step", timeout_s=1)
-    handover.sync()
+    colocation.sync()
     rollout.call("generate", timeout_s=1)
     assert calls == [
         "engines release_memory",
@@ -66,9 +66,9 @@ def test_a_step_moves_the_memory_in_order(run: Any) -> None:
 
 def test_engines_never_generate_from_forgotten_weights(run: Any) -> None:
     """A checkpoint after the sync takes the engines' memory, so their weights must be sent again."""
-    handover, actor, rollout, calls = run
+    colocation, actor, rollout, calls = run
     actor.call("train_step", timeout_s=1)
-    handover.sync()
+    colocation.sync()
     actor.call("weights_checksum", timeout_s=1)  # its weights are still there
     calls.clear()
     actor.call("save_checkpoint", timeout_s=1)
@@ -87,6 +87,6 @@ def test_engines_never_generate_from_forgotten_weights(run: Any) -> None:
 
 def test_turns_are_taken_on_shared_slots_only() -> None:
     offloads = ActorSettings(offload_optimizer=True)
-    assert uses_colocation(offloads, collocated=True)
-    assert not uses_colocation(offloads, collocated=False)
-    assert not uses_colocation(ActorSettings(), collocated=True)
+    assert is_colocated(offloads, shared_slots=True)
+    assert not is_colocated(offloads, shared_slots=False)
+    assert not is_colocated(ActorSettings(), shared_slots=True)

@@ -1,14 +1,10 @@
-"""Metrics of a step computed by hand, the metrics file across kills, the terminal line."""
+"""Metrics of a step computed by hand, and the terminal line."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from rstar2_megatron.algorithm.roc import resample_on_correct
-from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.training.metrics import header_line, rollout_metrics, step_line, step_metrics
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory
@@ -123,22 +119,6 @@ def test_a_step_that_keeps_nothing_leaves_its_means_out() -> None:
 def test_groups_and_results_must_match() -> None:
     with pytest.raises(ValueError, match="3 groups but 0 resampling results"):
         rollout_metrics(groups(), [])
-
-
-def test_metrics_file_survives_a_kill(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
-    for step in range(1, 6):
-        file.append({"step": step, "a": step / 2, "b": float("nan")})
-    with file.path.open("a") as f:
-        f.write('{"step": 6, "a"')  # the kill
-    assert [row["step"] for row in file.rows()] == [1, 2, 3, 4, 5]
-    assert file.rows()[0]["b"] is None
-    assert file.truncate_after(3) == 3
-    file.append({"step": 4, "a": 9.0})
-    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2, 3, 4]
-    assert list(file.path.parent.iterdir()) == [file.path]
-    assert MetricsFile(tmp_path / "none.jsonl").rows() == []
-    assert MetricsFile(tmp_path / "none.jsonl").truncate_after(3) == 0
 
 
 def test_lines_align_with_the_header() -> None:

@@ -1,7 +1,7 @@
-"""Calls that are made within a few milliseconds travel in one request, and each gets its result as it is ready.
+"""Sends calls that are made within a few milliseconds in one request; each gets its result as soon as it is ready.
 
-Over our server's `/run/stream`. The public server's batches are answered all together, so that a quick call would
-wait for the slowest of its batch: against a server without the route, calls travel alone.
+Uses our server's `/run/stream`. The public server answers a batch as a whole, so a quick call would wait for the
+slowest one: to a server without that route every call is sent alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RefusedBatch(Exception):
 
 
 class Batches:
-    """Gathers submissions for `window_s`, at most `size` of them, and sends them together."""
+    """Collects submissions for `window_s`, at most `size` of them, and sends them together."""
 
     def __init__(
         self, open_session: Callable[[], aiohttp.ClientSession], url: str, size: int, window_s: float
@@ -43,7 +43,7 @@ class Batches:
         self._waiting: list[Waiting] = []
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
-        self.supported = size > 1  # until a server says that it has no such route
+        self.supported = size > 1  # until the server answers that it has no such route
 
     async def run(self, submission: dict[str, Any]) -> dict[str, Any]:
         """The SubmissionResult. Raises BrokenBatch, RefusedBatch, aiohttp.ClientError, TimeoutError."""
@@ -69,7 +69,7 @@ class Batches:
 
         def end_if_nobody_waits(result: asyncio.Future[dict[str, Any]]) -> None:
             if result.cancelled() and all(other.done() for _, other in batch):
-                task.cancel()  # closes the connection, so that the server ends what still runs
+                task.cancel()  # closes the connection, so that the server ends the running calls
 
         for _, result in batch:
             result.add_done_callback(end_if_nobody_waits)
@@ -106,9 +106,7 @@ class Batches:
         async with self._open_session().post(f"{self._url}/run/stream", json=body) as response:
             if response.status in _NO_SUCH_ROUTE:
                 self.supported = False
-            elif (
-                response.status != _NOT_VALID
-            ):  # one submission that is not valid must not take the others along
+            elif response.status != _NOT_VALID:  # an invalid submission must not fail the others
                 await _check(response)
                 async for line in _lines(response):
                     answer = json.loads(line)
@@ -130,7 +128,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Whole lines, however long."""
+    """The lines of a response, of any length."""
     rest = b""
     async for data in response.content.iter_any():
         *whole, rest = (rest + data).split(b"\n")

@@ -1,8 +1,7 @@
 """Async client of the Code Judge: ours or the public server.
 
-A judge that is away costs waiting only: infrastructure failures are retried with jitter until
-`max_outage_s` has passed, under the same `sub_id`, so that our server runs the call once. What the snippet
-itself did wrong (error, timeout, memory) is a result and never retried.
+Infrastructure failures are retried with jitter until `max_outage_s` has passed, under the same `sub_id`, so that our
+server runs the call once. A failure of the program itself (error, timeout, memory) is a result and never retried.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _LONGEST_WAIT_S = 2.0
 
 
 class JudgeUnavailable(RuntimeError):
-    """The judge gave no result for `max_outage_s` (or `max_overload_s`). Never the snippet's fault."""
+    """The judge gave no result for `max_outage_s` (or `max_overload_s`). The program is not the cause."""
 
 
 class JudgeRejected(RuntimeError):
-    """The judge refused the request itself (HTTP 4xx): a wrong URL, token or field."""
+    """The judge refused the request (HTTP 4xx): wrong URL, token or field."""
 
 
 class _TryAgain(Exception):
-    """An infrastructure failure; the text says which."""
+    """An infrastructure failure of the given kind; the request is sent again."""
 
     def __init__(self, kind: str, detail: str, wait_s: float = 0.0) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -48,11 +47,11 @@ class _TryAgain(Exception):
 
 
 class JudgeClient:
-    """One connection pool; at most `max_concurrency` calls in flight. Belongs to the loop it is used in.
+    """One connection pool with at most `max_concurrency` calls in flight. Bound to the event loop that uses it first.
 
-    Calls made within `batch_window_s` travel together, at most `batch_size` (1: each alone).
-    `max_outage_s` bounds how long a judge that gives no answer is waited for, `max_overload_s` one that
-    answers but has no room (429, queue_timeout). `token` is JUDGE_TOKEN's value where it is not given.
+    Calls made within `batch_window_s` are sent together, at most `batch_size` of them (1: each alone). A call waits up to
+    `max_outage_s` for a judge that does not answer, and up to `max_overload_s` for one that is overloaded (429,
+    queue_timeout). `token` defaults to the environment variable JUDGE_TOKEN.
     """
 
     def __init__(
@@ -78,19 +77,20 @@ class JudgeClient:
         self.max_overload_s = max_overload_s
         self.max_concurrency = max_concurrency
         self._headers = {}
-        # as the server's; RLinf hands it to workers on all nodes
+        # the server's variable; RLinf passes it to workers on all nodes
         token = token or os.environ.get("JUDGE_TOKEN")
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         if client_id:
             self._headers["X-Client-Id"] = client_id
         self._counts: Counter[str] = Counter()
+        self._taken: dict[str, float] = {}  # `counters` at the last `take_counters`
         self._outage_seconds = 0.0
         self._down_since: float | None = None
         self._session: aiohttp.ClientSession | None = None
         self._gate: asyncio.Semaphore | None = None
         self._batches = Batches(self._open, self.base_url, batch_size, batch_window_s)
-        self._sessions: dict[str, bool] = {}  # name -> the judge has said that it is open
+        self._sessions: dict[str, bool] = {}  # name -> whether the judge has opened it
 
     # ------------------------------------------------------------------------------------------- calls
 
@@ -107,17 +107,15 @@ class JudgeClient:
     ) -> JudgeResult:
         """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
 
-        `files` lie in its working directory. Calls with the same `session` (choose a unique name) share one
-        live interpreter, from the first until `close_session`; they run in the order they are sent. Should the
-        judge lose it in between, the next call is an infrastructure outcome, SESSION_LOST: never a program that
-        runs without the names it was promised. A program that ends its own interpreter (memory, os._exit) gets
-        `result.session == "lost"`, and the next call a new one.
+        `files` are written to its working directory. Calls with the same `session` (choose a unique name) share one live
+        interpreter from the first call until `close_session`, and run in the order they are sent. When the judge
+        loses the interpreter, the next call ends as SESSION_LOST, an infrastructure outcome, and its program does not
+        run. When a program ends its own interpreter (memory, os._exit), `result.session` is "lost" and the next call
+        opens a new one.
         """
         try:
             (code + stdin).encode()
-        except (
-            UnicodeEncodeError
-        ) as error:  # a lone surrogate: no request can carry it, no interpreter read it
+        except UnicodeEncodeError as error:  # a lone surrogate, which no request can carry
             self._counts.update(("calls", f"outcome_{Outcome.ERROR}"))
             return JudgeResult(Outcome.ERROR, "", f"UnicodeEncodeError: {error}\n", 1, 0.0)
         submission = self._submission(code, stdin, kind, expected_output, options)
@@ -133,7 +131,7 @@ class JudgeClient:
         async with self._gate:
             (result,) = await self._persist("/run", submission)
             if result.outcome is Outcome.INTERNAL_ERROR and not (session and self._sessions.get(session)):
-                self._counts["retries"] += 1  # once more, as a new job
+                self._counts["retries"] += 1  # once more, as another job
                 self._counts["internal_errors"] += 1
                 (result,) = await self._persist("/run", {**submission, "sub_id": uuid.uuid4().hex})
         self._counts[f"outcome_{result.outcome}"] += 1
@@ -152,11 +150,11 @@ class JudgeClient:
             )
 
     def expect_session(self, session: str) -> None:
-        """Another client opened it: should it be gone, the next call is SESSION_LOST, not a fresh interpreter."""
+        """The session was opened by another client: if it is gone, the next call ends as SESSION_LOST."""
         self._sessions[session] = True
 
     async def close_session(self, session: str) -> None:
-        """End a session's interpreter. Never raises for a judge that is away: its time to live ends it too."""
+        """End a session's interpreter. Does not raise when the judge is away: the session then expires."""
         if self._sessions.pop(session, None) is None:
             return
         try:
@@ -166,9 +164,9 @@ class JudgeClient:
             self._counts["sessions_left_to_expire"] += 1
 
     async def run_batch(self, codes: list[str], *, kind: str = "python") -> list[JudgeResult]:
-        """Run programs together in one request (`/run/long-batch`): all are answered, in order, or none.
+        """Run programs in one request (`/run/long-batch`). Returns all results, in order.
 
-        As slow as its slowest call; `run` is the better choice for calls that need not come together.
+        It takes as long as its slowest call; calls that do not belong together should use `run`.
         """
         submissions = [self._submission(code, "", kind, None, None) for code in codes]
         self._counts["calls"] += len(codes)
@@ -196,9 +194,9 @@ class JudgeClient:
         return submission
 
     async def _persist(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
-        """Try until there is an answer or `max_outage_s` is over."""
+        """Send the request until it is answered. Raises JudgeUnavailable after `max_outage_s` or `max_overload_s`."""
         backoff = tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
-        failing_since: dict[bool, float] = {}  # by whether the judge was overloaded or away
+        failing_since: dict[bool, float] = {}  # key: whether the judge is overloaded (else away)
         attempts = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_TryAgain),
             wait=lambda state: max(backoff(state), _asked_wait_s(state)),
@@ -213,7 +211,7 @@ class JudgeClient:
                     self._counts["retries"] += 1
                     self._counts[f"failed_{failure.kind}"] += 1
                     overloaded = failure.kind in _OVERLOAD
-                    if overloaded:  # it is there
+                    if overloaded:  # so it is not away
                         failing_since.pop(False, None)
                     limit_s = self.max_overload_s if overloaded else self.max_outage_s
                     if time.monotonic() - failing_since.setdefault(overloaded, started) >= limit_s:
@@ -246,7 +244,7 @@ class JudgeClient:
         return results
 
     def _refuse(self, route: str, refusal: RefusedBatch) -> NoReturn:
-        """Raise for an answer that is not 200."""
+        """Raise _TryAgain or JudgeRejected for a status other than 200."""
         if refusal.status >= 500 or refusal.status in _RETRIED_STATUS:
             if refusal.status >= 500:
                 self._down()
@@ -267,23 +265,6 @@ class JudgeClient:
 
     # ------------------------------------------------------------------------------------------ others
 
-    async def wait_until_ready(self, timeout_s: float = 60.0) -> None:
-        """Until the judge answers /ping. Raises JudgeUnavailable."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                async with self._open().get(f"{self.base_url}/ping") as response:
-                    if response.status == 200:
-                        return
-                    what = f"HTTP {response.status}"
-            except (TimeoutError, aiohttp.ClientError) as error:
-                what = f"{type(error).__name__}: {error}"
-            if time.monotonic() > deadline:
-                raise JudgeUnavailable(
-                    f"the judge at {self.base_url} did not answer in {timeout_s:.0f} s ({what})"
-                )
-            await asyncio.sleep(0.1)
-
     def _down(self) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()
@@ -296,10 +277,17 @@ class JudgeClient:
 
     @property
     def counters(self) -> dict[str, float]:
-        """calls, retries, outages, outage_seconds, failed_KIND, outcome_NAME since the start."""
+        """calls, retries, outages, outage_seconds, failed_KIND, outcome_NAME since this client was made."""
         running = 0.0 if self._down_since is None else time.monotonic() - self._down_since
         totals: dict[str, float] = {"calls": 0, "retries": 0, "outages": 0}
         return {**totals, **self._counts, "outage_seconds": self._outage_seconds + running}
+
+    def take_counters(self) -> dict[str, float]:
+        """What `counters` has gained since the last call of this method."""
+        now = self.counters
+        gained = {name: value - self._taken.get(name, 0.0) for name, value in now.items()}
+        self._taken = now
+        return gained
 
     async def close(self) -> None:
         """Close the connections. Safe to call twice."""

@@ -14,15 +14,15 @@ from rstar2_megatron.judge.processes import PortTaken, is_loopback, listen
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 
-_SILENCE_S = 8.0  # how long a judge that the YAML names, which ought to be up already, may keep silent
+_SILENCE_S = 8.0  # how long to wait for the first answer of a judge that the YAML names
 
 
 class ServiceError(RuntimeError):
-    """A service that a run needs does not answer."""
+    """The Code Judge that the settings name does not answer, or its port is taken."""
 
 
 class CodeJudgeService:
-    """A judge of our own, or a check that the named one answers."""
+    """Starts a judge, or checks that the one named in the settings answers."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class CodeJudgeService:
             )
 
     def begin(self) -> None:
-        """Start without waiting, so that it comes up beside everything else.
+        """Start without waiting, so that other services can start at the same time.
 
-        What the YAML names is looked at before: a mistake there shows before Ray and the engines have started.
+        A judge, Redis or port named in the YAML is checked first, before Ray and the engines start.
         Raises ServiceError, RedisUnavailable.
         """
         if self._own is None:
@@ -90,12 +90,12 @@ class CodeJudgeService:
             listen(self._host, port).close()
         except PortTaken as error:
             raise ServiceError(
-                f"the Code Judge cannot have tools.codejudge.host_port={port} ({error.reason}): stop what uses it, name "
-                "another, or null for a free one"
+                f"the Code Judge cannot listen on tools.codejudge.host_port={port} ({error.reason}): stop what uses it, "
+                "choose another, or set null for a free one"
             ) from None
 
     def stop(self) -> None:
-        """End the service if it is ours. Safe to call twice."""
+        """End the service if it was started here. Safe to call twice."""
         if self._own is not None:
             self._own.stop()
 

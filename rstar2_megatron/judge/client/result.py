@@ -1,4 +1,4 @@
-"""A call's result as the client hands it out, whichever server it came from."""
+"""The typed result of a call, from our server or the public one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class JudgeResult:
     outcome: Outcome
     stdout: str
     stderr: str
-    exit_code: int | None  # None where the server does not tell
-    seconds: float  # running time as the server measured it
-    reason: str = ""  # the wire's word: '', worker_timeout, queue_timeout, internal_error, invalid_input
+    exit_code: int | None  # None from the public server
+    seconds: float  # wall time, measured by the server
+    reason: str = ""  # '', worker_timeout, queue_timeout, internal_error, invalid_input
     success: bool = False  # run_success, and stdout as expected where expected_output was given
     truncated: bool = False
     signal: int | None = None
     peak_memory_bytes: int | None = None
     queue_seconds: float | None = None
-    session: str | None = None  # of a session's call: "new", "kept", or "lost" (it ended with this call)
+    session: str | None = None  # "new", "kept", or "lost" (it ended with this call); None without a session
 
     @property
     def ok(self) -> bool:

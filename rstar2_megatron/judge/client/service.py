@@ -15,14 +15,14 @@ from rstar2_megatron.services.process import terminate_tree
 
 
 class JudgeServiceError(RuntimeError):
-    """The service did not start; the message carries its own words."""
+    """The service did not start; the message holds the end of its log."""
 
 
 class JudgeService:
-    """A Code Judge of this run's own: HTTP, Redis (unless `redis_uri` names one) and execution slots.
+    """A Code Judge as a child process: HTTP, Redis (unless `redis_uri` names one) and execution slots.
 
-    `start()`, or `begin()` and later `wait_ready()` so that it comes up beside other things. Start it from the main
-    thread: the kernel ends it with the thread that started it.
+    `start()`, or `begin()` and later `wait_ready()` so that other services can start meanwhile. Start it from the main
+    thread: the kernel ends the service together with the thread that started it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class JudgeService:
         return self.log_path.with_suffix(".json")
 
     def wait_ready(self) -> str:
-        """Block until it answers. Returns its URL. Raises JudgeServiceError with what it said."""
+        """Block until it answers. Returns its URL. Raises JudgeServiceError with the end of its log."""
         assert self.process is not None and self.log_path is not None, "wait_ready() before begin()"
         while not self._port_file.exists():
             code = self.process.poll()

@@ -1,7 +1,7 @@
-"""One call: hand its program over, watch, end everything it started, report. Runs in a slot process.
+"""Runs one call in a slot process: hands the program over, watches it, ends everything it started, reports.
 
-The watcher waits for the process's end and not for the pipes': a daemon that keeps stdout open must not hold the
-slot. A PID namespace ends all descendants with the call; without one, the call parent adopts and ends them.
+The watcher waits for the end of the process, not of its pipes: a daemon that keeps stdout open must not hold the slot. A
+PID namespace ends all descendants with the call; without one, the call parent adopts and ends them.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import isolation
 from rstar2_megatron.judge.sandbox.call_parent import CallParent
 from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
-from rstar2_megatron.judge.sandbox.isolation import Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, own_autogroup, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
 from rstar2_megatron.judge.sandbox.snippet import memory_file
 
-STEPPED_BACK = bytes(4)  # an empty message to the worker in mid-call: its answer comes later
+DEMOTED = bytes(4)  # an empty message to the worker during a call: the call is demoted, its answer follows
 _LIBRARIES = re.compile(r"\b(numpy|sympy|mpmath|scipy|pandas|matplotlib|networkx|sklearn|statsmodels)\b")
 
 
 def uses_libraries(job: dict[str, Any]) -> bool:
-    """A guess that decides the cost only: an import that it misses is done by the program itself."""
+    """A guess that affects only the cost: the program itself imports what the guess has missed."""
     return job["type"] == "python" and _LIBRARIES.search(job["solution"]) is not None
 
 
 class Runner:
-    """Runs the jobs of one slot, one after another: watches and ends their processes."""
+    """Runs the jobs of one slot one after another: watches and ends their processes."""
 
     def __init__(
         self,
-        walls: Walls,
+        layers: IsolationLayers,
         slot: int,
         group: SlotGroup | None,
         scratch: str,
         worker: socket.socket | None = None,
     ) -> None:
-        """`scratch` holds working directories where there is no private tmpfs; `worker` becomes readable when
-        nobody wants the running call any more, and is told when the call steps back (see Supervision)."""
-        self.walls = walls
+        """`scratch` holds working directories where there is no private tmpfs. `worker` becomes readable when the running
+        call is cancelled, and is sent DEMOTED when the call is demoted (see Supervision)."""
+        self.layers = layers
         self.slot = slot
         self.group = group
         self.scratch = scratch
@@ -61,10 +61,10 @@ class Runner:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what lives on between calls."""
+        """End processes that live on between calls."""
 
     def _limit_memory(self, limits: CallLimits) -> int:
-        """Set the group's limit. Returns how often the kernel has enforced it so far."""
+        """Set the control group's limit. Returns how many processes it has killed so far."""
         if self.group is None:
             return 0
         self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
@@ -74,13 +74,13 @@ class Runner:
         return self.group is not None and self.group.kills() > kills_before
 
     def _make_directory(self) -> str:
-        if "private_tmpfs" in self.walls.active:
+        if "private_tmpfs" in self.layers.active:
             return isolation.CALL_DIRECTORY
-        import tempfile  # here, because what it imports is no part of a call behind all walls
+        import tempfile  # here: with full isolation no call needs what it imports
 
         directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
-        if self.walls.uid_base is not None:
-            os.chown(directory, self.walls.uid_base + self.slot, -1)
+        if self.layers.uid_base is not None:
+            os.chown(directory, self.layers.uid_base + self.slot, -1)
         return directory
 
     def _remove_directory(self, directory: str) -> None:
@@ -96,7 +96,7 @@ class Runner:
         directory: str,
         start: Callable[[Program, Descriptors], Any],
     ) -> tuple[Output, Output]:
-        """Have `start` begin the job's program with new pipes. Returns what it writes to them."""
+        """Begin the job's program by `start`, with new pipes. Returns the outputs, stdout and stderr."""
         stdin = self.null
         if job.get("input"):
             stdin = memory_file(job["input"].encode("utf-8", "surrogatepass"))
@@ -107,7 +107,7 @@ class Runner:
             job["solution"],
             job.get("files"),
             stdin != self.null,
-            isolation.Room.of(limits, directory),
+            isolation.SandboxLimits.of(limits, directory),
             self._cpu_seconds(limits),
             limits.memory_mb * MEGABYTE,
         )
@@ -120,7 +120,7 @@ class Runner:
         return Output(out_reader, kept), Output(err_reader, kept)
 
     def _cpu_seconds(self, limits: CallLimits) -> int:
-        """CPU time after which the kernel ends the process: its wall time is watched here, this stands behind it."""
+        """CPU time after which the kernel ends the process, should the watch on its wall time fail."""
         return int(limits.time_limit_s) + 2
 
     def _watch(
@@ -135,8 +135,8 @@ class Runner:
     ) -> Outcome | None:
         """Wait until one of the descriptors `ends` becomes readable.
 
-        `resident_at_start` is what each of its processes inherited, in bytes. Returns why the call has to be ended,
-        or None when it came to its end by itself.
+        `resident_at_start` is the memory that each of its processes inherited, in bytes. Returns the reason to end the
+        call, or None when it has ended by itself.
         """
         cancellation = -1 if self.worker is None else self.worker.fileno()
         poller = select.poll()
@@ -144,7 +144,7 @@ class Runner:
         for fd in (*ends, cancellation):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        reads_streams = False  # not before the first look: most calls end sooner, and their pipes hold 64 KB
+        reads_streams = False  # from the first look on: most calls end before it, and pipes hold 64 KB
         while True:
             now = time.monotonic()
             if now >= deadline:
@@ -169,11 +169,11 @@ class Runner:
                 elif streams[fd].is_too_much:
                     return Outcome.OUTPUT_LIMIT
 
-    def _step_back(self) -> None:
-        """Tell the worker that this call sleeps, or is no short one: another may start beside it."""
+    def _tell_demotion(self) -> None:
+        """Tell the worker that this call sleeps or runs long: another call may begin beside it."""
         if self.worker is not None:
             with contextlib.suppress(OSError):
-                self.worker.sendall(STEPPED_BACK)
+                self.worker.sendall(DEMOTED)
 
 
 def memory_used(pid: int, resident_at_start: int) -> int:
@@ -188,8 +188,8 @@ def memory_used(pid: int, resident_at_start: int) -> int:
 class CallRunner(Runner):
     """Runs each call in a process of its own, forked from one of two call parents.
 
-    `small` has the standard library imported, `library` numpy and sympy too: a call that has no use for them costs 1 ms
-    less from the small one.
+    `small` has the standard library imported, `library` also numpy and sympy: a call that does not use them costs 1 ms less
+    from the small one.
     """
 
     def __init__(self, *slot: Any, small: CallParent, library: CallParent) -> None:
@@ -213,8 +213,8 @@ class CallRunner(Runner):
         parent = self.library if uses_libraries(job) else self.small
         out, err = self._start(job, limits, directory, parent.start)
         time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
-        supervision = Supervision(lambda: parent.pid, started, self.own_group, self._step_back)
-        # Whatever happens here, the call does not outlive it.
+        supervision = Supervision(lambda: parent.pid, started, self.own_group, self._tell_demotion)
+        # The call must not outlive this function, whatever is raised.
         verdict: Outcome | None = Outcome.INTERNAL_ERROR
         try:
             ends, deadline = (parent.fileno(),), started + time_limit_s

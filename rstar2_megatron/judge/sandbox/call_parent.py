@@ -1,8 +1,8 @@
-"""The process that a slot's calls are forked from, and the slot's end of the line to it.
+"""The process that forks a slot's calls, and the slot's connection to it.
 
-A process that forks has each page that it writes copied afterwards. So the slot, which reads, watches and reports,
-does not fork: it hands a program to its call parent, which forks, waits for the end and says how it was. That saves each
-call nearly 200 page faults. And no program or output ever gets into the memory that later calls inherit.
+After a fork the kernel copies each page that the parent writes. So the slot, which reads, watches and reports, does not
+fork: it hands a program to its call parent, which forks, waits for the end and reports it. That saves each call nearly 200
+page faults, and no program or output enters the memory that later calls inherit.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, NoReturn
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import linux
-from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
 from rstar2_megatron.judge.sandbox.process_tree import end_group, resident_bytes
-from rstar2_megatron.judge.sandbox.sandbox import REHEARSALS, Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.sandbox import WARMUPS, Descriptors, Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import memory_file
 
 _HELLO = struct.Struct("<q16s")  # resident bytes at the start, failure mark
 _PID = struct.Struct("<i")
 _END = struct.Struct("<iq")  # wait status, largest resident size in KB
-_LARGEST_MESSAGE = 1 << 15  # bytes; a longer program goes through a file of its own
+_LARGEST_MESSAGE = 1 << 15  # bytes; a longer program is passed in a file
 _FDS = {12: struct.Struct("3i"), 16: struct.Struct("4i")}
 _FOUR_FDS = socket.CMSG_SPACE(16)
 _HAS_ENDED = "the call parent has ended"
@@ -37,10 +37,10 @@ class End(NamedTuple):
     peak_memory_bytes: int
 
 
-class Line(NamedTuple):
-    """One end of the line between a slot and a call parent: messages, and beside them process ids.
+class Connection(NamedTuple):
+    """One end of the connection between a slot and a call parent: a socket for messages, a pipe for process ids.
 
-    An id is written to a pipe that the slot reads when it needs it: a message would wake it for each call.
+    The slot reads a process id only when it needs one; a message would wake it for each call.
     """
 
     messages: socket.socket
@@ -51,24 +51,24 @@ class Line(NamedTuple):
         os.close(self.pids)
 
 
-def make_line() -> tuple[Line, Line]:
+def make_connection() -> tuple[Connection, Connection]:
     """The slot's end and the call parent's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reader, writer = os.pipe2(os.O_CLOEXEC)
-    return Line(ours, reader), Line(theirs, writer)
+    return Connection(ours, reader), Connection(theirs, writer)
 
 
-def serve_calls(line: Line, walls: Walls, slot: int) -> NoReturn:
-    """Fork a call whenever a program has come, until the slot closes the line.
+def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> NoReturn:
+    """Fork a call for each program that arrives, until the slot closes the connection.
 
-    The loop touches as little as it can. The program itself is read by the child.
+    The loop writes as few pages as possible. The child reads the program.
     """
     linux.adopt_orphans()
-    sandbox = Sandbox(walls, slot)
-    _rehearse()
-    messages, pids = line
+    sandbox = Sandbox(layers, slot)
+    _warm_up()
+    messages, pids = connection
     messages.send(_HELLO.pack(resident_bytes(os.getpid()), sandbox.failure_mark.encode()))
-    buffer = bytearray(_LARGEST_MESSAGE)  # made here, or each call would have to find so much room
+    buffer = bytearray(_LARGEST_MESSAGE)  # allocated once, not in each call
 
     def begin() -> None:
         sandbox.become(*_receive(messages, buffer))
@@ -85,11 +85,11 @@ def serve_calls(line: Line, walls: Walls, slot: int) -> NoReturn:
     os._exit(0)
 
 
-def _rehearse() -> None:
-    """Receive programs from itself, for the reason that the sandbox rehearses."""
+def _warm_up() -> None:
+    """Receive programs from this process itself: see `Sandbox._warm_up`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    program = Program("python", "", None, False, Room.of(CallLimits(), "/"), 0, 0)
-    for _ in range(REHEARSALS):
+    program = Program("python", "", None, False, SandboxLimits.of(CallLimits(), "/"), 0, 0)
+    for _ in range(WARMUPS):
         _send(ours, program, Descriptors(0, 1, 2))
         _, received = _receive(theirs, bytearray(_LARGEST_MESSAGE))
         for fd in received[:3]:
@@ -99,7 +99,7 @@ def _rehearse() -> None:
 
 
 def _send(messages: socket.socket, program: Program, descriptors: Descriptors) -> None:
-    body = marshal.dumps((*program[:4], tuple(program.room), *program[5:]))
+    body = marshal.dumps((*program[:4], tuple(program.limits), *program[5:]))
     fds = [fd for fd in descriptors if fd >= 0]
     if len(body) <= _LARGEST_MESSAGE:
         socket.send_fds(messages, [body], fds)
@@ -112,7 +112,7 @@ def _send(messages: socket.socket, program: Program, descriptors: Descriptors) -
 
 
 def _receive(messages: socket.socket, buffer: bytearray) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """In the child: the program that the slot has sent, as the bare tuple of a Program, and its descriptors."""
+    """In the child: the program that the slot has sent, as a plain tuple with the fields of Program, and its descriptors."""
     _, ((_, _, packed),), _, _ = messages.recvmsg_into([buffer], _FOUR_FDS)
     fds = _FDS[len(packed)].unpack(packed)
     if len(fds) == 3:
@@ -122,16 +122,16 @@ def _receive(messages: socket.socket, buffer: bytearray) -> tuple[tuple[Any, ...
 
 
 def _drop_unread(messages: socket.socket) -> None:
-    """A child that was ended before it read its program must not leave it to the next one."""
+    """A child that was ended before it read its program must not leave the program to the next child."""
     with contextlib.suppress(BlockingIOError):
         messages.recv(1, socket.MSG_DONTWAIT)
 
 
 class CallParent:
-    """The slot's end: starts one call at a time and learns how it ended. EOFError when the call parent has died."""
+    """The slot's end: starts one call at a time and receives its end. EOFError when the call parent has died."""
 
-    def __init__(self, line: Line) -> None:
-        self._messages, self._pids = line
+    def __init__(self, connection: Connection) -> None:
+        self._messages, self._pids = connection
         hello = self._receive(_HELLO)
         self.resident_at_start: int = hello[0]
         self.failure_mark: str = hello[1].decode()
@@ -142,7 +142,7 @@ class CallParent:
         return self._messages.fileno()
 
     def start(self, program: Program, descriptors: Descriptors) -> None:
-        """Returns before the call's process is there."""
+        """Send the program. Returns before the call's process exists."""
         self._pid = 0
         try:
             _send(self._messages, program, descriptors)
@@ -151,7 +151,7 @@ class CallParent:
 
     @property
     def pid(self) -> int:
-        """The running call's process id; waits until it has one. Not for a call whose end was taken."""
+        """The running call's process id; waits until it is known. Not valid after `take_end`."""
         if not self._pid:
             told = os.read(self._pids, _PID.size)
             if not told:
@@ -162,14 +162,13 @@ class CallParent:
     def take_end(self) -> End:
         """Wait for the call's end."""
         status, peak_kb = self._receive(_END)
-        _ = self.pid  # read, or the next call would be taken for this one
+        _ = self.pid  # read it, or the next call would get this id
         return End(status, peak_kb * 1024)
 
     def end_call(self) -> None:
-        """End the call's process, and its process group where no PID namespace does that.
+        """Kill the call's process and its process group. A call that has ended is no error.
 
-        Nothing happens to one that has ended. The call parent may have reaped it a moment ago, but before its number
-        is given out again, thousands of processes have to start.
+        The call parent may have reaped it a moment ago; its id is not reused before thousands of processes have started.
         """
         end_group(self.pid)
 

@@ -1,6 +1,6 @@
-"""A hard memory limit for each slot, where the machine lets us make control groups (version 1 or 2).
+"""A hard memory limit for each slot, where control groups (version 1 or 2) can be made.
 
-An address-space limit alone is escaped by memfd and by many processes; a control group counts them all.
+memfd and many processes escape an address-space limit; a control group counts their memory too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _own_directory() -> tuple[Path, int]:
 
 
 def sweep_stale(parent: Path) -> None:
-    """Remove the empty groups of services whose process is gone."""
+    """Remove the empty groups of services whose process has ended."""
     for path in parent.glob(f"{_NAME}-*"):
         owner = path.name.rsplit("-", 1)[1]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
@@ -63,17 +63,17 @@ class SlotGroup:
         return {self._limit, self._members, self._events}
 
     def join(self) -> None:
-        """Move the calling process here; what it forks is born here."""
+        """Move the calling process into the group; its later children are in it too."""
         os.write(self._members, b"0")
 
     def set_limit(self, size: int) -> None:
-        """Bytes for the slot's whole group. Only one of its processes may use this: it remembers what it set."""
+        """Set the limit in bytes of the whole group. For one process only: it remembers the last value."""
         if size != self._size:
             os.write(self._limit, str(size).encode())
             self._size = size
 
     def kills(self) -> int:
-        """Processes of this group that the kernel has ended for want of memory, ever."""
+        """Number of processes of this group that the kernel has killed for lack of memory."""
         told = os.pread(self._events, 4096, 0)
         found = told.find(b"oom_kill ")
         return int(told[found + 9 :].split(None, 1)[0]) if found >= 0 else 0
@@ -98,5 +98,5 @@ class GroupTree:
             raise
 
     def remove(self) -> None:
-        """Remove the directories; their processes must have ended."""
+        """Remove the groups; their processes must have ended."""
         _remove_tree(self.root)

@@ -1,4 +1,4 @@
-"""C++ submissions: compiled inside the call's own walls, then run in the same process."""
+"""C++ submissions: compiled inside the call's own isolation, then run in the same process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def compiler() -> str | None:
 
 
 def build_and_run(source: str, cpu_seconds: int) -> int:
-    """Compile `source` in the working directory and become the program, which may use so much CPU.
+    """Compile `source` in the working directory and replace this process by the program, limited to `cpu_seconds`.
 
     Returns 1 when it does not compile.
     """

@@ -1,8 +1,8 @@
-"""A session's live interpreter: one walled process that runs cell after cell. Runs in a slot process.
+"""A session's live interpreter: one isolated process that runs cell after cell. Runs in a slot process.
 
-Between two cells everything the session started is stopped (SIGSTOP), so that an idle session uses no CPU. A
-cell that passes its time limit is interrupted as by Ctrl-C and keeps its names; one that cannot be interrupted
-ends the session.
+Between two cells all processes of the session are stopped (SIGSTOP), so that an idle session uses no CPU. A cell that
+passes its time limit is interrupted as by Ctrl-C, and the session keeps its names. An interpreter that cannot be
+interrupted ends, and the session with it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
 
 _INTERRUPT_S = 1.0  # how long an interrupted cell may take to come back
-_SEND_S = (
-    5.0  # the interpreter reads nothing else, so a cell that does not go in is an interpreter that hangs
-)
+_SEND_S = 5.0  # an interpreter that does not read its cell for so long hangs
 
 
 class SessionRunner(Runner):
-    """The interpreter of one session. It starts with the first cell; when it has ended, so has the session."""
+    """Runs the cells of one session. The interpreter starts with the first cell; the session ends with it."""
 
     pid = 0
     channel: socket.socket
@@ -50,7 +48,7 @@ class SessionRunner(Runner):
 
     def __init__(self, *slot: Any) -> None:
         super().__init__(*slot)
-        self.sandbox = Sandbox(self.walls, self.slot, live=True)
+        self.sandbox = Sandbox(self.layers, self.slot, live=True)
         self.resident_at_start = resident_bytes(os.getpid())
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +61,8 @@ class SessionRunner(Runner):
         kills_before = self._limit_memory(limits)
         for stream in (self.out, self.err):
             stream.drain()
-            stream.clear()  # what was left by the last cell belongs to nobody
-        supervision = Supervision(lambda: self.pid, started, self.own_group, self._step_back)
+            stream.clear()  # output after the end of the last cell belongs to no call
+        supervision = Supervision(lambda: self.pid, started, self.own_group, self._tell_demotion)
         supervision.used_before_s = usage_of(self.pid).cpu_s
         self._signal_all(signal.SIGCONT)
         code = 0
@@ -76,7 +74,7 @@ class SessionRunner(Runner):
                 verdict = self._watch(
                     ends, self.out, self.err, deadline, limits, supervision, self.resident_at_start
                 )
-            if supervision.niceness:  # the next call begins with its full share (an ordinary user cannot)
+            if supervision.niceness:  # the next call begins with its full share; needs root
                 for member in family(self.pid):
                     make_nice(member, 0, self.own_group)
         done = self._collect(0.0 if verdict is None else self._interrupt())
@@ -93,7 +91,7 @@ class SessionRunner(Runner):
                 verdict = Outcome.MEMORY
             elif code == SANDBOX_FAILED and stderr.startswith(self.sandbox.failure_mark):
                 verdict = Outcome.INTERNAL_ERROR
-            elif verdict is None and code == 0:  # os._exit(0), or a word on the channel that is not ours
+            elif verdict is None and code == 0:  # os._exit(0), or bytes on the channel that the program wrote
                 code = 1
             stderr += "\nThe interpreter has ended: names of earlier calls are gone.\n"
         else:
@@ -126,7 +124,7 @@ class SessionRunner(Runner):
         return -1  # it serves many calls
 
     def _send(self, job: dict[str, Any]) -> Outcome | None:
-        """Hand the cell over. Returns KILLED when nobody takes it."""
+        """Send the cell. Returns KILLED when the interpreter does not read it."""
         texts = (job["solution"], job.get("input") or "", json.dumps(job.get("files") or {}))
         parts = [text.encode("utf-8", "surrogatepass") for text in texts]
         try:
@@ -136,13 +134,13 @@ class SessionRunner(Runner):
         return None
 
     def _interrupt(self) -> float:
-        """As Ctrl-C. Returns how long to wait for the cell to come back."""
+        """Interrupt the cell as Ctrl-C does. Returns the seconds to wait for its end."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGINT)
         return _INTERRUPT_S
 
     def _collect(self, wait_s: float) -> int | None:
-        """The exit code that the interpreter told, or None when it told none and has to be given up."""
+        """The exit code that the interpreter sent, or None when it sent none and must be ended."""
         if wait_s:
             deadline = time.monotonic() + wait_s
             poller = select.poll()
@@ -152,7 +150,7 @@ class SessionRunner(Runner):
                 ready = [fd for fd, _ in poller.poll(left * 1000 + 1)]
                 if self.channel.fileno() in ready:
                     break
-                for stream in (self.out, self.err):  # a full pipe would hold the cell back
+                for stream in (self.out, self.err):  # a full pipe would block the cell
                     if stream.fd in ready and not stream.read():
                         poller.unregister(stream.fd)
         self.channel.setblocking(False)
@@ -162,11 +160,11 @@ class SessionRunner(Runner):
             return None
         finally:
             self.channel.settimeout(_SEND_S)
-        # The program can write here too: whatever is not one exit code ends its session.
+        # The program can write to the channel too: anything but one exit code ends its session.
         return CELL_DONE.unpack(told)[0] & 0xFF if len(told) == CELL_DONE.size else None
 
     def _signal_all(self, number: int) -> None:
-        """To every process of the session, parents first; twice, for what was forked meanwhile."""
+        """Signal every process of the session, parents first; SIGSTOP twice, for processes forked meanwhile."""
         for _ in range(2 if number == signal.SIGSTOP else 1):
             for pid in family(self.pid):
                 with contextlib.suppress(OSError):
@@ -175,7 +173,7 @@ class SessionRunner(Runner):
     def _finish(self, wait_s: float = 0.1) -> int:
         """End the session's processes. Returns the interpreter's exit code, negative for a signal.
 
-        An interpreter that ends closes its descriptors first: `wait_s` lets it come to its end.
+        An interpreter that is ending closes its descriptors before it is gone: `wait_s` lets it finish.
         """
         with _watched(self.pid) as end:
             poller = select.poll()
@@ -208,7 +206,7 @@ def _watched(pid: int) -> Iterator[int]:
 
 
 def _is_alive(pid: int) -> bool:
-    """False for a process that has ended and waits to be reaped, too."""
+    """Whether the process runs; False also for a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False

@@ -1,10 +1,10 @@
-"""The walls around a call, built once for all slots where possible and for each call where needed.
+"""The isolation layers around a call: set up once for all slots where possible, else for each call.
 
 Once (zygote): user namespace for an ordinary user; PID, network, IPC and host-name namespaces; a root file
 system that holds only the interpreter and system libraries, read-only. For each call: own PID and mount
 namespace, a private tmpfs as working directory, resource limits, the slot's own uid, landlock, and seccomp for the calls
 that the sandbox itself needs (all others are refused from the zygote on).
-What the machine refuses is written down in `Walls.missing`, shown in /status and the log, never passed over.
+Layers that the machine refuses are recorded in `IsolationLayers.missing` and shown in /status and the log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.services.parent_death import die_with_parent
 
 CALL_DIRECTORY = "/tmp"
-_UNCOVERED = "/uncovered"  # second place of what lies under the first, where a call's own tmpfs hides it
+_UNCOVERED = (
+    "/uncovered"  # second mount of interpreter files below CALL_DIRECTORY, which a call's tmpfs hides
+)
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": CALL_DIRECTORY,
@@ -35,7 +37,7 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "MPLBACKEND": "Agg",
 }
-# `full` means all of these; landlock comes on top, for a file system that is read-only already.
+# The level `full` needs all of these; landlock is extra, because the file system is already read-only.
 REQUIRED_LAYERS = (
     "own_uid",
     "pid_namespace",
@@ -53,8 +55,8 @@ _SYSTEM_FILES = ("etc/ld.so.cache", "etc/localtime", "etc/alternatives", "etc/mi
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
-class Walls:
-    """Which layers stand. `missing` maps a layer to the reason why it does not."""
+class IsolationLayers:
+    """The active layers. `missing` maps each other layer to the reason."""
 
     def __init__(self) -> None:
         self.active: list[str] = []
@@ -63,14 +65,14 @@ class Walls:
         self.uid_base: int | None = None  # slot i runs as uid_base + i
         self.in_user_namespace = False
         self.landlock = 0
-        self.covered: dict[str, str] = {}  # interpreter's directory -> its second place
+        self.covered: dict[str, str] = {}  # interpreter's directory -> its second mount
 
-    def raised(self, layer: str) -> None:
+    def activate(self, layer: str) -> None:
         self.missing.pop(layer, None)
         if layer not in self.active:
             self.active.append(layer)
 
-    def lacks(self, layer: str, why: object) -> None:
+    def record_missing(self, layer: str, why: object) -> None:
         if layer in self.active:
             self.active.remove(layer)
         self.missing[layer] = str(why)
@@ -90,10 +92,10 @@ class Walls:
         }
 
 
-def enter_namespaces(walls: Walls) -> None:
-    """In the launcher: new namespaces for the zygote that is forked next (and all it starts)."""
+def enter_namespaces(layers: IsolationLayers) -> None:
+    """In the launcher: new namespaces for the zygote that is forked next, and for its descendants."""
     wanted = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
-    layers = ("pid_namespace", "network_namespace", "ipc_namespace")
+    namespaces = ("pid_namespace", "network_namespace", "ipc_namespace")
     uid, gid = os.geteuid(), os.getegid()
     try:
         if uid != 0:
@@ -106,53 +108,53 @@ def enter_namespaces(walls: Walls) -> None:
                 Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
             Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-            walls.in_user_namespace = True
+            layers.in_user_namespace = True
         except OSError as error:
-            for layer in layers:
-                walls.lacks(layer, f"{as_root}; {error}")
+            for layer in namespaces:
+                layers.record_missing(layer, f"{as_root}; {error}")
             return
-    for layer in layers:
-        walls.raised(layer)
+    for layer in namespaces:
+        layers.activate(layer)
 
 
-def choose_uids(walls: Walls, slots: int, owner: int) -> None:
-    """One uid a slot, in a range derived from the launcher's process id so that two services differ."""
+def choose_uids(layers: IsolationLayers, slots: int, owner: int) -> None:
+    """One uid for each slot, in a range derived from the launcher's process id, so that two services differ."""
     if os.geteuid() != 0:
-        walls.lacks("own_uid", f"not root: calls run as uid {os.geteuid()} in a user namespace")
-        walls.notes["process_limit"] = "one uid for all slots: the limit is shared between them"
+        layers.record_missing("own_uid", f"not root: calls run as uid {os.geteuid()} in a user namespace")
+        layers.notes["process_limit"] = "one uid for all slots: the limit is shared between them"
         return
-    if walls.in_user_namespace:
-        walls.lacks("own_uid", "root without the right to make namespaces: only one uid is mapped")
+    if layers.in_user_namespace:
+        layers.record_missing("own_uid", "root without the right to make namespaces: only one uid is mapped")
         return
     mapped = max(
         int(line.split()[0]) + int(line.split()[2])
         for line in Path("/proc/self/uid_map").read_text().splitlines()
     )
     if mapped > 2_100_000_000:
-        walls.uid_base = 1_000_000_000 + (owner % 1_000_000) * 1000
+        layers.uid_base = 1_000_000_000 + (owner % 1_000_000) * 1000
     else:
-        walls.uid_base = 20_000 + (owner * 64) % 30_000
-    if walls.uid_base + slots > mapped:
-        walls.lacks("own_uid", f"uids up to {mapped} only")
-        walls.uid_base = None
+        layers.uid_base = 20_000 + (owner * 64) % 30_000
+    if layers.uid_base + slots > mapped:
+        layers.record_missing("own_uid", f"uids up to {mapped} only")
+        layers.uid_base = None
         return
-    walls.raised("own_uid")
+    layers.activate("own_uid")
 
 
-def build_private_root(walls: Walls) -> None:
-    """In the zygote: a root file system with system libraries and the interpreter, nothing else, read-only."""
+def build_private_root(layers: IsolationLayers) -> None:
+    """In the zygote: a read-only root file system that holds only system libraries and the interpreter."""
     try:
         linux.unshare(linux.CLONE_NEWNS)
         linux.mount("none", "/", None, linux.MS_PRIVATE | linux.MS_REC)
-        walls.covered = _pivot_into_view()
-        walls.raised("private_root")
+        layers.covered = _pivot_into_view()
+        layers.activate("private_root")
     except OSError as error:
-        walls.lacks("private_root", error)
-        walls.lacks("private_tmpfs", error)
+        layers.record_missing("private_root", error)
+        layers.record_missing("private_tmpfs", error)
 
 
 def _interpreter_directories() -> list[Path]:
-    """Prefixes of the interpreter and its packages that the system directories do not hold."""
+    """Directories of the interpreter and its packages outside the system directories."""
     candidates = [Path(sys.base_prefix).resolve(), Path(sys.prefix), Path(sys.prefix).resolve()]
     candidates += [Path(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
     kept: list[Path] = []
@@ -164,10 +166,10 @@ def _interpreter_directories() -> list[Path]:
 
 
 def _pivot_into_view() -> dict[str, str]:
-    """Returns the interpreter's directories that a call's own tmpfs will cover, with where else they are."""
-    # A .venv may be a link to one elsewhere; resolved here, because the view has no links to follow.
+    """Returns the interpreter's directories that a call's tmpfs will cover, with their second mounts."""
+    # A .venv may be a symbolic link; it is resolved here, because the new root does not hold its target.
     interpreter = {path: path.resolve() for path in _interpreter_directories()}
-    base = CALL_DIRECTORY  # any directory will do: in this mount namespace only, a tmpfs covers it
+    base = CALL_DIRECTORY  # any directory: a tmpfs covers it in this mount namespace only
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
     os.makedirs(f"{base}/new")
     os.makedirs(f"{base}/old")
@@ -219,25 +221,25 @@ def _pivot_into_view() -> dict[str, str]:
     return covered
 
 
-def choose_remaining_layers(walls: Walls) -> None:
-    """In the zygote: the layers that each call raises for itself, tried for real in a throw-away child."""
+def choose_remaining_layers(layers: IsolationLayers) -> None:
+    """In the zygote: find out which per-call layers work, by trying them in a child process."""
     try:
-        walls.landlock = linux.landlock_version()
-        walls.raised("landlock")
+        layers.landlock = linux.landlock_version()
+        layers.activate("landlock")
     except OSError as error:
-        walls.lacks("landlock", error)
-    walls.raised("clean_environment")
-    walls.raised("process_limit")
-    if "private_root" in walls.active:
-        room = Room.of(CallLimits(), CALL_DIRECTORY)
-        _try_in_child(walls, "private_tmpfs", lambda: linux.do(_directory_steps(walls, room, None)))
-    _try_in_child(walls, "seccomp", _filter_calls)
+        layers.record_missing("landlock", error)
+    layers.activate("clean_environment")
+    layers.activate("process_limit")
+    if "private_root" in layers.active:
+        limits = SandboxLimits.of(CallLimits(), CALL_DIRECTORY)
+        _try_in_child(layers, "private_tmpfs", lambda: linux.do(_directory_steps(layers, limits, None)))
+    _try_in_child(layers, "seccomp", _filter_calls)
 
 
-def raise_inherited_layers(walls: Walls) -> None:
-    """In the zygote, last: what every process that it starts shall have, and it can do with itself."""
+def raise_inherited_layers(layers: IsolationLayers) -> None:
+    """In the zygote, last: restrictions that all descendants inherit and the zygote itself can live with."""
     linux.no_new_privileges()
-    if "seccomp" in walls.active:
+    if "seccomp" in layers.active:
         linux.install_inherited_filter()
 
 
@@ -247,7 +249,7 @@ def _filter_calls() -> None:
     linux.do([linux.call_filter_step()])
 
 
-def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:
+def _try_in_child(layers: IsolationLayers, layer: str, attempt: Any) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -263,13 +265,13 @@ def _try_in_child(walls: Walls, layer: str, attempt: Any) -> None:
     os.close(reader)
     os.waitpid(child, 0)
     if why == b"\0":
-        walls.raised(layer)
+        layers.activate(layer)
     else:
-        walls.lacks(layer, why.decode(errors="replace") or "the trial process died")
+        layers.record_missing(layer, why.decode(errors="replace") or "the trial process died")
 
 
-class Room(NamedTuple):
-    """What is the same for most calls, so that their walls can be prepared before they come."""
+class SandboxLimits(NamedTuple):
+    """The limits that a call's isolation depends on. Most calls share them, so their steps are prepared in advance."""
 
     directory: str  # working directory
     disk_mb: int
@@ -277,44 +279,44 @@ class Room(NamedTuple):
     processes: int
 
     @classmethod
-    def of(cls, limits: CallLimits, directory: str) -> Room:
+    def of(cls, limits: CallLimits, directory: str) -> SandboxLimits:
         return cls(directory, limits.disk_mb, limits.open_files, limits.processes)
 
 
-def _directory_steps(walls: Walls, room: Room, uid: int | None) -> list[Step]:
+def _directory_steps(layers: IsolationLayers, limits: SandboxLimits, uid: int | None) -> list[Step]:
     """A mount namespace with a private tmpfs as working directory."""
     owner = f",uid={uid},gid={uid}" if uid is not None else ""
-    options = f"size={room.disk_mb}m,nr_inodes=10000,mode=700{owner}"
+    options = f"size={limits.disk_mb}m,nr_inodes=10000,mode=700{owner}"
     steps = [
         linux.unshare_step(linux.CLONE_NEWNS),
         linux.mount_step("tmpfs", CALL_DIRECTORY, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options),
     ]
-    for path, place in walls.covered.items():
+    for path, place in layers.covered.items():
         steps.append((f"make {path}", None, os.makedirs, (path,)))
-        steps.append(linux.mount_step(place, path, None, linux.MS_BIND))  # read-only, as the place is
+        steps.append(linux.mount_step(place, path, None, linux.MS_BIND))  # read-only, as the second mount is
     return steps
 
 
-def wall_steps(walls: Walls, slot: int, room: Room, free_fd: int) -> list[Step]:
-    """What a call's own process does before the snippet, to raise every layer that stands.
+def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, free_fd: int) -> list[Step]:
+    """The system calls by which a call's process enters every active layer, before it runs the program.
 
-    `free_fd` is its lowest free descriptor then.
+    `free_fd` is the lowest free descriptor at that moment.
     """
-    uid = None if walls.uid_base is None else walls.uid_base + slot
+    uid = None if layers.uid_base is None else layers.uid_base + slot
     steps: list[Step] = []
-    if "private_tmpfs" in walls.active:
-        steps += _directory_steps(walls, room, uid)
-        if "pid_namespace" in walls.active:
+    if "private_tmpfs" in layers.active:
+        steps += _directory_steps(layers, limits, uid)
+        if "pid_namespace" in layers.active:
             flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
             steps.append(linux.mount_step("proc", "/proc", "proc", flags))
-    steps.append(("chdir", None, os.chdir, (room.directory,)))
+    steps.append(("chdir", None, os.chdir, (limits.directory,)))
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, room.open_files),
-        (resource.RLIMIT_FSIZE, room.disk_mb * MEGABYTE),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_FSIZE, limits.disk_mb * MEGABYTE),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_NPROC, room.processes),
+        (resource.RLIMIT_NPROC, limits.processes),
     ):
         steps.append((f"limit {kind}", None, resource.setrlimit, (kind, (value, value))))
     if uid is not None:
@@ -323,11 +325,11 @@ def wall_steps(walls: Walls, slot: int, room: Room, free_fd: int) -> list[Step]:
             ("setresgid", None, os.setresgid, (uid, uid, uid)),
             ("setresuid", None, os.setresuid, (uid, uid, uid)),  # from root: all capabilities go with it
         ]
-    elif walls.in_user_namespace or os.geteuid() == 0:
+    elif layers.in_user_namespace or os.geteuid() == 0:
         steps.append(("drop capabilities", None, linux.drop_capabilities, ()))
     steps.append(("die with the parent", None, die_with_parent, (signal.SIGKILL,)))
-    if "landlock" in walls.active:
-        steps += linux.confine_writes_steps(room.directory, walls.landlock, free_fd)
-    if "seccomp" in walls.active:
+    if "landlock" in layers.active:
+        steps += linux.confine_writes_steps(limits.directory, layers.landlock, free_fd)
+    if "seccomp" in layers.active:
         steps.append(linux.call_filter_step())
     return steps

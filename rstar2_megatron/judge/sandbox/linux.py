@@ -1,7 +1,7 @@
 """Thin, typed wrappers of the Linux calls that Python 3.11 lacks: namespaces, mounts, seccomp, landlock.
 
-Written on ctypes because the packages around them are unmaintained (pyseccomp: 2021), pre-release (landlock)
-or need a shared library that a plain machine lacks. Everything here raises OSError with the call's name.
+They use ctypes because the packages for them are unmaintained (pyseccomp: 2021), pre-release (landlock) or need a shared
+library that a plain machine lacks. Every function raises OSError with the call's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
 
 CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -35,7 +34,6 @@ MS_REC = 16384
 MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 
-_PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
@@ -52,7 +50,7 @@ _SYS_BY_MACHINE = {
 }
 MACHINE = os.uname().machine
 
-# One system call that a call's process makes: its name for an error, what it has to return, the function, its arguments.
+# One system call of a call's process: its name for errors, its expected result, the function, its arguments.
 Step = tuple[str, object, Callable[..., object], tuple[Any, ...]]
 
 
@@ -71,7 +69,7 @@ def _number(name: str) -> int:
 
 
 def do(steps: Iterable[Step]) -> None:
-    """Make these calls, prepared before, one after another. OSError when one does not return what it should."""
+    """Run prepared steps one after another. OSError when one does not return its expected result."""
     for what, result, call, arguments in steps:
         if call(*arguments) != result:
             number = ctypes.get_errno()
@@ -79,7 +77,7 @@ def do(steps: Iterable[Step]) -> None:
 
 
 def nothing_step() -> Step:
-    """A call that no machine refuses and that changes nothing."""
+    """A step that always succeeds and changes nothing."""
     return "nothing", -1, _libc.close, (-1,)
 
 
@@ -118,10 +116,10 @@ def pivot_root(new: str, old: str) -> None:
     _check(_libc.syscall(_number("pivot_root"), new.encode(), old.encode()), "pivot_root")
 
 
-def bind_read_only(source: str, target: str, *, devices: bool = False) -> None:
+def bind_read_only(source: str, target: str) -> None:
     """Bind `source` with everything mounted below it on `target`, read-only and without set-uid."""
     mount(source, target, None, MS_BIND | MS_REC)
-    attributes = 0x1 | 0x2 | (0 if devices else 0x4)  # RDONLY, NOSUID, NODEV
+    attributes = 0x1 | 0x2 | 0x4  # RDONLY, NOSUID, NODEV
     request = struct.pack("<QQQQ", attributes, 0, 0, 0)
     at_fdcwd, at_recursive = -100, 0x8000
     _check(
@@ -133,14 +131,14 @@ def bind_read_only(source: str, target: str, *, devices: bool = False) -> None:
 def fork() -> int:
     """Fork without Python's at-fork hooks: 0 in the child, as os.fork.
 
-    The hooks of `threading`, `logging`, `random` and others touch 200 pages in the child, each of which has to be
-    copied: 1 ms of CPU. For single-threaded processes only, whose child reseeds its random generators itself.
+    The hooks of `threading`, `logging`, `random` and others write 200 pages in the child, and each is copied: 1 ms of CPU.
+    Only for single-threaded processes whose child reseeds its random generators itself.
     """
     return _check(_python_libc.fork(), "fork")
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent died become children of this process, so that it can end and reap them."""
+    """Make orphaned descendants children of this process, so that it can kill and reap them."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
 
 
@@ -158,13 +156,13 @@ def drop_capabilities() -> None:
 
 
 def raise_open_files() -> None:
-    """As many descriptors as the system lets this process have: each waiting client is one, and each slot two."""
+    """Raise the limit of open descriptors to its maximum: each waiting client needs one, each slot two."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def close_from_step(first: int) -> Step:
-    """Close every descriptor from `first` up. A bounded loop leaks what lies above its bound."""
+    """Close every descriptor from `first` up, without an upper bound."""
     if _libc.syscall(_SYS_CLOSE_RANGE, 0x7FFFFFFF, 0xFFFFFFFF, 0) == 0:
         return "close_range", 0, _libc.syscall, (_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0)
     return "close what is open", None, _close_listed_from, (first,)  # kernels before 5.9
@@ -201,9 +199,9 @@ def _own_mappings() -> list[tuple[int, int, str, str]]:
 
 
 def collapse_heap() -> int:
-    """Back this process's private memory by huge pages, where the kernel can (6.1 on). Returns bytes.
+    """Back this process's private memory by huge pages (kernel 6.1 and later). Returns the bytes.
 
-    A fork copies one entry for 2 MB instead of 512: half the cost of a fork of a 60 MB interpreter.
+    A fork then copies one page-table entry for 2 MB instead of 512: half the cost of forking a 60 MB interpreter.
     """
     huge, madv_collapse = 2 << 20, 25
     total = 0
@@ -211,7 +209,7 @@ def collapse_heap() -> int:
         if "w" not in access or name not in ("", "[heap]"):
             continue
         start, end = -(-start // huge) * huge, end // huge * huge
-        # one step at a time: a step with nothing behind it fails and stays as it is
+        # one huge page at a time: a page without memory fails and stays as it is
         for address in range(start, end, huge):
             if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(huge), madv_collapse) == 0:
                 total += huge
@@ -219,9 +217,9 @@ def collapse_heap() -> int:
 
 
 def copy_code_at_fork() -> None:
-    """Let a fork copy which pages of Python's code are mapped, where a child would else fault on each 64 KB of it.
+    """Make a fork copy the page tables of Python's code; otherwise a child faults once for each 64 KB of it.
 
-    The kernel leaves out what holds no private page, so each mapping gets one: its first byte is written as it is.
+    The kernel skips mappings without a private page, so each one gets one: its first byte is written back unchanged.
     """
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         for start, _, access, name in _own_mappings():
@@ -237,8 +235,8 @@ def copy_code_at_fork() -> None:
 
 # ---------------------------------------------------------------------------------------------- seccomp
 
-# Calls that a snippet has no need of and that reach beyond its own processes. x86_64 numbers.
-DENIED_IN_CALLS = dict(mount=165, umount2=166, unshare=272, setns=308)  # noqa: C408  # what a slot needs itself
+# System calls that programs do not need and that reach beyond their own processes. x86_64 numbers.
+DENIED_IN_CALLS = dict(mount=165, umount2=166, unshare=272, setns=308)  # noqa: C408  # the sandbox needs these itself
 DENIED_EVERYWHERE = dict(  # noqa: C408
     socket=41, connect=42, bind=49, listen=50, accept=43, accept4=288,
     ptrace=101, process_vm_readv=310, process_vm_writev=311, process_madvise=440, kcmp=312, pidfd_getfd=438,
@@ -258,8 +256,10 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 
 
 def _denylist_program(denied: dict[str, int]) -> bytes:
-    """Classic BPF over seccomp_data: denied calls give EPERM, namespace flags of clone too, clone3 ENOSYS
-    (its flags lie in memory, where a filter cannot look; glibc then falls back to clone)."""
+    """Classic BPF over seccomp_data: EPERM for denied calls and for namespace flags of clone, ENOSYS for clone3.
+
+    A filter cannot read the flags of clone3, which lie in memory; glibc then falls back to clone.
+    """
     numbers = sorted(denied.values())
     ops: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, 4),  # architecture
@@ -267,7 +267,7 @@ def _denylist_program(denied: dict[str, int]) -> bytes:
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),  # call number
         (_JUMP_GREATER_EQUAL, 0, 1, 0x40000000),
-        (_RETURN, 0, 0, _KILL),  # the x32 door
+        (_RETURN, 0, 0, _KILL),  # x32 calls
         (_JUMP_EQUAL, 0, 1, 435),
         (_RETURN, 0, 0, _ENOSYS),
         (_JUMP_EQUAL, 0, 3, 56),  # clone
@@ -300,15 +300,15 @@ def _install_step(program: _FilterProgram) -> Step:
 
 
 def install_inherited_filter() -> None:
-    """Refuse most of the calls above in this process and all it starts. Needs no_new_privileges() first.
+    """Refuse DENIED_EVERYWHERE in this process and its descendants. Needs no_new_privileges() first.
 
-    The kernel translates a filter, and tries it on each call it knows, whenever one is installed: 0.2 ms for so long a list.
+    Installing a list this long takes the kernel 0.2 ms, so it is done once and inherited.
     """
     do([_install_step(_inherited_filter)])
 
 
 def call_filter_step() -> Step:
-    """Refuse those too that the sandbox needs for its own work. On top of the inherited filter."""
+    """Also refuse DENIED_IN_CALLS, which the sandbox has needed until then."""
     return _install_step(_call_filter)
 
 
@@ -319,14 +319,14 @@ _LANDLOCK_WRITE_FILE = 2 | (1 << 14)  # write and truncate
 
 
 def landlock_version() -> int:
-    """The kernel's landlock version; OSError where there is none."""
+    """The kernel's landlock version. OSError without landlock."""
     return _check(_libc.syscall(_SYS_LANDLOCK_CREATE, None, 0, 1), "landlock")
 
 
 def confine_writes_steps(directory: str, version: int, free_fd: int) -> list[Step]:
     """Allow writing only below `directory` (and to /dev/null). Reading is not restricted.
 
-    `free_fd` is the lowest descriptor that will be free, so that each step knows what the one before has opened.
+    `free_fd` is the lowest free descriptor at that moment; the steps rely on it for the descriptors that they open.
     """
     handled = (1 << 13) - 1 & ~_LANDLOCK_READ
     if version >= 2:

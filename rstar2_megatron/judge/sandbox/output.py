@@ -1,4 +1,4 @@
-"""What a call wrote, bounded, and the result that is made of it."""
+"""The bounded output of a call, and its result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 
-SANDBOX_FAILED = 250  # exit code of a child whose walls could not be raised (with a word on stderr)
+SANDBOX_FAILED = 250  # exit code of a child whose isolation failed (with the failure mark on stderr)
 _READ_SIZE = 1 << 16
 
 
 class Output:
-    """What one stream of the call wrote, bounded."""
+    """One output stream of the call, kept up to a limit."""
 
     def __init__(self, fd: int, limit: int) -> None:
         self.fd = fd
@@ -28,7 +28,7 @@ class Output:
         return self.size > self.limit
 
     def read(self) -> bool:
-        """Take what is there. False at the end of the stream."""
+        """Read once. False at the end of the stream."""
         try:
             data = os.read(self.fd, _READ_SIZE)
         except BlockingIOError:
@@ -39,7 +39,7 @@ class Output:
         return bool(data)
 
     def drain(self) -> None:
-        """Take what is in the pipe without waiting for writers that may live on."""
+        """Read what is in the pipe, without waiting for writers that may live on."""
         os.set_blocking(self.fd, False)
         with contextlib.suppress(OSError):
             while not self.is_too_much:
@@ -48,7 +48,7 @@ class Output:
                     break
 
     def close(self) -> None:
-        """Take what is left."""
+        """Read the rest and close the pipe."""
         self.drain()
         os.close(self.fd)
 
@@ -56,13 +56,13 @@ class Output:
         return b"".join(self.parts).decode("utf-8", "backslashreplace")
 
     def clear(self) -> None:
-        """Forget what was read: the next call begins."""
+        """Drop what was read, before the next call of a session."""
         self.parts.clear()
         self.size = 0
 
 
 def shorten(text: str, limit: int) -> tuple[str, bool]:
-    """At most `limit` characters, head and tail kept around a note. Returns whether it was cut."""
+    """At most `limit` characters: head and tail around a note. The second value tells whether it was cut."""
     if len(text) <= limit:
         return text, False
     note = f"\n... [{len(text) - limit} characters left out] ...\n"
@@ -85,7 +85,7 @@ def report(
     peak_memory_bytes: int,
     session: str | None = None,
 ) -> dict[str, Any]:
-    """A SubmissionResult. `code` is an exit code, negative for a signal; `verdict` why the call was ended."""
+    """A SubmissionResult. `code` is an exit code, negative for a signal; `verdict` the reason why the call was ended."""
     ended_by = -code if code < 0 else None
     if verdict is None:
         if code == 0:

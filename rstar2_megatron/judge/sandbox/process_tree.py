@@ -1,7 +1,7 @@
-"""A call's processes as the kernel shows them, and how a call that uses much CPU is made to step back.
+"""A call's processes as /proc shows them, and the demotion of calls that use much CPU.
 
-A multilevel feedback queue on top of the kernel's scheduler: the more CPU time a call has used, the less of a busy
-machine it gets, so that endless loops take what short calls leave.
+A multilevel feedback queue on top of the kernel's scheduler: the more CPU time a call has used, the smaller its share of a
+busy machine, so that endless loops get what short calls leave.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-SLICE_S = 0.1  # CPU time after which a call no longer counts as a short one
-# CPU seconds used, niceness from there on: three steps halve the share of a core, each time that the use has doubled.
+SLICE_S = 0.1  # CPU time after which a call is demoted
+# (CPU seconds used, niceness from there on): the share of a core halves whenever the use has doubled.
 DEMOTIONS = ((SLICE_S, 10), (0.2, 13), (0.4, 16), (0.8, 19))
 _FIRST_LOOK_S = 0.01  # most calls have ended by then
-_NEXT_LOOK_S = 0.02  # while the call may hold others up
+_NEXT_LOOK_S = 0.02  # until the call is demoted
 _LATER_LOOK_S = 0.1
-_LAST_LOOK_S = 0.5  # nothing left to take from it, except for children that it starts
+_LAST_LOOK_S = 0.5  # at the highest niceness: only for children that it starts
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def _read(path: str) -> bytes:
-    """A small file of /proc; a third of the cost of open()."""
+    """Read a small file of /proc, at a third of the cost of open()."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)
@@ -43,7 +43,7 @@ def children(pid: int) -> list[int]:
 
 
 def family(pid: int) -> Iterator[int]:
-    """A process and its descendants, parents first."""
+    """Yield a process and its descendants, parents first."""
     stack = [pid]
     while stack:
         current = stack.pop()
@@ -53,23 +53,23 @@ def family(pid: int) -> Iterator[int]:
 
 
 def end_group(pid: int) -> None:
-    """End a process and its process group. Nothing happens to one that has ended."""
+    """Kill a process and its process group. A process that has ended is no error."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(OSError):
             kill(pid, signal.SIGKILL)
 
 
 def resident_bytes(pid: int) -> int:
-    """Raises OSError when the process has ended."""
+    """Resident memory of a process. Raises OSError when it has ended."""
     return int(_read(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
 
 
 class Usage(NamedTuple):
-    """What a call's processes do and have used."""
+    """State and CPU time of a call's processes."""
 
     members: list[int]
-    is_running: bool  # one of them is on a core or waits for one
-    cpu_s: float  # ended children that were waited for included
+    is_running: bool  # whether one of them uses or waits for a core
+    cpu_s: float  # with that of reaped children
 
 
 def usage_of(pid: int) -> Usage:
@@ -84,30 +84,32 @@ def usage_of(pid: int) -> Usage:
 
 
 def own_autogroup() -> bytes:
-    """Name of the scheduling group that this process's session has; empty where the kernel made none for it."""
+    """Name of the autogroup of this process's session; empty where the kernel has made none."""
     with contextlib.suppress(OSError):
         return b"".join(_read("/proc/self/autogroup").split()[:1])
     return b""
 
 
 def weigh_as(sessions: int) -> None:
-    """Let this process's session weigh as much as so many, beside others of this machine (root only).
-
-    One step of niceness is a factor of 1.25.
+    """Give this process's session the scheduling weight of `sessions` ones (root only): one step of niceness is a factor of
+    1.25.
     """
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
         file.write(str(max(-20, -round(math.log(sessions, 1.25)))))
 
 
 def make_nice(pid: int, niceness: int, own_group: bytes) -> None:
-    """Lower the share of a process; also of its session, if it made one to be weighed apart from the others."""
+    """Set the niceness of a process, and of its session when it is not the sandbox's own.
+
+    The kernel may weigh sessions (autogroup): a program could otherwise escape its demotion in a new session.
+    """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, niceness)
     with contextlib.suppress(OSError):
-        # one descriptor for look and change: the number may be another process's in between
+        # one descriptor for read and write: between two opens the id may go to another process
         fd = os.open(f"/proc/{pid}/autogroup", os.O_RDWR | os.O_CLOEXEC)
         try:
-            group = os.read(fd, 256).split()[:1]  # nothing where the kernel made none for the session
+            group = os.read(fd, 256).split()[:1]  # empty where the session has no autogroup
             if group and group[0] != own_group:
                 os.write(fd, str(niceness).encode())
         finally:
@@ -115,33 +117,33 @@ def make_nice(pid: int, niceness: int, own_group: bytes) -> None:
 
 
 class Supervision:
-    """Looks at one running call now and then. Times are of the monotonic clock."""
+    """Looks at one running call from time to time and demotes it. Times are monotonic seconds."""
 
     def __init__(
-        self, find_pid: Callable[[], int], started: float, own_group: bytes, on_step_back: Callable[[], None]
+        self, find_pid: Callable[[], int], started: float, own_group: bytes, on_demotion: Callable[[], None]
     ) -> None:
-        """`find_pid` is asked at the first look, which most calls do not live to see. `on_step_back` is called
-        once, when the call sleeps or waits, or has used a slice: others may start."""
+        """`find_pid` is called at the first look; most calls end before it. `on_demotion` is called once, when the call
+        sleeps, waits, or has used its slice of CPU: another call may begin."""
         self.find_pid = find_pid
         self.own_group = own_group
-        self.on_step_back = on_step_back
-        self.used_before_s = 0.0  # by a live interpreter in earlier calls
+        self.on_demotion = on_demotion
+        self.used_before_s = 0.0  # CPU time of a session's earlier calls
         self.next_look = started + _FIRST_LOOK_S
         self.niceness = 0
-        self._stepped_back = False
+        self._is_demoted = False
 
     def look(self, now: float) -> None:
         usage = usage_of(self.find_pid())
         cpu_s = usage.cpu_s - self.used_before_s
-        if not self._stepped_back and (cpu_s >= SLICE_S or not usage.is_running):
-            self._stepped_back = True
-            self.on_step_back()
+        if not self._is_demoted and (cpu_s >= SLICE_S or not usage.is_running):
+            self._is_demoted = True
+            self.on_demotion()
         niceness = max((value for used_s, value in DEMOTIONS if cpu_s >= used_s), default=0)
-        if niceness:  # also those that were started since the last look
+        if niceness:  # includes processes that were started since the last look
             for member in usage.members:
                 make_nice(member, niceness, self.own_group)
         self.niceness = niceness
-        if not self._stepped_back:
+        if not self._is_demoted:
             self.next_look = now + _NEXT_LOOK_S
         elif niceness < DEMOTIONS[-1][1]:
             self.next_look = now + _LATER_LOOK_S

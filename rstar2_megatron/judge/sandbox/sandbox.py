@@ -1,4 +1,4 @@
-"""Forks a process, raises the walls of one slot around it, and has it become the program. Only the child reads that."""
+"""Forks a process that enters the isolation of its slot and runs a program. Only the child reads the program."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from typing import Any, NamedTuple, NoReturn
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux, snippet
-from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
 from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED
 from rstar2_megatron.judge.sandbox.process_tree import children
 
-REHEARSALS = 12  # Python 3.11 specialises what has run 8 times
+WARMUPS = 12  # Python 3.11 specialises what has run 8 times
 _SET_BY_CALL = (resource.RLIMIT_CPU, resource.RLIMIT_AS)
-_CHANNEL = 3  # where a live interpreter finds the socket that its cells come through
+_CHANNEL = 3  # a live interpreter's descriptor of the socket that delivers its cells
 
 
 class Program(NamedTuple):
-    """What a call's process has to know of its job."""
+    """The part of a job that the call's process needs."""
 
     kind: str  # "python" or "cpp"
     source: str
     files: dict[str, str] | None  # path -> base64
     has_input: bool  # standard input is a file, not the null device
-    room: Room
+    limits: SandboxLimits
     cpu_seconds: int  # -1: no limit
-    memory_bytes: int  # of address space, beyond what it starts with
+    memory_bytes: int  # of address space, beyond that at its start
 
 
 class Descriptors(NamedTuple):
-    """What a call's process finds at 0, 1 and 2, and a live interpreter at 3."""
+    """The descriptors that become 0, 1, 2 of a call's process, and 3 of a live interpreter."""
 
     stdin: int
     stdout: int
@@ -46,17 +46,17 @@ class Descriptors(NamedTuple):
 
 
 def own_address_space() -> int:
-    """Bytes of address space of this process: what a call starts with."""
+    """Bytes of address space of this process; a call starts with the same."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def goes_first_steps() -> tuple[list[Step], list[Step]]:
-    """What is done before and after a fork, so that the kernel ends the child before all others when memory is short.
+def oom_score_steps() -> tuple[list[Step], list[Step]]:
+    """Steps before and after a fork that make the kernel kill the child first when memory is short.
 
-    A child inherits its parent's score: to write that twice costs a tenth of opening the child's in its own /proc.
+    The child inherits its parent's OOM score: writing that twice costs a tenth of opening the child's own file.
     """
-    # Without /proc, or where what was inherited may not be written again, it is left as it is.
+    # The score stays as it is without /proc, or where it may not be written.
     with contextlib.suppress(OSError):
         fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         own = os.pread(fd, 16, 0)
@@ -68,40 +68,40 @@ def goes_first_steps() -> tuple[list[Step], list[Step]]:
 
 
 class Sandbox:
-    """In the process that a slot's calls are forked from."""
+    """Forks calls, in the process that is the parent of a slot's calls."""
 
-    def __init__(self, walls: Walls, slot: int, *, live: bool = False) -> None:
-        """`live`: for an interpreter that takes its cells from a channel, not for calls."""
-        self.walls = walls
+    def __init__(self, layers: IsolationLayers, slot: int, *, live: bool = False) -> None:
+        """`live`: the process becomes a session's interpreter, which reads cells from a channel."""
+        self.layers = layers
         self.slot = slot
         self.live = live
         self.free_fd = _CHANNEL + 1 if live else _CHANNEL
-        self.room = Room.of(CallLimits(), isolation.CALL_DIRECTORY)
-        self.steps = self._steps(self.room)
+        self.usual_limits = SandboxLimits.of(CallLimits(), isolation.CALL_DIRECTORY)
+        self.steps = self._steps(self.usual_limits)
         self.address_space = own_address_space()
         self.streams = snippet.Streams()
-        self.before_fork, self.after_fork = goes_first_steps()
-        self.namespaced = "pid_namespace" in walls.active
+        self.before_fork, self.after_fork = oom_score_steps()
+        self.namespaced = "pid_namespace" in layers.active
         if self.namespaced:
             own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             self.before_fork.append(linux.unshare_step(linux.CLONE_NEWPID))
             self.after_fork.append(linux.setns_step(own, linux.CLONE_NEWPID))
-        # What is the same for all calls is done here: this process writes and reads nothing through these.
+        # Everything that is the same for all calls is done here, once.
         self.counter = self.streams.use()
         sys.argv[:] = [snippet.FILE_NAME]
-        if not live:  # that is forked once
-            self._rehearse()
+        if not live:  # a live interpreter is forked only once
+            self._warm_up()
         self.namespace = snippet.new_main_module()
-        # A program may choose any exit code, so it takes this word too to say that the walls failed.
+        # A program may exit with SANDBOX_FAILED; only this secret on stderr proves that the isolation failed.
         self.failure_mark = os.urandom(8).hex()
 
-    def _steps(self, room: Room) -> list[Step]:
+    def _steps(self, limits: SandboxLimits) -> list[Step]:
         return [
             linux.close_from_step(self.free_fd),
-            # A group of its own, not a session: the kernel may weigh sessions and not processes (autogroup), and
-            # then a call's niceness would count for nothing beside other calls.
+            # A process group and not a session: where the kernel weighs sessions (autogroup), niceness has no effect
+            # between calls in different sessions.
             ("setpgid", None, os.setpgid, (0, 0)),
-            *isolation.wall_steps(self.walls, self.slot, room, self.free_fd),
+            *isolation.isolation_steps(self.layers, self.slot, limits, self.free_fd),
         ]
 
     def fork(self, begin: Callable[[], Any]) -> int:
@@ -119,7 +119,7 @@ class Sandbox:
         return pid
 
     def become(self, program: tuple[Any, ...], descriptors: tuple[int, ...]) -> NoReturn:
-        """The child: raise the walls and run the program (a Program, or its bare tuple). Ends this process."""
+        """In the child: enter the isolation and run the program (a Program or its plain tuple). Ends this process."""
         try:
             self._enter(program, descriptors)
         except BaseException as error:
@@ -137,50 +137,51 @@ class Sandbox:
         for target, source in enumerate(descriptors):
             if source >= 0:
                 os.dup2(source, target)
-        _, _, files, _, room, cpu_s, memory_bytes = program
+        _, _, files, _, limits, cpu_s, memory_bytes = program
         memory = self.address_space + memory_bytes
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        linux.do(self.steps if room == self.room else self._steps(Room(*room)))
+        linux.do(self.steps if limits == self.usual_limits else self._steps(SandboxLimits(*limits)))
         if files and not self.live:
             snippet.write_files(files)
 
     def _run(self, program: tuple[Any, ...], namespace: dict[str, Any]) -> int:
-        """Returns the exit code, if at all."""
-        kind, source, _, has_input, room, cpu_s, _ = program
+        """Run the program. Returns its exit code; C++ programs and live interpreters do not return."""
+        kind, source, _, has_input, limits, cpu_s, _ = program
         if kind == "cpp":
             return cpp.build_and_run(source, cpu_s - 1)
         if has_input:
             snippet.use_input()
-        if room[0] != sys.path[0]:
-            sys.path[0] = room[0]
+        if limits[0] != sys.path[0]:
+            sys.path[0] = limits[0]
         snippet.reseed()
         if self.live:
             snippet.serve_cells(socket.socket(fileno=_CHANNEL), self.counter)
         return snippet.run_program(source, namespace, self.counter)
 
-    def _rehearse(self) -> None:
-        """Do here, with arguments that change nothing, what calls will do.
+    def _warm_up(self) -> None:
+        """Go through a call here, with arguments that change nothing.
 
-        They then find what the interpreter learns by it (specialised code, types' attributes), and need not learn it and
-        have the pages copied that it writes. In each call parent, because pages that all of them share cost more to copy.
+        Calls then inherit the interpreter's specialised code and caches, and do not write (and so copy) those pages
+        themselves. Done in each call parent, because pages shared by all of them cost more to copy.
         """
-        limits = [(kind, resource.getrlimit(kind)) for kind in _SET_BY_CALL]
-        cpu_s, memory = (most for _, (_, most) in limits)
-        walls_to_be = self.room, self.steps
-        self.room, self.steps = self.room._replace(directory=sys.path[0]), [linux.nothing_step()] * 10
-        room = tuple(self.room)
+        rlimits = [(kind, resource.getrlimit(kind)) for kind in _SET_BY_CALL]
+        cpu_s, memory = (most for _, (_, most) in rlimits)
+        prepared = self.usual_limits, self.steps
+        self.usual_limits = self.usual_limits._replace(directory=sys.path[0])
+        self.steps = [linux.nothing_step()] * 10
+        limits = tuple(self.usual_limits)
         with snippet.descriptors_of_a_call():
-            for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * REHEARSALS:
-                program = ("python", source, None, False, room, cpu_s, memory - self.address_space)
+            for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * WARMUPS:
+                program = ("python", source, None, False, limits, cpu_s, memory - self.address_space)
                 self._enter(program, (0, 1, 2))
                 self._run(program, {"__name__": "__main__"})
-        for kind, limit in limits:
+        for kind, limit in rlimits:
             resource.setrlimit(kind, limit)
-        self.room, self.steps = walls_to_be
+        self.usual_limits, self.steps = prepared
 
     def end_orphans(self) -> None:
-        """Without a PID namespace: end what a call left behind. It all became this process's children."""
+        """Without a PID namespace: kill a call's orphans, which have become children of this process."""
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
             orphans = children(os.getpid())

@@ -1,4 +1,4 @@
-"""A slot's process: takes jobs through a socket, runs each, answers. One job at a time."""
+"""A slot's process: receives jobs through a socket, runs one at a time, answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def send_message(sock: socket.socket, body: bytes) -> None:
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """`size` bytes, or EOFError when the other side is gone."""
+    """`size` bytes. EOFError when the other side has closed the socket."""
     parts = []
     while size:
         data = sock.recv(min(size, 1 << 20))
@@ -31,17 +31,17 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def receive_message(sock: socket.socket) -> bytes:
-    """The next message. An empty one is a cancellation, or from a call STEPPED_BACK."""
+    """The next message. An empty one is a cancellation for the slot, DEMOTED for the worker."""
     (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
     return receive_exactly(sock, size)
 
 
 def serve_slot(sock: socket.socket, runner: Runner) -> NoReturn:
-    """Run jobs as they come, until the worker closes the socket. Ends with a call parent."""
+    """Run jobs until the worker closes the socket or a call parent dies."""
     try:
         while True:
             body = receive_message(sock)
-            if not body:  # a cancellation: read already, or too late
+            if not body:  # a cancellation that came after the end of its call
                 continue
             send_message(sock, json.dumps(_run(runner, json.loads(body))).encode())
     except (EOFError, OSError):
@@ -52,9 +52,9 @@ def serve_slot(sock: socket.socket, runner: Runner) -> NoReturn:
 def _run(runner: Runner, job: dict[str, Any]) -> dict[str, Any]:
     try:
         return runner.run(job)
-    except EOFError:  # no call parent, no slot: the zygote starts another
+    except EOFError:  # the call parent has died: the zygote replaces this slot
         raise
-    except Exception as error:  # a fault of ours: told, never the snippet's
+    except Exception as error:  # a fault of the sandbox, not of the program
         return make_result(
             job.get("sub_id"),
             Outcome.INTERNAL_ERROR,

@@ -1,8 +1,7 @@
-"""Runs a snippet inside the call's own process, as IPython runs a cell.
+"""Runs a program inside the call's own process, as IPython runs a cell.
 
-The value of a last bare expression is shown when nothing was printed. Line numbers in tracebacks are the
-snippet's own, `from __future__` works, and no statement runs twice: the last expression is compiled apart from the
-statements before it, and each is executed once.
+The value of a last bare expression is printed when the program printed nothing. Line numbers in tracebacks are the
+program's own, and `from __future__` works. The last expression is compiled apart from the statements before it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FUTURES = functools.reduce(
 
 
 class CountingFile(io.FileIO):
-    """Standard output that knows whether anything was written."""
+    """Standard output that counts the written bytes."""
 
     written = 0
 
@@ -49,7 +48,7 @@ class CountingFile(io.FileIO):
 
 @contextlib.contextmanager
 def descriptors_of_a_call() -> Iterator[None]:
-    """Meanwhile 0 is the null device, and 1 and 2 are a pipe that nobody reads, which holds 64 KB."""
+    """Inside, descriptor 0 is the null device; 1 and 2 are a pipe that holds 64 KB and that nobody reads."""
     saved = [os.dup(fd) for fd in (0, 1, 2)]
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     reader, writer = os.pipe()
@@ -65,14 +64,14 @@ def descriptors_of_a_call() -> Iterator[None]:
 
 
 class Streams:
-    """Text streams over descriptors 0, 1 and 2, made once in the process that calls are forked from.
+    """Text streams over descriptors 0, 1 and 2, made once in the parent of all calls.
 
-    Made in each call they would cost it 0.3 ms. Whether a stream can seek is settled when it is made, so while these
-    are made the descriptors are what calls have there: the null device and pipes.
+    Making them in each call would cost 0.3 ms. A stream tests at its creation whether it can seek, so the descriptors are
+    of the same kind as in a call meanwhile: the null device and pipes.
     """
 
     def __init__(self) -> None:
-        # Kept, for the end of a stream that nobody holds any more would cost each call another 0.15 ms.
+        # Kept alive: closing the replaced streams would cost each call another 0.15 ms.
         self._replaced = sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
         with descriptors_of_a_call():
             self.counter = CountingFile(1, "w", closefd=False)
@@ -88,7 +87,7 @@ class Streams:
             )
 
     def use(self) -> CountingFile:
-        """Make them this process's standard streams. Returns stdout's counter."""
+        """Install them as this process's standard streams. Returns stdout's counter."""
         sys.stdin = sys.__stdin__ = self.stdin  # type: ignore[misc]
         sys.stdout = sys.__stdout__ = self.stdout  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = self.stderr  # type: ignore[misc]
@@ -96,7 +95,7 @@ class Streams:
 
 
 def use_input() -> None:
-    """In a call whose standard input is a file, and not the null device that its stream was made for."""
+    """Replace the stream of standard input when it is a file: `Streams` was made for the null device."""
     sys.stdin = sys.__stdin__ = _standard_input()  # type: ignore[misc]
 
 
@@ -109,16 +108,17 @@ def _standard_input() -> io.TextIOWrapper:
 def compile_snippet(
     source: str, file_name: str = FILE_NAME
 ) -> tuple[types.CodeType | None, types.CodeType | None]:
-    """The statements, and apart a last bare expression (none when a semicolon follows it): its value is shown."""
+    """The statements, and apart from them a last bare expression, whose value is shown unless a semicolon follows."""
     return compile_by_line(source, file_name) or compile_by_tree(source, file_name)
 
 
 def compile_by_line(
     source: str, file_name: str
 ) -> tuple[types.CodeType | None, types.CodeType | None] | None:
-    """As by the tree, at a third of its cost: the last line by itself, when it is an expression and ends nothing.
+    """Fast path: compile the last line separately, without an AST, at a third of the cost.
 
-    Where the lines above are whole statements, a line without indentation begins another. None for all else, errors too.
+    It works when the last line is an expression and the lines above it are complete statements. None otherwise, also for
+    errors.
     """
     text = source.rstrip()
     start = text.rfind("\n") + 1
@@ -133,7 +133,7 @@ def compile_by_line(
 
 
 def compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.CodeType | None]:
-    """Raises what `compile` raises."""
+    """Split off the last expression in the AST. Raises what `compile` raises."""
     tree: Any = compile(source, file_name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
     if tree.body and isinstance(tree.body[-1], _ast.Expr) and not source.rstrip().endswith(";"):
@@ -146,7 +146,7 @@ def compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.
 
 
 def _print_exception(error: BaseException) -> None:
-    """The traceback from the snippet's first frame on."""
+    """Print the traceback from the program's first frame on."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
@@ -166,7 +166,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def new_main_module() -> dict[str, Any]:
-    """A fresh `__main__`, so that pickling and multiprocessing find what the snippet defines."""
+    """A new `__main__`, in which pickle and multiprocessing find the program's definitions."""
     module = types.ModuleType("__main__")
     module.__file__ = FILE_NAME
     module.__dict__["__builtins__"] = __builtins__
@@ -222,7 +222,7 @@ _seed_random = super(random.Random, random.seed.__self__).seed  # type: ignore[a
 
 
 def reseed() -> None:
-    """Forked calls would all draw the same numbers: neither module reseeds itself in the child."""
+    """Reseed `random` and numpy: forked calls would otherwise all draw the same numbers."""
     _seed_random()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -233,7 +233,7 @@ def reseed() -> None:
 
 
 def memory_file(content: bytes) -> int:
-    """Descriptor of an anonymous file that holds `content`, to be read from its start."""
+    """Descriptor of an anonymous file with `content`, at its start."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
     left = memoryview(content)
     while left:
@@ -243,10 +243,10 @@ def memory_file(content: bytes) -> int:
 
 
 def write_files(files: dict[str, str] | None) -> None:
-    """Put a submission's small inputs (path -> base64) into the working directory."""
+    """Write a submission's files (path -> base64) to the working directory."""
     if not files:
         return
-    import base64  # here, because few calls have files and all would copy its libraries
+    import base64  # here: few calls have files, and all would copy its library's pages
 
     for path, content in files.items():
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -265,10 +265,10 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
-    """Run the cells that come through `channel` in one namespace, one after another, until it closes.
+    """Run the cells from `channel` in one namespace, one after another, until it closes.
 
-    A cell that is interrupted (SIGINT at its time limit) leaves the namespace as it is. Standard streams are
-    the session's own again at the start of each cell; standard input is the cell's.
+    An interrupted cell (SIGINT at its time limit) keeps the namespace. Each cell starts with the session's original
+    standard streams and its own standard input.
     """
     namespace = new_main_module()
     streams = sys.stdout, sys.stderr
@@ -278,7 +278,7 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
         try:
             sizes = CELL_HEADER.unpack(_receive_exactly(channel, CELL_HEADER.size))
             program, stdin, files = (_receive_exactly(channel, size) for size in sizes)
-        except KeyboardInterrupt:  # it came just as the last cell ended
+        except KeyboardInterrupt:  # it arrived as the last cell ended
             continue
         number += 1
         code = 1

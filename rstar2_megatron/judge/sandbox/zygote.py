@@ -1,17 +1,17 @@
-"""The processes that calls are forked from: single-threaded, no secret in memory.
+"""The processes that fork calls: single-threaded, without secrets in memory.
 
-Started fresh by a worker with a clean environment:
+A worker starts them with a clean environment:
 launcher (makes namespaces and control groups, removes them at the end)
   -> zygote (PID 1 of its namespace: when it ends, everything ends)
-    -> one slot process for each call that may run at once
-      -> its call parent -> calls that need the standard library only
+    -> one slot process for each slot
+      -> its call parent -> calls that need only the standard library
     -> library zygote (numpy and sympy imported)
-      -> a second call parent for each slot -> calls that use such libraries
+      -> a second call parent for each slot -> calls that use these libraries
       -> one slot process for each open session -> its interpreter.
-Each call copies and ends what its parent has mapped, so the small zygote imports as little as it can: every shared
-library is five mappings (tests/judge/sandbox/test_environment.py). The worker speaks with each slot over a socket of its own,
-which it receives over the control socket. It asks for a session's slot by sending its number; closing the slot's
-socket ends the session.
+Each call copies and unmaps its parent's memory mappings, so the zygote imports as little as possible: every shared library
+is five mappings (tests/judge/sandbox/test_environment.py). The worker has one socket to each slot, which it receives over
+the control socket. It asks for a session's slot by sending the slot's number, and ends the session by closing the
+socket.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2_megatron.judge.limits import default_starts
+from rstar2_megatron.judge.limits import default_permits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux
 from rstar2_megatron.judge.sandbox.call import CallRunner
-from rstar2_megatron.judge.sandbox.call_parent import CallParent, Line, make_line, serve_calls
+from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, make_connection, serve_calls
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.sandbox.interpreter import SessionRunner
-from rstar2_megatron.judge.sandbox.isolation import Walls
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import children, weigh_as
 from rstar2_megatron.judge.sandbox.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
-_SOON_S = 0.2  # a slot that ends within this time probably cannot start
+_SOON_S = 0.2  # a slot that ends this soon after its start probably cannot start
 
 
 class Forker:
-    """Forks slot processes and collects the dead."""
+    """Forks slot processes and reaps dead children."""
 
-    def __init__(self, walls: Walls, groups: list[SlotGroup | None], num_slots: int, scratch: str) -> None:
-        """The first `num_slots` of the groups are for calls, the rest for sessions."""
-        self.walls = walls
+    def __init__(
+        self, layers: IsolationLayers, groups: list[SlotGroup | None], num_slots: int, scratch: str
+    ) -> None:
+        """The first `num_slots` of `groups` are for calls, the others for sessions."""
+        self.layers = layers
         self.groups = groups
         self.num_slots = num_slots
         self.scratch = scratch
@@ -58,7 +60,7 @@ class Forker:
         self.others: set[int] = set()  # further children
 
     def fork_for(self, slot: int, serve: Callable[[SlotGroup | None], NoReturn], kept: set[int]) -> None:
-        """Start a process that serves a slot, with no other descriptors than `kept` and its control group's."""
+        """Start a process that serves a slot. It keeps only the descriptors `kept` and those of its control group."""
         pid = os.fork()
         if pid:
             self.slots[pid] = slot
@@ -67,19 +69,19 @@ class Forker:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         die_with_parent(signal.SIGKILL)
         group = self.groups[slot]
-        # The other slots' control groups are no business of this one, and each call would copy and close
-        # their descriptors: three for each slot and session, with thousands of them most of a call's cost.
+        # Each call would copy and close the descriptors of all control groups, three for each slot and session: with
+        # thousands of them that would be most of a call's cost.
         linux.close_all_but(kept if group is None else kept | group.descriptors)
         if group is not None:
             group.join()
         serve(group)
 
     def loop(self, control: socket.socket, on_control: Callable[[], None]) -> NoReturn:
-        """Serve `control`, and collect the dead, for ever."""
+        """Serve `control` and reap dead children, for ever."""
         wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        poller = select.poll()  # select() takes no descriptor above 1023, and control groups hold many
+        poller = select.poll()  # select() takes no descriptor above 1023
         for fd in (control.fileno(), wake_reader):
             poller.register(fd, select.POLLIN)
         while True:
@@ -91,7 +93,7 @@ class Forker:
             self.reap()
 
     def reap(self) -> None:
-        """Collect the dead; end what they left behind."""
+        """Reap dead children; kill their orphans."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -100,9 +102,9 @@ class Forker:
             if pid == 0:
                 return
             if pid in self.others:
-                os._exit(1)  # without it nothing works: the worker starts the sandbox anew
+                os._exit(1)  # nothing works without it: the worker ends and is restarted
             slot = self.slots.pop(pid, None)
-            # A slot leaves its call parent, and that one its call: each is found when the one above it is collected.
+            # A dead slot leaves its call parent, a dead call parent its call: each is found when its parent is reaped.
             for orphan in set(children(os.getpid())) - self.slots.keys() - self.others:
                 os.kill(orphan, signal.SIGKILL)
             if slot is not None:
@@ -113,14 +115,14 @@ class Forker:
 
 
 class LibraryZygote(Forker):
-    """Has the libraries imported; forks call parents and session slots as the zygote asks.
+    """Has numpy and sympy imported; forks call parents and session slots on the zygote's request.
 
-    It asks by a slot's number and the descriptors to serve: a line's two ends, or a session slot's socket.
+    A request is a slot's number with descriptors: the two of a Connection, or the socket of a session slot.
     """
 
     def serve(self, control: socket.socket) -> NoReturn:
         self.control = control
-        self.waiting: dict[int, list[int]] = {}  # for slots whose last process has not ended yet
+        self.waiting: dict[int, list[int]] = {}  # for slots whose previous process has not ended yet
         linux.adopt_orphans()
         import_libraries()
         control.send(b"ready")
@@ -135,7 +137,7 @@ class LibraryZygote(Forker):
         last = [pid for pid, served in self.slots.items() if served == slot]
         if not last:
             self.on_end(slot)
-        elif slot < self.num_slots:  # its slot is gone, and nobody watches its call any more
+        elif slot < self.num_slots:  # its slot has died, so nobody watches its call
             os.kill(last[0], signal.SIGKILL)
 
     def on_end(self, slot: int) -> None:
@@ -143,9 +145,9 @@ class LibraryZygote(Forker):
         if fds is None:
             return
         if slot < self.num_slots:
-            line = Line(socket.socket(fileno=fds[0]), fds[1])
-            self.fork_for(slot, lambda _: serve_calls(line, self.walls, slot), set(fds))
-            line.close()
+            connection = Connection(socket.socket(fileno=fds[0]), fds[1])
+            self.fork_for(slot, lambda _: serve_calls(connection, self.layers, slot), set(fds))
+            connection.close()
         else:
             sock = socket.socket(fileno=fds[0])
             self.fork_for(slot, lambda group: self._serve_session(sock, slot, group), set(fds))
@@ -153,36 +155,36 @@ class LibraryZygote(Forker):
 
     def _serve_session(self, sock: socket.socket, slot: int, group: SlotGroup | None) -> NoReturn:
         linux.adopt_orphans()
-        serve_slot(sock, SessionRunner(self.walls, slot, group, self.scratch, sock))
+        serve_slot(sock, SessionRunner(self.layers, slot, group, self.scratch, sock))
 
 
 class Zygote(Forker):
-    """Forks slots, and forks them again when they die."""
+    """Forks the slots, and replaces dead ones."""
 
     def serve(self, control: socket.socket) -> NoReturn:
-        """Until the worker closes the control socket, or dies (the kernel then kills this process)."""
+        """Serve until the worker closes the control socket, or dies (the kernel then kills this process)."""
         self.control = control
-        self.started: dict[int, float] = {}  # when the process of a slot was started last
+        self.started: dict[int, float] = {}  # time of the last start of each slot
         self.library, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             die_with_parent(signal.SIGKILL)
             control.close()
             self.library.close()
-            LibraryZygote(self.walls, self.groups, self.num_slots, self.scratch).serve(theirs)
+            LibraryZygote(self.layers, self.groups, self.num_slots, self.scratch).serve(theirs)
         self.others.add(pid)
         theirs.close()
-        settle()
+        make_forks_cheap()
         if not self.library.recv(16):
             raise RuntimeError("numpy and sympy could not be imported")
-        told = {"isolation": self.walls.report(), "cpp": cpp.compiler() is not None}
+        told = {"isolation": self.layers.report(), "cpp": cpp.compiler() is not None}
         send_message(control, json.dumps(told).encode())
         for slot in range(self.num_slots):
             self.start_slot(slot)
         self.loop(control, self.open_session_slot)
 
     def open_session_slot(self) -> None:
-        """The worker asks for a session's slot, or has gone."""
+        """Handle the worker's request for a session's slot, or its end."""
         asked = self.control.recv(LENGTH.size, socket.MSG_WAITALL)
         if len(asked) < LENGTH.size:
             os._exit(0)
@@ -194,7 +196,7 @@ class Zygote(Forker):
     def start_slot(self, slot: int) -> None:
         self.started[slot] = time.monotonic()
         ours, theirs = socket.socketpair()
-        library, its_end = make_line()
+        library, its_end = make_connection()
         kept = {ours.fileno(), library.messages.fileno(), library.pids}
         self.fork_for(slot, lambda group: self._serve(ours, slot, group, library), kept)
         self._to_library(slot, its_end.messages.fileno(), its_end.pids)
@@ -203,19 +205,21 @@ class Zygote(Forker):
         ours.close()
         library.close()
 
-    def _serve(self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Line) -> NoReturn:
+    def _serve(
+        self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Connection
+    ) -> NoReturn:
         """In the slot's process: start its call parent, and serve."""
-        small, its_end = make_line()
+        small, its_end = make_connection()
         if os.fork() == 0:
             die_with_parent(signal.SIGKILL)
             linux.close_all_but({its_end.messages.fileno(), its_end.pids})
-            serve_calls(its_end, self.walls, slot)
+            serve_calls(its_end, self.layers, slot)
         its_end.close()
         parents = {"small": CallParent(small), "library": CallParent(library)}
-        serve_slot(sock, CallRunner(self.walls, slot, group, self.scratch, sock, **parents))
+        serve_slot(sock, CallRunner(self.layers, slot, group, self.scratch, sock, **parents))
 
     def on_end(self, slot: int) -> None:
-        if time.monotonic() - self.started[slot] < _SOON_S:  # one that cannot start shall not fill the log
+        if time.monotonic() - self.started[slot] < _SOON_S:  # a slot that cannot start must not fill the log
             time.sleep(_SOON_S)
         self.start_slot(slot)
 
@@ -227,8 +231,8 @@ class Zygote(Forker):
         sock.close()
 
 
-def settle() -> None:
-    """Make forks cheap: what lives now will stay."""
+def make_forks_cheap() -> None:
+    """Make forks cheap: freeze the garbage collector, back the heap by huge pages."""
     gc.collect()
     gc.freeze()
     linux.collapse_heap()
@@ -237,7 +241,7 @@ def settle() -> None:
 
 
 def import_standard_library() -> None:
-    """What snippets use most. What few use and all would copy they import themselves: cmath, datetime (2 ms), statistics."""
+    """Import what programs use most. All calls would copy rare modules, so programs import them: cmath, datetime (2 ms)."""
     import collections
     import decimal
     import fractions
@@ -253,7 +257,7 @@ def import_standard_library() -> None:
 
 
 def import_libraries() -> None:
-    """numpy, sympy, and what sympy imports at its first use (0.1 s a call if left)."""
+    """Import numpy, sympy, and what sympy imports at its first use, which takes 0.1 s."""
     import numpy
     import sympy
 
@@ -262,24 +266,24 @@ def import_libraries() -> None:
     str(sympy.solve(x**2 - 5 * x + 3, x))
     str(sympy.integrate(x * sympy.sin(x), x))
     str(sympy.simplify(sympy.sqrt(8) + sympy.factor(x**3 - 1)))
-    settle()
+    make_forks_cheap()
 
 
 def _run_zygote(
-    control: socket.socket, walls: Walls, groups: list[SlotGroup | None], slots: int, scratch: str
+    control: socket.socket, layers: IsolationLayers, groups: list[SlotGroup | None], slots: int, scratch: str
 ) -> NoReturn:
     die_with_parent(signal.SIGKILL)
-    isolation.build_private_root(walls)
-    isolation.choose_remaining_layers(walls)
-    isolation.raise_inherited_layers(walls)
+    isolation.build_private_root(layers)
+    isolation.choose_remaining_layers(layers)
+    isolation.raise_inherited_layers(layers)
     import_standard_library()
-    Zygote(walls, groups, slots, scratch).serve(control)
+    Zygote(layers, groups, slots, scratch).serve(control)
 
 
 def launch(control_fd: int, slots: int, sessions: int) -> int:
-    """The launcher. Returns the zygote's exit code when it has ended and its control groups are removed."""
+    """Run the launcher until the zygote has ended and the control groups are removed. Returns the zygote's exit code."""
     die_with_parent(signal.SIGTERM)
-    weigh_as(default_starts())  # all calls are of this one session
+    weigh_as(default_permits())  # all calls belong to this session
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     kept = (sys.prefix, sys.base_prefix)
@@ -287,20 +291,22 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
     ]
     linux.raise_open_files()
-    walls = Walls()
+    layers = IsolationLayers()
     tree: GroupTree | None = None
     groups: list[SlotGroup | None] = [None] * (slots + sessions)
     try:
         tree = GroupTree(slots + sessions)
         groups = list(tree.slots)
-        walls.raised("memory_cgroup")
+        layers.activate("memory_cgroup")
     except OSError as error:
-        walls.lacks("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
+        layers.record_missing(
+            "memory_cgroup", f"{error}: limits on address space and a watch on resident memory"
+        )
     owner = os.getpid()
-    isolation.enter_namespaces(walls)
-    isolation.choose_uids(walls, slots + sessions, owner)
-    if not walls.in_user_namespace and "own_uid" not in walls.active:
-        walls.notes["uid"] = f"calls run as uid {os.geteuid()}"
+    isolation.enter_namespaces(layers)
+    isolation.choose_uids(layers, slots + sessions, owner)
+    if not layers.in_user_namespace and "own_uid" not in layers.active:
+        layers.notes["uid"] = f"calls run as uid {os.geteuid()}"
     scratch_reader, scratch_writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -308,14 +314,14 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         try:
             scratch = os.read(scratch_reader, 4096).decode()
             os.close(scratch_reader)
-            _run_zygote(socket.socket(fileno=control_fd), walls, groups, slots, scratch)
+            _run_zygote(socket.socket(fileno=control_fd), layers, groups, slots, scratch)
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 os.write(2, f"judge zygote: {error!r}\n".encode())
             os._exit(1)
     os.close(control_fd)
     os.close(scratch_reader)
-    # From here on this process may import what no call should inherit.
+    # No call inherits from this process any more, so it may import freely.
     import shutil
 
     from rstar2_megatron.services.owned_directory import make_owned_directory

@@ -1,4 +1,4 @@
-"""The HTTP API: the public Code Judge's routes and fields, and ours beside them."""
+"""The HTTP API: the public Code Judge's routes and fields, and ours."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from redis.exceptions import RedisError
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
 from rstar2_megatron.judge.server.broker import Broker, Ticket
-from rstar2_megatron.judge.server.models import BatchSubmission, Submission
-from rstar2_megatron.judge.server.options import check_session_name
+from rstar2_megatron.judge.server.submission import BatchSubmission, Submission, check_session_name
 
 DEFAULT_QUEUE_TIME_LIMIT_S = 50.0  # below the 60 s after which known clients give up
 _OPEN_ROUTES = ("/ping", "/health", "/ready")
@@ -61,7 +60,7 @@ def _without_output(result: bytes) -> bytes:
 
 
 class JudgeServer:
-    """What the routes do."""
+    """The work behind the routes."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
@@ -85,7 +84,7 @@ class JudgeServer:
             self._abandon(tickets)
 
     def _abandon(self, tickets: list[Ticket]) -> None:
-        """Forget what is not answered, in a task of its own: the request's may be cancelled for good."""
+        """Cancel unanswered tickets, in a task of its own: the request's task may be cancelled."""
         if any(not ticket.answer.done() for ticket in tickets):
             self.metrics.abandoned.inc()
             task = asyncio.ensure_future(self.broker.abandon(tickets))
@@ -96,7 +95,7 @@ class JudgeServer:
         return [await self.broker.wait(ticket, started) for ticket in tickets]
 
     async def stream(self, request: Request, tickets: list[Ticket], started: float) -> AsyncIterator[bytes]:
-        """JSON lines {"index", "result"} in order of completion."""
+        """Yield JSON lines {"index", "result"} in order of completion."""
 
         async def one(index: int, ticket: Ticket) -> bytes:
             return b'{"index":%d,"result":%s}\n' % (index, await self.broker.wait(ticket, started))
@@ -133,7 +132,7 @@ class JudgeServer:
         return Response(body, media_type=_JSON)
 
     async def status(self) -> dict[str, Any]:
-        """Queue and workers; `isolation` is the weakest level among the workers."""
+        """State of the queue and the workers; `isolation` is the weakest level of all workers."""
         told = await self.broker.queue.status()
         workers = told["workers"]
         order = ["minimal", "partial", "full"]
@@ -170,7 +169,7 @@ def _guard(app: FastAPI, server: JudgeServer, token: str | None) -> None:
     expected = f"Bearer {token}".encode() if token else None
 
     class Guard:
-        """Plain ASGI middleware: token check and request times."""
+        """ASGI middleware that checks the token and measures request times."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -202,7 +201,7 @@ def create_app(
     cache_s: float = 0.0,
     token: str | None = None,
 ) -> FastAPI:
-    """The application. What is not given comes from the environment, as with the public server."""
+    """The application. Arguments that are None come from the public server's environment variables."""
     environment = os.environ
     limits = limits or CallLimits.from_environment()
     if queue_time_limit_s is None:
@@ -238,7 +237,7 @@ def _add_errors(app: FastAPI, server: JudgeServer) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(_: Request, error: RequestValidationError) -> Response:
-        """What is wrong and where, without the value: it may be long, or no text that can be sent."""
+        """The error and its place, without the value: it may be long, or not encodable."""
         detail = [{"type": e["type"], "loc": e["loc"], "msg": e["msg"]} for e in error.errors()]
         return JSONResponse({"detail": detail}, 422)
 

@@ -1,4 +1,4 @@
-"""Between HTTP requests and the queue: who waits for which job, until when, and what if Redis went away."""
+"""Connects HTTP requests with jobs of the queue: submits them, waits with deadlines, survives a lost Redis."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.gathering import Gathering
+from rstar2_megatron.judge.coalescing import ReplyCoalescing
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import LEASE_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, until_redis_answers
 from rstar2_megatron.judge.server.math_answers import MathJudge
-from rstar2_megatron.judge.server.models import Submission
-from rstar2_megatron.judge.server.options import check_files, check_session, check_text
 from rstar2_megatron.judge.server.sender import Sender
+from rstar2_megatron.judge.server.submission import Submission, check_files, check_session, check_text
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
-_GRACE_S = 15.0 + 2 * LEASE_S  # beyond the limits of a call that is done twice
+_GRACE_S = 15.0 + 2 * HEARTBEAT_TTL_S  # beyond the time limits of a call that runs twice
 _CHECK_S = 5.0
 _CACHED = (str(Outcome.OK), str(Outcome.ERROR))
-_OUTCOME_MARK = b'"outcome":'  # cannot occur inside a JSON string: its quotes would be escaped there
+_OUTCOME_MARK = b'"outcome":'  # cannot occur inside a JSON string, where quotes are escaped
 
 
 @dataclass(slots=True)
 class Ticket:
-    """One submission on its way: the job's key (None when it was answered at once) and its result JSON."""
+    """A submitted call: its job's key (None when no job is needed) and its result JSON."""
 
     sub_id: str
     key: str | None
@@ -48,7 +47,7 @@ class Broker:
     def __init__(
         self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache_s: float = 0.0
     ) -> None:
-        """`cache_s` is how long the result of a call may stand for identical ones; 0: never."""
+        """A result also answers identical calls for `cache_s` seconds; 0: never."""
         self.queue = queue
         self.limits = limits
         self.cache_s = cache_s
@@ -78,7 +77,7 @@ class Broker:
     # ---------------------------------------------------------------------------------------- requests
 
     async def submit(self, submissions: list[Submission], client: str) -> list[Ticket]:
-        """Queue submissions. Raises QueueFull when they do not fit."""
+        """Put submissions into the queue. Raises QueueFull when they do not fit."""
         tickets = [self._ticket(submission, client) for submission in submissions]
         if self._cached_as:
             await self._answer_from_cache(tickets)
@@ -122,7 +121,7 @@ class Broker:
             place = f"{'=' if must_exist else '@'}{session}"
         if submission.sub_id is None:
             key = f"{client}/u{sub_id}{place}"
-        else:  # the same id with the same content is the same job, for as long as its answer is kept
+        else:  # the same id and content are the same job while its answer is kept
             digest = hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()
             key = f"{client}/k{digest}{place}"
         if self.cache_s and session is None:
@@ -166,7 +165,7 @@ class Broker:
                 self._settle(ticket.key, orjson.dumps(result))
 
     async def _remember(self, answers: list[tuple[str, bytes]]) -> None:
-        """Keep results for identical calls: what the program itself did, never a limit or a fault of ours."""
+        """Keep results for identical calls when the program ended by itself: no limits, no failures of the service."""
         kept = [
             (self._cached_as[k], a) for k, a in answers if k in self._cached_as and outcome_of(a) in _CACHED
         ]
@@ -181,7 +180,7 @@ class Broker:
         )
 
     async def wait(self, ticket: Ticket, started: float) -> bytes:
-        """The result JSON of a ticket submitted at monotonic time `started`; never later than its limits."""
+        """The result JSON of a ticket that was submitted at monotonic time `started`. Bounded by the call's limits."""
         left = started + self.queue_time_limit_s - time.monotonic()
         await asyncio.wait([ticket.answer], timeout=max(0.0, left))
         if not ticket.answer.done() and ticket.key is None:
@@ -211,7 +210,7 @@ class Broker:
             return False
 
     async def abandon(self, tickets: list[Ticket]) -> None:
-        """The client has gone away: cancel what nobody else waits for."""
+        """The client has disconnected: cancel the jobs that nobody else waits for."""
         gone = self._forget(tickets)
         if gone:
             try:
@@ -220,7 +219,7 @@ class Broker:
                 log.warning("cancelling %d abandoned jobs failed: %s", len(gone), error)
 
     def _forget(self, tickets: list[Ticket]) -> list[str]:
-        """Drop unanswered tickets. Returns the keys that nobody waits for any more."""
+        """Drop unanswered tickets. Returns the keys of jobs that nobody waits for any more."""
         gone = []
         for ticket in tickets:
             if ticket.key is None or ticket.answer.done():
@@ -250,14 +249,14 @@ class Broker:
                 self.outcomes[outcome_of(answer)] += 1
 
     async def _read_replies(self) -> None:
-        gathering = Gathering(time.monotonic())
+        coalescing = ReplyCoalescing(time.monotonic())
         while True:
             try:
                 answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
-                gathering.read(len(answers), time.monotonic())
+                coalescing.read(len(answers), time.monotonic())
                 if self._cached_as:
                     await self._remember(answers)
-            except Exception as error:  # whatever it is, requests wait for this reader
+            except Exception as error:  # of any kind: all requests depend on this loop
                 log.warning("reading answers failed (%s), waiting for Redis", error)
                 await asyncio.sleep(0.05)
                 with contextlib.suppress(Exception):
@@ -272,7 +271,7 @@ class Broker:
                     why = "the session is open on no worker: its time to live is over, or its worker ended"
                     answer = self._make(self._sub_id(key), Outcome.SESSION_LOST, why)
                 self._settle(key, answer)
-            if pause_s := gathering.pause_s(len(self.waiting)):
+            if pause_s := coalescing.pause_s(len(self.waiting)):
                 await asyncio.sleep(pause_s)
 
     def _sub_id(self, key: str) -> str | None:
@@ -280,7 +279,7 @@ class Broker:
         return orjson.loads(payload)["sub_id"] if payload else None
 
     async def _submit_pending_again(self) -> None:
-        """Whatever Redis forgot is queued again; what it knows is left as it is (job keys are unique)."""
+        """Submit all unanswered jobs again. Redis ignores those that it knows, because job keys are unique."""
         jobs = list(self.payloads.items())
         for start in range(0, len(jobs), 256):
             part = jobs[start : start + 256]
@@ -290,7 +289,7 @@ class Broker:
                 log.warning("submitting %d pending jobs again failed: %s", len(part), error)
 
     async def _check_pending(self) -> None:
-        """An answer that was lost on the wire shows as a job that Redis no longer knows: do it again."""
+        """A pending job that Redis does not know at two checks in a row has lost its answer: submit it again."""
         missing_before: set[str] = set()
         while True:
             await asyncio.sleep(_CHECK_S)
@@ -301,7 +300,7 @@ class Broker:
                     log.warning("%d jobs were lost by Redis and are queued again", len(lost))
                     await self.queue.enqueue(self.name, lost)
                 missing_before = missing
-            except Exception as error:  # Redis is away: the reader of answers tells and waits
+            except Exception as error:  # Redis is away: `_read_replies` logs that and waits
                 log.debug("checking pending jobs failed: %s", error)
 
 

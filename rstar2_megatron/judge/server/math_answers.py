@@ -1,4 +1,4 @@
-"""Submissions of type `math`: the project's own grader decides whether `solution` equals `expected_output`."""
+"""Submissions of type `math`: the project's grader decides whether `solution` equals `expected_output`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rstar2_megatron.reward.pool import GRADER_TIMEOUT, GraderLost, GraderPool
 
 
 class MathJudge:
-    """Grading processes of this server, started with the first submission that needs one."""
+    """The grading processes of this server. They start with the first submission that needs one."""
 
     def __init__(self, num_workers: int = 2, timeout_s: float = 5.0) -> None:
         self._pool = GraderPool(num_workers, timeout_s)

@@ -1,4 +1,4 @@
-"""Puts jobs into the queue, those of many requests in one round trip."""
+"""Puts jobs into the queue, many requests in one round trip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Request = tuple[Jobs, "asyncio.Future[None]"]
 
 
 class Sender:
-    """Requests that come while a round trip is under way go together with the next."""
+    """Collects requests while a round trip is in flight, and sends them together in the next one."""
 
     def __init__(self, queue: JobQueue, reply: str) -> None:
         self._queue = queue
@@ -21,7 +21,7 @@ class Sender:
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def send(self, jobs: Jobs) -> None:
-        """Queue jobs. Raises QueueFull, RedisError."""
+        """Put jobs into the queue. Raises QueueFull, RedisError."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unsent.append((jobs, done))
         if not self._is_sending:
@@ -34,9 +34,7 @@ class Sender:
     async def _send_all(self) -> None:
         while self._unsent:
             taken, self._unsent = self._unsent, []
-            requests = [
-                request for request in taken if not request[1].done()
-            ]  # others: their client has left
+            requests = [request for request in taken if not request[1].done()]  # the client may have left
             try:
                 if requests:
                     await self._send_together(requests)
@@ -53,7 +51,7 @@ class Sender:
         except QueueFull:
             if len(requests) == 1:
                 raise
-            for request in requests:  # some of them may fit
+            for request in requests:  # some requests may fit alone
                 try:
                     await self._send_together([request])
                 except QueueFull as full:

@@ -1,4 +1,4 @@
-"""The live interpreters of one worker: which session holds which slot, whose turn it is, when it ends."""
+"""The live interpreters of one worker: the slot of each session, the order of its calls, and its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rstar2_megatron.judge.worker.slots import Slot, SlotPool
 
 
 class SessionGone(Exception):
-    """The call relies on an interpreter that this worker does not have (any more)."""
+    """The call needs the interpreter of a session that is not open at this worker."""
 
 
 _KEPT_ANSWERS = 4
@@ -23,13 +23,13 @@ _KEPT_ANSWERS = 4
 class _Session:
     slot: Slot
     used_at: float
-    # Job key and answer of the last calls: a restarted Redis may have forgotten that they are done, and asks again.
+    # Job key and answer of the last calls: a restarted Redis may send a finished job again.
     answers: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=_KEPT_ANSWERS))
 
 
 @dataclass
 class _Turns:
-    """Calls of one session run one after another, in the order they came."""
+    """Runs the calls of one session one after another, in the order of their arrival."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
@@ -52,11 +52,11 @@ class Sessions:
 
     @property
     def names(self) -> list[str]:
-        """Open sessions and those that a call is about to open."""
+        """Open sessions, and sessions that a call is about to open."""
         return list({**self._open, **self._turns})
 
     def is_busy(self, name: str) -> bool:
-        """A call of this session is running, or waits for its turn."""
+        """Whether a call of this session is running or waiting for its turn."""
         return name in self._turns
 
     @contextlib.asynccontextmanager
@@ -79,12 +79,12 @@ class Sessions:
         key: str,
         job: bytes,
         deadline_s: float,
-        on_step_back: Callable[[], None] = lambda: None,
+        on_demotion: Callable[[], None] = lambda: None,
     ) -> bytes:
-        """In its turn: run a cell (JSON), in a new interpreter unless the session `must_exist`.
+        """Run a cell (JSON) in its turn. Opens the session first when it is not open, unless it `must_exist`.
 
-        Returns the result (JSON); of a job `key` that was done here before, the same as then.
-        Raises SessionGone, SlotDied (the session has then ended), TimeoutError.
+        Returns the result (JSON). A job `key` that has run here before is not run again: its kept result is returned.
+        Raises SessionGone, SlotDied, TimeoutError; after the last two the session has ended.
         """
         session = self._open.get(name)
         if session is None:
@@ -96,7 +96,7 @@ class Sessions:
             if done == key:
                 return answer
         try:
-            answer = await session.slot.run(job, deadline_s, on_step_back)
+            answer = await session.slot.run(job, deadline_s, on_demotion)
         except BaseException:
             self.end(name)
             raise
@@ -107,7 +107,7 @@ class Sessions:
         return answer
 
     def end(self, name: str) -> bool:
-        """End a session's processes. False when there is no such session."""
+        """End a session's processes. False when the session is not open."""
         session = self._open.pop(name, None)
         if session is None:
             return False
@@ -115,7 +115,7 @@ class Sessions:
         return True
 
     def end_idle(self) -> list[str]:
-        """End sessions that nobody used for their time to live. Returns their names."""
+        """End sessions that were unused for `time_to_live_s`. Returns their names."""
         oldest = time.monotonic() - self.time_to_live_s
         idle = [n for n, s in self._open.items() if s.used_at < oldest and not self.is_busy(n)]
         for name in idle:

@@ -1,4 +1,4 @@
-"""A worker's slots: the sandbox processes it starts, and the sockets it speaks to them through."""
+"""A worker's slots: the sandbox processes that it starts, and one socket to each of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROJECT = Path(__file__).resolve().parents[3]
 
 
 class IsolationMissing(RuntimeError):
-    """The machine does not give the isolation that was asked for."""
+    """The machine does not support the isolation that was asked for."""
 
 
 class SlotDied(Exception):
@@ -33,7 +33,7 @@ class SandboxFailed(RuntimeError):
 
 
 class Slot:
-    """One call at a time, through one socket."""
+    """A sandbox process that runs one call at a time, as the worker sees it: a socket."""
 
     def __init__(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.index = index
@@ -41,11 +41,11 @@ class Slot:
         self._writer = writer
 
     async def run(
-        self, job: bytes, deadline_s: float, on_step_back: Callable[[], None] = lambda: None
+        self, job: bytes, deadline_s: float, on_demotion: Callable[[], None] = lambda: None
     ) -> bytes:
-        """Run a job (JSON) and return its result (JSON). Raises SlotDied.
+        """Run a job (JSON) and return its result (JSON). Raises SlotDied, TimeoutError after `deadline_s`.
 
-        `on_step_back` is called when the call sleeps or turns out to be a long one: another may start beside it.
+        `on_demotion` is called when the call sleeps or has used its slice of CPU: another call may begin beside it.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -54,13 +54,13 @@ class Slot:
                     (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
                     if size:
                         return await self._reader.readexactly(size)
-                    on_step_back()
+                    on_demotion()
         except (asyncio.IncompleteReadError, OSError) as error:
             self.close()
             raise SlotDied(f"slot {self.index} ended in mid-call ({type(error).__name__})") from None
 
     def cancel(self) -> None:
-        """End the running call; its (worthless) result still comes."""
+        """End the running call. Its result still arrives and has to be ignored."""
         self._writer.write(_LENGTH.pack(0))
 
     def close(self) -> None:
@@ -68,17 +68,17 @@ class Slot:
 
 
 class SlotPool:
-    """Starts the sandbox, hands out free slots, takes in new ones when the zygote replaces a dead one.
+    """Starts the sandbox, hands out free slots, and adopts the slots that the zygote starts for dead ones.
 
-    Slots for sessions are numbered behind the others and started on demand (`open_session_slot`).
+    Slots 0 to `count` - 1 run calls. The `sessions` numbers after them start on demand (`open_session_slot`).
     """
 
     def __init__(self, count: int, sessions: int = 0) -> None:
         self.count = count
         self.sessions = sessions
-        self.free: asyncio.Queue[Slot] = asyncio.LifoQueue()  # the last one used is the one in the caches
-        self._session_slots = list(range(count, count + sessions))  # numbers that no session uses
-        self.on_free: Callable[[], None] = lambda: None  # a slot of a fresh process is free
+        self.free: asyncio.Queue[Slot] = asyncio.LifoQueue()  # the slot used last is warm in the CPU's caches
+        self._session_slots = list(range(count, count + sessions))  # numbers free for new sessions
+        self.on_free: Callable[[], None] = lambda: None  # called when a newly started slot is free
         self._opening: dict[int, asyncio.Future[Slot]] = {}
         self.description: dict[str, Any] = {}
         self._control: socket.socket | None = None
@@ -89,13 +89,13 @@ class SlotPool:
         """Start the sandbox and wait for its first slot. Raises SandboxFailed."""
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            # Without `site`: what that imports to find the packages, which are named here, each call would copy.
+            # Without `site`: every call would copy the modules that it imports. The paths that it would find are passed.
             [sys.executable, "-S", "-m", "rstar2_megatron.judge.sandbox.zygote"]
             + [str(n) for n in (theirs.fileno(), self.count, self.sessions)]
             + [sys.prefix, *sys.path],
             pass_fds=[theirs.fileno()],
             cwd=_PROJECT,
-            # Bound at the start, or each call would look up every function of a library that it is the first to use.
+            # Symbols are bound at the start, or each call would resolve every library function at its first use.
             env=isolation.ENVIRONMENT | {"LD_BIND_NOW": "1"},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -114,6 +114,20 @@ class SlotPool:
         except (TimeoutError, EOFError) as error:
             await self.stop()
             raise SandboxFailed(f"the sandbox did not start in {timeout_s:.0f} s ({error!r})") from None
+
+    async def check_isolation(self, required: str) -> None:
+        """Log what is missing. Raises IsolationMissing, and ends the sandbox, when `required` is "full" and it is not."""
+        found = self.description["isolation"]
+        log.info("isolation %s: %s", found["level"], ", ".join(found["active"]))
+        for layer, why in found["missing"].items():
+            log.warning("isolation layer %s is missing: %s", layer, why)
+        if required == "full" and found["level"] != "full":
+            await self.stop()
+            missing = "; ".join(f"{layer}: {why}" for layer, why in found["missing"].items())
+            raise IsolationMissing(
+                f"--require-isolation full, but this machine gives {found['level']} ({missing}). "
+                "Run as root with control groups, or ask for --require-isolation any"
+            )
 
     async def _receive(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:
         assert self._control is not None
@@ -152,7 +166,7 @@ class SlotPool:
 
     @property
     def session_room(self) -> int:
-        """Sessions that may be opened now."""
+        """How many more sessions can be opened."""
         return len(self._session_slots)
 
     async def open_session_slot(self, timeout_s: float = 10.0) -> Slot:
@@ -170,7 +184,7 @@ class SlotPool:
             raise SlotDied(f"session slot {index} did not start ({error!r})") from None
 
     def close_session_slot(self, slot: Slot) -> None:
-        """End a session's process; its number goes to the next session."""
+        """End a session's process and free its number."""
         slot.close()
         self._session_slots.append(slot.index)
 

@@ -1,9 +1,8 @@
-"""A worker: takes jobs from Redis, runs each in a slot, acks it with its result.
+"""A worker: leases jobs from Redis, runs each in a slot, acknowledges it with its result.
 
-One round trip to Redis acks what is done and leases what is next (`_exchange`), for all slots together; what is leased
-begins as soon as there is a slot (`_go_on`).
-A slot that dies in mid-call gets its job done once more in another slot; a worker that dies has its jobs put
-back by whoever notices (`JobQueue.reap`).
+One round trip to Redis serves all slots: it acknowledges finished jobs and leases new ones (`_exchange`). A leased job
+begins as soon as a slot and a permit are free (`_begin_jobs`). When a slot dies during a call, the job runs once more in
+another slot. When a worker dies, any live worker puts its jobs back into the queue (`JobQueue.reap`).
 """
 
 from __future__ import annotations
@@ -14,22 +13,31 @@ import os
 import socket
 import time
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.limits import CallLimits, default_starts
+from rstar2_megatron.judge.limits import CallLimits, default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import HEARTBEAT_S, Job, JobQueue, until_redis_answers
-from rstar2_megatron.judge.worker.ahead import ROUND_TRIP_S, Ahead
+from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, until_redis_answers
+from rstar2_megatron.judge.worker.permits import Permit, Permits
+from rstar2_megatron.judge.worker.prefetch import ROUND_TRIP_S, PrefetchedJobs
 from rstar2_megatron.judge.worker.sessions import SessionGone, Sessions
-from rstar2_megatron.judge.worker.slots import IsolationMissing, Slot, SlotDied, SlotPool
-from rstar2_megatron.judge.worker.starts import Start, Starts
+from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
 log = logging.getLogger(__name__)
-_GRACE_S = 10.0  # a slot that answers so much later than the call's limit is hung
-_COMPARE_NAMES_EVERY = 30  # beats
+_GRACE_S = 10.0  # a slot that has not answered this long after the call's limit is hung
+_COMPARE_NAMES_EVERY = 30  # heartbeats
+
+
+class _Call(NamedTuple):
+    """A leased job as it is handed to a slot."""
+
+    key: str
+    request: dict[str, Any]
+    body: bytes  # the request as JSON
+    deadline_s: float
 
 
 class Worker:
@@ -43,58 +51,48 @@ class Worker:
         sessions: int = 0,
         session_ttl_s: float = 900.0,
         require_isolation: str = "any",
-        starts: int | None = None,
+        permits: int | None = None,
         name: str | None = None,
     ) -> None:
-        """`starts` bounds the calls that neither sleep nor have used their slice of CPU (default_starts)."""
+        """`permits` bounds the calls that neither sleep nor have used their slice of CPU (default_permits)."""
         self.queue = queue
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
-        self.starts = Starts(default_starts() if starts is None else starts)
+        self.permits = Permits(default_permits() if permits is None else permits)
         self.sessions = Sessions(self.pool, session_ttl_s)
         self.require_isolation = require_isolation
-        self.ahead = Ahead(time.monotonic())
+        self.prefetched = PrefetchedJobs(time.monotonic())
         self.running: dict[str, asyncio.Task[None]] = {}
         self.in_slot: dict[str, Slot] = {}
         self.calls = 0
         self.stopping = asyncio.Event()
-        self._beats = 0
-        self._differed = False  # at the last beat, Redis and this worker did not hold as many sessions
-        self._unknown: set[str] = set()  # sessions that only Redis knew of at the last beat
-        self._done: list[tuple[str, bytes]] = []  # answers that are not acked yet
-        self._hungry = True  # jobs may wait
-        self._wake = asyncio.Event()  # there is something to exchange
-        self._exchange_later: asyncio.TimerHandle | None = None  # sets it, while there are jobs to begin
+        self._heartbeats = 0
+        self._counts_differed = False  # at the last heartbeat, Redis knew of more or fewer sessions
+        self._unknown_here: set[str] = set()  # sessions that only Redis knew of at the last heartbeat
+        self._done: list[tuple[str, bytes]] = []  # answers that are not acknowledged yet
+        self._may_have_jobs = True  # the queue may hold jobs for this worker
+        self._wake = asyncio.Event()  # an exchange is due
+        self._exchange_later: asyncio.TimerHandle | None = None  # sets `_wake`, while prefetched jobs wait
         self._idle = asyncio.Event()  # slots are free and the queue was empty
-        self._slots_awaited = 0  # by jobs that have begun
+        self._slots_awaited = 0  # by calls that have begun without one
 
     async def start(self) -> None:
-        """Start the sandbox and check its walls. Raises SandboxFailed, IsolationMissing."""
+        """Start the sandbox and check its isolation. Raises SandboxFailed, IsolationMissing."""
         await self.pool.start()
-        walls = self.pool.description["isolation"]
-        log.info("isolation %s: %s", walls["level"], ", ".join(walls["active"]))
-        for layer, why in walls["missing"].items():
-            log.warning("isolation layer %s is missing: %s", layer, why)
-        if self.require_isolation == "full" and walls["level"] != "full":
-            await self.pool.stop()
-            missing = "; ".join(f"{layer}: {why}" for layer, why in walls["missing"].items())
-            raise IsolationMissing(
-                f"--require-isolation full, but this machine gives {walls['level']} ({missing}). "
-                "Run as root with control groups, or ask for --require-isolation any"
-            )
-        await until_redis_answers("heartbeat", self._beat)
+        await self.pool.check_isolation(self.require_isolation)
+        await until_redis_answers("heartbeat", self._heartbeat)
 
     @property
     def level(self) -> str:
         return str(self.pool.description["isolation"]["level"])
 
     def information(self) -> dict[str, Any]:
-        """What /status shows of this worker."""
+        """The fields of this worker in /status."""
         return {
             "slots": self.pool.count,
-            "starts": self.starts.count,
+            "starts": self.permits.count,
             "running": len(self.running),
-            "ahead": len(self.ahead),
+            "ahead": len(self.prefetched),
             "sessions": len(self.sessions),
             "session_room": self.pool.session_room,
             "calls": self.calls,
@@ -103,12 +101,12 @@ class Worker:
         }
 
     async def run(self) -> None:
-        """Take and run jobs until cancelled; after `stop()` finished ones are still acked."""
+        """Lease and run jobs until cancelled; after `stop()` finished jobs are still acknowledged."""
         helpers = [
             asyncio.create_task(helper())
-            for helper in (self._keep_alive, self._hear_cancellations, self._hear_bell)
+            for helper in (self._send_heartbeats, self._receive_cancellations, self._wait_for_jobs)
         ]
-        self.pool.on_free = self.starts.on_free = self._go_on
+        self.pool.on_free = self.permits.on_free = self._begin_jobs
         self._wake.set()
         try:
             while True:
@@ -120,97 +118,104 @@ class Worker:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
-    def _go_on(self) -> None:
-        """A slot or a start is free, or an answer is there: begin what was leased, and have an exchange follow."""
-        while self.ahead and self._has_room and not self.stopping.is_set():
-            self._begin(self.ahead.next())
-        if not self.ahead:
+    def _begin_jobs(self) -> None:
+        """Called when a slot or permit is free, or a call has ended: begin leased jobs, schedule an exchange."""
+        while self.prefetched and self._can_begin and not self.stopping.is_set():
+            self._begin(self.prefetched.next())
+        if not self.prefetched:
             self._wake.set()
-        elif self._exchange_later is None:  # there is something to begin next: more may travel together
+        elif self._exchange_later is None:  # no hurry: further answers may travel with it
             later = asyncio.get_running_loop().call_later(ROUND_TRIP_S, self._wake.set)
             self._exchange_later = later
 
-    def _begin(self, job: Job) -> None:
-        slot, start = self.pool.free.get_nowait(), self.starts.take()
-        task = asyncio.create_task(self._execute(job, slot, start))
+    def _begin(self, job: LeasedJob) -> None:
+        slot, permit = self.pool.free.get_nowait(), self.permits.take()
+        task = asyncio.create_task(self._execute(job, slot, permit))
         self.running[job.key] = task
         task.add_done_callback(lambda _: self.running.pop(job.key, None))
 
     async def _exchange(self) -> None:
-        """One round trip: ack what is done, lease as many jobs as can begin now, and a few ahead."""
+        """One round trip: acknowledge finished jobs, lease those that can begin now and a few more."""
         if self._exchange_later is not None:
             self._exchange_later.cancel()
             self._exchange_later = None
-        count = 0 if self.stopping.is_set() else self.ahead.room(self._free_slots, self.starts.free)
+        count = (
+            0 if self.stopping.is_set() else self.prefetched.num_to_lease(self._free_slots, self.permits.free)
+        )
         answers, self._done = self._done, []
-        self.ahead.answered(len(answers), time.monotonic())
+        self.prefetched.answered(len(answers), time.monotonic())
         try:
-            if answers or (count and self._hungry):
+            if answers or (count and self._may_have_jobs):
                 jobs = await self._ask(answers, count)
                 if count:
-                    self._hungry = len(jobs) == count  # there may be more where they came from
+                    self._may_have_jobs = len(jobs) == count  # a full answer: the queue may hold more
                 for job in jobs:
-                    if job.key not in self.running:  # else Redis forgot that it runs here
-                        self.ahead.add(job)
+                    if job.key not in self.running:  # else a restarted Redis forgot that it runs here
+                        self.prefetched.add(job)
                 if jobs:
-                    self._go_on()
+                    self._begin_jobs()
         except (RedisError, OSError) as error:
             self._done = answers + self._done
             if not self.stopping.is_set():
                 log.error("exchanging jobs failed: %s", error)
                 await asyncio.sleep(0.5)
                 self._wake.set()
-        if not self._hungry and self._has_room:
+        if not self._may_have_jobs and self._can_begin:
             self._idle.set()
 
     @property
-    def _has_room(self) -> bool:
-        return self._free_slots > 0 and self.starts.free > 0
+    def _can_begin(self) -> bool:
+        return self._free_slots > 0 and self.permits.free > 0
 
     @property
     def _free_slots(self) -> int:
-        """Without those that a job begun before waits for."""
+        """Free slots that no call which has begun waits for."""
         return self.pool.free.qsize() - self._slots_awaited
 
     @property
-    def _session_room(self) -> int:
-        """Sessions that may be leased: without those that a job which is here already may open."""
-        return self.pool.session_room - sum(name not in self.sessions for name in self._sessions_coming)
+    def _session_capacity(self) -> int:
+        """Further sessions that jobs may open, those of leased and running jobs already subtracted."""
+        return self.pool.session_room - sum(name not in self.sessions for name in self._opening_sessions)
 
     @property
-    def _sessions_coming(self) -> set[str]:
-        """Sessions that a leased or running job opens, unless they are open by now."""
-        return {key.rpartition("@")[2] for key in (*self.ahead, *self.running) if "@" in key}
+    def _opening_sessions(self) -> set[str]:
+        """Sessions that a leased or running job opens; some may be open by now."""
+        return {key.rpartition("@")[2] for key in (*self.prefetched, *self.running) if "@" in key}
 
-    async def _next_slot(self) -> Slot:
-        """For a job that has begun already: it comes before all that are leased."""
+    async def _wait_for_slot(self) -> Slot:
+        """A slot for a call that has begun: it is served before prefetched jobs."""
         self._slots_awaited += 1
         try:
             return await self.pool.free.get()
         finally:
             self._slots_awaited -= 1
 
-    async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[Job]:
-        """The exchange itself, repeated while Redis is away. What an answer that got lost held is put back."""
+    async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[LeasedJob]:
+        """The exchange, repeated while Redis is away. Jobs of a lost answer are put back into the queue."""
         certain = True
 
-        async def step() -> list[Job]:
+        async def step() -> list[LeasedJob]:
             nonlocal certain
             try:
-                return await self.queue.exchange(self.name, answers, count, self._session_room)
+                return await self.queue.exchange(self.name, answers, count, self._session_capacity)
             except BaseException:
                 certain = False
                 raise
 
         jobs = await until_redis_answers("exchange", step, self.stopping)
         if not certain:
-            held = [*self.running, *self.ahead, *(key for key, _ in self._done), *(job.key for job in jobs)]
+            held = [
+                *self.running,
+                *self.prefetched,
+                *(key for key, _ in self._done),
+                *(job.key for job in jobs),
+            ]
             again = await self.queue.reclaim(self.name, held)
             log.warning("Redis is back; %d jobs that never reached this worker are queued again", again)
         return jobs
 
-    async def _hear_bell(self) -> None:
-        """While slots are free and the queue was empty: wait until jobs may be there."""
+    async def _wait_for_jobs(self) -> None:
+        """While slots are free and the queue was empty: block until Redis signals new jobs."""
         while True:
             await self._idle.wait()
             self._idle.clear()
@@ -218,78 +223,73 @@ class Worker:
                 await until_redis_answers(
                     "bell", lambda: self.queue.wait_for_bell(self.name, self.pool.session_room > 0)
                 )
-                if not self._has_room:  # enough work by now: another worker's turn
+                if not self._can_begin:  # this worker is busy by now: wake another
                     await self.queue.ring()
             except (RedisError, OSError) as error:
                 log.warning("waiting for jobs failed: %s", error)
                 await asyncio.sleep(0.5)
-            self._hungry = True
+            self._may_have_jobs = True
             self._wake.set()
 
-    async def _execute(self, job: Job, slot: Slot, start: Start) -> None:
-        """Run one job, once more if its slot dies, and ack it."""
+    async def _execute(self, job: LeasedJob, slot: Slot, permit: Permit) -> None:
+        """Run one job, once more if its slot dies, and queue its answer for the next exchange."""
         request = orjson.loads(job.payload)
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
         request["worker"] = self.name
         limits = CallLimits.from_dict(request["limits"])
         compile_s = limits.compile_time_s if request["type"] == "cpp" else 0.0
         deadline_s = limits.time_limit_s + compile_s + _GRACE_S
-        body = orjson.dumps(request)
+        call = _Call(job.key, request, orjson.dumps(request), deadline_s)
         if "session" in request:
-            answer = await self._run_in_session(job, request, body, slot, start, deadline_s)
+            answer = await self._run_in_session(call, slot, permit)
         else:
             try:
-                answer = await self._run(job, request, body, slot, start, deadline_s)
+                answer = await self._run(call, slot, permit)
             finally:
-                start.give_back()
+                permit.release()
         self.calls += 1
         self._done.append((job.key, answer))
-        self._go_on()
+        self._begin_jobs()
 
-    async def _run(
-        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, start: Start, deadline_s: float
-    ) -> bytes:
+    async def _run(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
         for attempt in range(2):
             if attempt:
-                slot = await self._next_slot()
-            self.in_slot[job.key] = slot
+                slot = await self._wait_for_slot()
+            self.in_slot[call.key] = slot
             try:
-                answer = await slot.run(body, deadline_s, start.give_back)
+                answer = await slot.run(call.body, call.deadline_s, permit.release)
                 self.pool.free.put_nowait(slot)
                 return answer
             except SlotDied as error:
-                log.warning("%s, job %s, attempt %d", error, job.key, attempt + 1)
+                log.warning("%s, job %s, attempt %d", error, call.key, attempt + 1)
             except TimeoutError:
-                log.error("slot %d is hung on job %s: replaced", slot.index, job.key)
+                log.error("slot %d is hung on job %s: replaced", slot.index, call.key)
                 slot.close()
             finally:
-                self.in_slot.pop(job.key, None)
-        return self._failed(request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
+                self.in_slot.pop(call.key, None)
+        return self._failed(call.request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
 
-    async def _run_in_session(
-        self, job: Job, request: dict[str, Any], body: bytes, slot: Slot, start: Start, deadline_s: float
-    ) -> bytes:
-        """Run a cell. `slot` is its leave to use the machine: the session has a process of its own."""
+    async def _run_in_session(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
+        """Run a cell. It occupies `slot` without using its process: the session has a process of its own."""
+        key, request, body, deadline_s = call
         name, must_exist = request["session"], request["session_must_exist"]
-        leave: Slot | None = slot
-        if self.sessions.is_busy(name):  # waits without holding others up
+        held: Slot | None = slot
+        if self.sessions.is_busy(name):  # it waits for its turn without a slot or permit
             self.pool.free.put_nowait(slot)
-            start.give_back()
-            leave = None
+            permit.release()
+            held = None
         async with self.sessions.turn(name):
-            if leave is None:
-                leave, start = await self._next_slot(), await self.starts.acquire()
+            if held is None:
+                held, permit = await self._wait_for_slot(), await self.permits.acquire()
             try:
                 for attempt in range(2):
                     is_new = name not in self.sessions
                     try:
                         return await self.sessions.run(
-                            name, must_exist, job.key, body, deadline_s, start.give_back
+                            name, must_exist, key, body, deadline_s, permit.release
                         )
                     except SessionGone:
-                        why = (
-                            f"session {name} is not open here: its time to live is over, or its worker ended"
-                        )
+                        why = f"session {name} is not open here: it has expired, or its worker ended"
                         return self._failed(request, Outcome.SESSION_LOST, why)
                     except (SlotDied, TimeoutError) as error:
                         log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
@@ -298,8 +298,8 @@ class Worker:
                             return self._failed(request, Outcome.SESSION_LOST, why)
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
-                self.pool.free.put_nowait(leave)
-                start.give_back()
+                self.pool.free.put_nowait(held)
+                permit.release()
                 if name not in self.sessions:
                     await self._forget_sessions([name])
 
@@ -315,11 +315,11 @@ class Worker:
         except (RedisError, OSError) as error:
             log.warning("%d ended sessions are still known in Redis: %s", len(names), error)
 
-    async def _keep_alive(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                await self._beat()
+                await self._heartbeat()
                 await self.queue.reap()
             except (RedisError, OSError) as error:
                 log.warning("heartbeat failed: %s", error)
@@ -329,35 +329,37 @@ class Worker:
                 await self.queue.retire(self.name)
                 os._exit(70)
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         known = await self.queue.heartbeat(self.name, self.information())
         if ended := self.sessions.end_idle():
             await self.queue.forget_sessions(self.name, ended)
         differs = known != len(self.sessions.names)
-        self._beats += 1
-        # Equal numbers may hide one that is missing and one too many, so now and then names are compared as well: at
-        # two beats on end, which it takes to forget one.
-        if (differs and self._differed) or self._beats % _COMPARE_NAMES_EVERY < 2:
+        self._heartbeats += 1
+        # Equal numbers may hide a session too many and one too few, so names are compared now and then: at two heartbeats
+        # in a row, because a session is forgotten only at the second.
+        if (differs and self._counts_differed) or self._heartbeats % _COMPARE_NAMES_EVERY < 2:
             await self._agree_on_sessions()
         else:
-            self._unknown = set()
-        self._differed = differs
+            self._unknown_here = set()
+        self._counts_differed = differs
 
     async def _agree_on_sessions(self) -> None:
-        """A restarted Redis may have forgotten what opened or ended in its last second.
+        """Repair Redis' view of this worker's sessions: a restarted Redis may have lost its last second.
 
-        Where sessions come and go all the time the counts differ often and nothing is wrong, so a session is only
-        forgotten that was known there and unknown here for two beats on end: none that is on its way.
+        Counts also differ while sessions open and close. So a session that only Redis knows of is forgotten at the
+        second heartbeat in a row: the first time, the call that opens it may be on its way here.
         """
         for name in await self.queue.claim_sessions(self.name, self.sessions.names):
             if not self.sessions.is_busy(name):
                 self.sessions.end(name)
-        unknown = await self.queue.held_sessions(self.name) - set(self.sessions.names) - self._sessions_coming
-        if gone := unknown & self._unknown:
+        unknown = (
+            await self.queue.held_sessions(self.name) - set(self.sessions.names) - self._opening_sessions
+        )
+        if gone := unknown & self._unknown_here:
             await self.queue.forget_sessions(self.name, list(gone))
-        self._unknown = unknown
+        self._unknown_here = unknown
 
-    async def _hear_cancellations(self) -> None:
+    async def _receive_cancellations(self) -> None:
         while True:
             try:
                 async for key in self.queue.cancellations(self.name):
@@ -365,10 +367,10 @@ class Worker:
                         await self._end_session(key[1:])
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
-                    elif self.ahead.drop(key):
-                        # Redis drops the answer, and no longer counts the job as held.
+                    elif self.prefetched.drop(key):
+                        # The empty answer makes Redis remove the job from those of this worker.
                         self._done.append((key, b""))
-                        self._go_on()
+                        self._begin_jobs()
             except (RedisError, OSError) as error:
                 log.debug("listening for cancellations failed: %s", error)
                 await asyncio.sleep(0.5)
@@ -378,11 +380,11 @@ class Worker:
             await self._forget_sessions([name])
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Stop taking jobs, let running ones end for `drain_s`, end the sandbox, give back the rest."""
+        """Lease no more jobs, wait `drain_s` for running ones, end the sandbox, put the others back."""
         self.stopping.set()
         if self.running and drain_s > 0:
             await asyncio.wait(list(self.running.values()), timeout=drain_s)
-        interrupted = dict(self.running)  # another worker does them once more
+        interrupted = dict(self.running)  # another worker runs them again
         for task in interrupted.values():
             task.cancel()
         if interrupted:
@@ -392,7 +394,7 @@ class Worker:
             async with asyncio.timeout(2.0):
                 if self._done:
                     await self.queue.exchange(self.name, self._done, 0)
-                if self.ahead:  # never begun: no try of theirs
+                if self.prefetched:  # never begun, so they do not count as tried
                     await self.queue.reclaim(self.name, list(interrupted))
                 await self.queue.retire(self.name)
         except (RedisError, TimeoutError, OSError):

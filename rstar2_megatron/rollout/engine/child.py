@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import psutil
 
 from rstar2_megatron.rollout.engine.arguments import child_environment
 from rstar2_megatron.rollout.engine.protocol import (
@@ -32,6 +31,7 @@ from rstar2_megatron.rollout.engine.protocol import (
     read_message,
     write_message,
 )
+from rstar2_megatron.services.process import kill_tree
 from rstar2_megatron.settings.schema import RolloutSettings
 
 CONTROL_TIMEOUT_S = 120.0
@@ -186,7 +186,8 @@ class EngineChild:
             return
         self.lost_reason = reason
         self._ready.set()
-        self._kill_tree()
+        if self._process is not None and self._process.returncode is None:
+            kill_tree(self._process.pid)
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(EngineLost(self.lost_message()))
@@ -222,15 +223,3 @@ class EngineChild:
             with contextlib.suppress(TimeoutError):  # stuck in the kernel: it has been signalled
                 await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S)
         self._log.close()
-
-    def _kill_tree(self) -> None:
-        if self._process is None or self._process.returncode is not None:
-            return
-        try:
-            root = psutil.Process(self._process.pid)
-            family = [*root.children(recursive=True), root]
-        except psutil.NoSuchProcess:
-            return
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()

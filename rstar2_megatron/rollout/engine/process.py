@@ -25,8 +25,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-import psutil
-
 from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
     EngineReport,
@@ -34,6 +32,7 @@ from rstar2_megatron.rollout.engine.protocol import (
     read_message,
     write_message,
 )
+from rstar2_megatron.services.process import kill_tree
 
 # torch, SGLang and what imports them are imported inside functions: the parent is watched before they load, and the CPU
 # stand-ins must be installed before SGLang is.
@@ -61,8 +60,7 @@ def _end_with_parent(parent: int) -> None:
 
 def _end_tree(status: int) -> NoReturn:
     """End at once with every descendant. SGLang's own shutdown waits and may hang on a broken scheduler."""
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
+    kill_tree(os.getpid(), spare_root=True)
     os._exit(status)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_megatron.rollout.scheduling.kv_reservation import CountBudget, KVBudget, Lease
+from rstar2_megatron.rollout.scheduling.kv_reservation import CountBudget, KVBudget, KVReservation
 from rstar2_megatron.rollout.scheduling.length_estimate import Array, LengthSurvival
 
 _FEW_LENGTHS = 512
@@ -76,7 +76,7 @@ class AdaptiveBudget(KVBudget):
         at_tools: Collection[Hashable] = (),
     ) -> None:
         super().observe(evictions, lengths, engine_tokens)
-        self._waits = Counter({key: self._waits[key] + 1 for key in at_tools if key in self._leases})
+        self._waits = Counter({key: self._waits[key] + 1 for key in at_tools if key in self._reservations})
         too_many = evictions or self.used_tokens > self.capacity_tokens
         step = self._raise_by if too_many else -self._lower_by
         young = 0 < self._learnt < _FEW_LENGTHS and self.running
@@ -95,19 +95,25 @@ class AdaptiveBudget(KVBudget):
         for a tool first, long ones too. The one with the most tokens always stays: something ends, whatever happens.
         """
         away = self._set_aside()
-        staying = {key: lease for key, lease in self._leases.items() if key not in self._leaving}
-        users = Counter(lease.group for lease in staying.values())
+        staying = {
+            key: reservation for key, reservation in self._reservations.items() if key not in self._leaving
+        }
+        users = Counter(reservation.group for reservation in staying.values())
         growth = self._growth / max(1, self.running)  # of each one
-        prompts = {lease.group: lease.prompt_tokens for lease in staying.values()}
+        prompts = {reservation.group: reservation.prompt_tokens for reservation in staying.values()}
         need: float = self._uncounted + sum(prompts.values())
-        need += sum(lease.response_tokens + growth for lease in staying.values())
+        need += sum(reservation.response_tokens + growth for reservation in staying.values())
         chosen: list[Hashable] = []
         for key in sorted(staying, key=lambda k: staying[k].response_tokens)[:-1]:
             if need <= self.capacity_tokens:
                 break
-            lease = staying[key]
-            users[lease.group] -= 1
-            need -= lease.response_tokens + growth + (0 if users[lease.group] else lease.prompt_tokens)
+            reservation = staying[key]
+            users[reservation.group] -= 1
+            need -= (
+                reservation.response_tokens
+                + growth
+                + (0 if users[reservation.group] else reservation.prompt_tokens)
+            )
             chosen.append(key)
         self._leaving.update(chosen)
         if chosen:
@@ -124,10 +130,10 @@ class AdaptiveBudget(KVBudget):
         self._away.update(away)
         return away
 
-    def _fits(self, lease: Lease, shared: int) -> bool:
+    def _fits(self, reservation: KVReservation, shared: int) -> bool:
         if self.running >= self._ceiling:
             return False
-        expected, variance = self._curve(lease)
+        expected, variance = self._curve(reservation)
         peak = self._peak(self._expected + expected, self._variance + variance)
         return self._prompt_tokens + shared + peak <= self.capacity_tokens
 
@@ -135,19 +141,19 @@ class AdaptiveBudget(KVBudget):
         # differences of large sums may leave a little less than nothing
         return float(np.max(expected + self.z * np.sqrt(np.maximum(variance, 0.0))))
 
-    def _take(self, key: Hashable, lease: Lease) -> None:
-        self._curves[key] = expected, variance = self._curve(lease)
+    def _take(self, key: Hashable, reservation: KVReservation) -> None:
+        self._curves[key] = expected, variance = self._curve(reservation)
         if len(self._curves) == 1:
             self._expected, self._variance = expected.copy(), variance.copy()
         else:
             self._expected = self._expected + expected
             self._variance = self._variance + variance
 
-    def _follow(self, key: Hashable, lease: Lease) -> None:
-        self._give_back(key, lease)
-        self._take(key, lease)
+    def _follow(self, key: Hashable, reservation: KVReservation) -> None:
+        self._give_back(key, reservation)
+        self._take(key, reservation)
 
-    def _give_back(self, key: Hashable, lease: Lease) -> None:
+    def _give_back(self, key: Hashable, reservation: KVReservation) -> None:
         expected, variance = self._curves.pop(key)
         if self._curves:
             self._expected = self._expected - expected
@@ -155,10 +161,10 @@ class AdaptiveBudget(KVBudget):
         else:
             self._expected = self._variance = np.zeros_like(self._expected)
 
-    def _learn(self, lease: Lease) -> None:
+    def _learn(self, reservation: KVReservation) -> None:
         if self.lengths is None:
             return
-        self.lengths.add(lease.response_tokens)
+        self.lengths.add(reservation.response_tokens)
         self._learnt += 1
         if self._learnt % self._learn_every == 0:
             self._project()
@@ -168,29 +174,32 @@ class AdaptiveBudget(KVBudget):
         if self.lengths is None:
             return
         self._known.clear()
-        leases = list(self._leases.values())
-        self.lengths.refresh([lease.response_tokens for lease in leases])
-        expected, variance = self._curves_of(leases)
-        self._curves = {key: (expected[i], variance[i]) for i, key in enumerate(self._leases)}
+        reservations = list(self._reservations.values())
+        self.lengths.refresh([reservation.response_tokens for reservation in reservations])
+        expected, variance = self._curves_of(reservations)
+        self._curves = {key: (expected[i], variance[i]) for i, key in enumerate(self._reservations)}
         self._expected, self._variance = expected.sum(axis=0), variance.sum(axis=0)
 
-    def _curve(self, lease: Lease) -> tuple[Array, Array]:
-        longest = lease.max_tokens - lease.prompt_tokens
+    def _curve(self, reservation: KVReservation) -> tuple[Array, Array]:
+        longest = reservation.max_tokens - reservation.prompt_tokens
         if self.lengths is None or self.lengths.num_bins * self.lengths.bin_tokens < longest:
             self.lengths = LengthSurvival(1 << (longest - 1).bit_length())
             self._project()
-        like = lease.response_tokens, longest
+        like = reservation.response_tokens, longest
         if like not in self._known:
-            expected, variance = self._curves_of([lease])
+            expected, variance = self._curves_of([reservation])
             self._known[like] = expected[0], variance[0]
         return self._known[like]
 
-    def _curves_of(self, leases: Sequence[Lease]) -> tuple[Array, Array]:
-        """Expected response tokens and their variance [leases, bins + 1] after 0, 1, 2, ... bins of further steps."""
+    def _curves_of(self, reservations: Sequence[KVReservation]) -> tuple[Array, Array]:
+        """Expected response tokens and their variance [reservations, bins + 1] after 0, 1, 2, ... bins of further steps."""
         assert self.lengths is not None
         bins, width = self.lengths.num_bins, self.lengths.bin_tokens
-        now = np.array([lease.response_tokens for lease in leases], dtype=np.int64)
-        longest = np.array([lease.max_tokens - lease.prompt_tokens for lease in leases], dtype=np.int64)
+        now = np.array([reservation.response_tokens for reservation in reservations], dtype=np.int64)
+        longest = np.array(
+            [reservation.max_tokens - reservation.prompt_tokens for reservation in reservations],
+            dtype=np.int64,
+        )
         first = np.minimum(now // width, bins - 1)[:, None]
         ahead = np.arange(bins + 1)[None, :]
         log_survival = self.lengths.log_survival

@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Lease:
+class KVReservation:
     """One admitted trajectory; lengths in tokens, prompt included."""
 
     group: Hashable
@@ -38,7 +38,7 @@ class KVBudget:
             )
         self.capacity_tokens = capacity_tokens
         self.max_requests = max_requests
-        self._leases: dict[Hashable, Lease] = {}
+        self._reservations: dict[Hashable, KVReservation] = {}
         self._prompts: Counter[Hashable] = Counter()
         self._prompt_tokens = 0  # of the groups that run
         self._reserved = 0  # response tokens
@@ -50,7 +50,7 @@ class KVBudget:
 
     @property
     def running(self) -> int:
-        return len(self._leases)
+        return len(self._reservations)
 
     @property
     def reserved_tokens(self) -> int:
@@ -60,7 +60,9 @@ class KVBudget:
     @property
     def used_tokens(self) -> int:
         """Tokens that the admitted trajectories have now, shared prompts once."""
-        return self._prompt_tokens + sum(lease.response_tokens for lease in self._leases.values())
+        return self._prompt_tokens + sum(
+            reservation.response_tokens for reservation in self._reservations.values()
+        )
 
     def has_room(self) -> bool:
         """Whether asking for more work makes sense at all."""
@@ -69,7 +71,7 @@ class KVBudget:
     def room(self) -> int:
         """About how many more trajectories would fit, one at least: how much work to ask for."""
         slots = self.max_requests - self.running
-        if self._leases:
+        if self._reservations:
             each = max(1, self.reserved_tokens // self.running)
             slots = min(slots, (self.capacity_tokens - self.reserved_tokens) // each)
         return max(1, slots)
@@ -82,7 +84,7 @@ class KVBudget:
         `length` is what a trajectory that goes on from an earlier step has already. An empty engine takes any
         trajectory that fits it alone. Raises ValueError for one that never can, and for a key already admitted.
         """
-        if key in self._leases:
+        if key in self._reservations:
             raise ValueError(f"trajectory {key!r} is already admitted")
         if max_tokens > self.capacity_tokens:
             raise ValueError(
@@ -91,23 +93,25 @@ class KVBudget:
             )
         if self.running >= self.max_requests:
             return False
-        lease = Lease(group, prompt_tokens, max_tokens, prompt_tokens if length is None else length)
+        reservation = KVReservation(
+            group, prompt_tokens, max_tokens, prompt_tokens if length is None else length
+        )
         shared = 0 if self._prompts[group] else prompt_tokens
-        if self._leases and not self._fits(lease, shared):
+        if self._reservations and not self._fits(reservation, shared):
             return False
-        self._leases[key] = lease
+        self._reservations[key] = reservation
         self._prompts[group] += 1
         self._prompt_tokens += shared
-        self._take(key, lease)
+        self._take(key, reservation)
         return True
 
     def settle(self, key: Hashable, length: int) -> None:
         """The trajectory is `length` tokens long now; its reservation follows."""
         if key in self._away:
             return
-        lease = self._leases[key]
-        self._grow(lease, length)
-        self._follow(key, lease)
+        reservation = self._reservations[key]
+        self._grow(reservation, length)
+        self._follow(key, reservation)
 
     def release(self, key: Hashable, *, finished: bool = True) -> None:
         """The trajectory ended (`finished`) or was given up; its tokens are free."""
@@ -115,18 +119,18 @@ class KVBudget:
         if key in self._away:
             self._away.remove(key)
             return
-        lease = self._remove(key)
+        reservation = self._remove(key)
         if finished:
-            self._learn(lease)
+            self._learn(reservation)
 
-    def _remove(self, key: Hashable) -> Lease:
-        lease = self._leases.pop(key)
-        self._prompts[lease.group] -= 1
-        if not self._prompts[lease.group]:
-            del self._prompts[lease.group]
-            self._prompt_tokens -= lease.prompt_tokens
-        self._give_back(key, lease)
-        return lease
+    def _remove(self, key: Hashable) -> KVReservation:
+        reservation = self._reservations.pop(key)
+        self._prompts[reservation.group] -= 1
+        if not self._prompts[reservation.group]:
+            del self._prompts[reservation.group]
+            self._prompt_tokens -= reservation.prompt_tokens
+        self._give_back(key, reservation)
+        return reservation
 
     def observe(
         self,
@@ -143,7 +147,7 @@ class KVBudget:
         """
         for key, length in lengths.items():
             if key not in self._away:
-                self._grow(self._leases[key], length)
+                self._grow(self._reservations[key], length)
         self._growth, self._grown = self._grown, 0
         self._uncounted = max(0, engine_tokens - self.used_tokens)
 
@@ -155,26 +159,26 @@ class KVBudget:
         """
         return []
 
-    def _grow(self, lease: Lease, length: int) -> None:
-        self._grown += max(0, length - lease.length)
-        lease.length = length
+    def _grow(self, reservation: KVReservation, length: int) -> None:
+        self._grown += max(0, length - reservation.length)
+        reservation.length = length
 
     # what a policy decides
 
-    def _fits(self, lease: Lease, shared: int) -> bool:
-        need = lease.max_tokens - lease.prompt_tokens + shared
+    def _fits(self, reservation: KVReservation, shared: int) -> bool:
+        need = reservation.max_tokens - reservation.prompt_tokens + shared
         return self.reserved_tokens + need <= self.capacity_tokens
 
-    def _take(self, key: Hashable, lease: Lease) -> None:
-        self._reserved += lease.max_tokens - lease.prompt_tokens
+    def _take(self, key: Hashable, reservation: KVReservation) -> None:
+        self._reserved += reservation.max_tokens - reservation.prompt_tokens
 
-    def _follow(self, key: Hashable, lease: Lease) -> None:
+    def _follow(self, key: Hashable, reservation: KVReservation) -> None:
         pass
 
-    def _give_back(self, key: Hashable, lease: Lease) -> None:
-        self._reserved -= lease.max_tokens - lease.prompt_tokens
+    def _give_back(self, key: Hashable, reservation: KVReservation) -> None:
+        self._reserved -= reservation.max_tokens - reservation.prompt_tokens
 
-    def _learn(self, lease: Lease) -> None:
+    def _learn(self, reservation: KVReservation) -> None:
         pass
 
 
@@ -187,5 +191,5 @@ class CountBudget(KVBudget):
     def room(self) -> int:
         return max(1, self.max_requests - self.running)
 
-    def _fits(self, lease: Lease, shared: int) -> bool:
+    def _fits(self, reservation: KVReservation, shared: int) -> bool:
         return True

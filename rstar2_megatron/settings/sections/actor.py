@@ -1,4 +1,4 @@
-"""The policy under training: actor."""
+"""Section `actor`: the policy under training."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class OptimSettings(Section):
     clip_grad: float = Field(1.0, gt=0)
     use_distributed_optimizer: bool = True
     optimizer_cpu_offload: bool = False
-    """Keep fp32 master weights and moments in host memory and update them on the CPU: 12 bytes a parameter less on the
-    GPUs, some seconds more a step. Needs use_distributed_optimizer.
+    """Keep fp32 master weights and moments in host memory and update them on the CPU. It saves 12 bytes a parameter on the
+    GPUs and costs some seconds a step. Needs use_distributed_optimizer.
     """
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -49,7 +49,7 @@ class LrSchedSettings(Section):
     lr_warmup_iters: int = Field(20, ge=0)
     lr_decay_style: Literal["constant", "cosine"] = "constant"
     lr_decay_iters: int | None = None
-    """Optimizer steps until the cosine is at min_lr; null takes all of runner.max_steps."""
+    """Optimizer steps until the cosine reaches min_lr; null: those of runner.max_steps."""
 
 
 class WeightSyncSettings(Section):
@@ -62,7 +62,7 @@ class WeightSyncSettings(Section):
     bucket_mb: int = Field(512, ge=1)
     """MiB of weights that travel at a time."""
     directory: str | None = None
-    """For the disk route, on a file system of all nodes; null takes {output_dir}/{experiment_name}/weights."""
+    """For the disk route, on a file system of all nodes; null: {output_dir}/{experiment_name}/weights."""
 
 
 class ActorSettings(Section):

@@ -1,4 +1,4 @@
-"""What is sampled, kept and optimised: algorithm."""
+"""Section `algorithm`: sampling, resampling, loss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from rstar2_megatron.settings.sections.base import Section
+
+KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
+"""Values of `algorithm.kl_penalty_type` that are loss terms."""
 
 
 class DownSamplingConfig(Section):
@@ -41,13 +44,13 @@ class SamplingParams(Section):
 
 
 class RefillSettings(Section):
-    """More problems when rejected groups thin a step's batch. Off as released: the step then trains on what is left."""
+    """Adds problems when groups are rejected. Off as released: a step then trains on the groups that are left."""
 
     enabled: bool = False
     min_share: float = Field(0.5, gt=0, le=1)
-    """Groups that must survive rejection, as a share of data.rollout_batch_size."""
+    """Share of data.rollout_batch_size that must survive rejection."""
     max_extra: float = Field(1.0, gt=0)
-    """Most problems added to a step, as a share of data.rollout_batch_size."""
+    """Largest number of added problems of a step, as a share of data.rollout_batch_size."""
 
 
 class AlgorithmSettings(Section):
@@ -58,7 +61,9 @@ class AlgorithmSettings(Section):
     training_batch_size_per_gpu: int = Field(1, ge=1)
     """Sequences per micro-batch when runner.enable_dynamic_batch_size is off."""
     adv_type: Literal["grpo", "grpo-no-std", "leave-one-out"] = "grpo"
-    """grpo: (r - mean) / std over the kept group (the paper); the others leave out the std, or the own reward."""
+    """grpo: (r - mean) / std over the kept group (the paper); grpo-no-std: without the std.
+    leave-one-out: the mean is over the other trajectories.
+    """
     loss_agg_func: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf"
     ] = "token-mean"
@@ -68,9 +73,7 @@ class AlgorithmSettings(Section):
     clip_ratio_low: float = Field(0.2, gt=0, lt=1)
     clip_ratio_high: float = Field(0.28, gt=0)
     clip_ratio_c: float | None = Field(3.0, gt=1)
-    """Dual clip: the loss of a negative-advantage token is bounded by clip_ratio_c * |A|; null turns it
-    off.
-    """
+    """Dual clip: the loss of a negative-advantage token is at most clip_ratio_c * |A|; null turns it off."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL term to the policy that RL started from; GRPO-RoC trains without (0)."""
     kl_penalty_type: Literal["low_var_kl", "k3", "mse", "k2", "kl", "k1", "abs"] = "low_var_kl"

@@ -1,4 +1,4 @@
-"""What every section of the YAML has in common."""
+"""Base class of the sections of the YAML."""
 
 from __future__ import annotations
 

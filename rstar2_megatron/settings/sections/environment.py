@@ -1,4 +1,4 @@
-"""Problems and what answers the model: data, agent loop, tools, reward, evaluation."""
+"""Sections `data`, `agentloop`, `tools`, `reward` and `evaluation`."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ class RewardSettings(Section):
 
 class AgentLoopSettings(Section):
     tools: list[str] = ["python_code_with_standard_io"]
-    """Tools offered to the model, of those in tools.py."""
+    """Names of the model's tools; tools.py defines them."""
     use_data_system_prompt: bool = False
-    """A system message in the data replaces the system prompt (it must then describe the tools itself)."""
+    """A system message in the data replaces the system prompt, and must then describe the tools."""
     max_assistant_turns: int = Field(5, ge=1)
     max_parallel_calls: int = Field(1, ge=1)
     max_tool_response_length: int = Field(256, ge=16)
     """Characters of a tool response shown to the model."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     max_identical_calls: int | None = Field(None, ge=2)
-    """End a trajectory that makes the same call, arguments included, so many times in a row; null never does."""
+    """End a trajectory that makes the same call, with equal arguments, this many times in a row; null: never."""
     max_malformed_turns: int | None = Field(None, ge=1)
-    """End a trajectory after so many turns in a row without a call that can be run; null never does."""
+    """End a trajectory after this many turns in a row without a call that can be run; null: never."""
     system_prompt: str | None = None
-    """null takes rStar2's system prompt; {tools} is replaced by the JSON tool schema."""
+    """null: rStar2's system prompt. {tools} is replaced by the JSON tool schema."""
     user_prefix: str | None = None
-    """Put before the problem; null takes rStar2's."""
+    """Text before the problem; null: rStar2's."""
     generation_prefix: str | None = None
-    """Opens every assistant turn; null takes rStar2's `<reason>` prefix."""
+    """First text of every assistant turn; null: rStar2's `<reason>` prefix."""
 
 
 class CodeJudgeSettings(Section):
     host_addr: str | None = None
-    """null: start our own on loopback; otherwise the judge that is already running."""
+    """Address of a running judge; null: the run starts its own on loopback."""
     host_port: int | None = None
     """null: a free port."""
     redis_uri: str | None = None
-    """null: start a Redis on loopback; otherwise the running one, e.g. redis://host:6379/0."""
+    """URI of a running Redis, e.g. redis://host:6379/0; null: the run starts its own on loopback."""
     num_workers: int = Field(2, ge=1)
-    """Execution slots of the judge that we start."""
+    """Execution slots of the judge that the run starts."""
     time_limit_s: float = Field(4.0, gt=0)
     memory_mb: int = Field(512, ge=64)
     request_timeout_s: float = Field(60.0, gt=0)
     max_outage_s: float = Field(120.0, ge=0)
-    """How long an unreachable judge is waited for before trajectories are given up."""
+    """Seconds that calls wait for an unreachable judge before their trajectories are dropped."""
     max_concurrency: int = Field(128, ge=1)
 
 
@@ -80,7 +80,7 @@ class ToolsSettings(Section):
 class EvaluationSettings(Section):
     before_and_after: bool = True
     num_problems: int = Field(-1, ge=-1)
-    """Problems of data.val_data_paths used; -1 takes all."""
+    """Number of problems of data.val_data_paths to use; -1: all."""
     num_samples: int = Field(1, ge=1)
     """k of avg@k."""
     temperature: float = Field(0.6, ge=0)

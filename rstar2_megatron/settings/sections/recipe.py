@@ -1,4 +1,4 @@
-"""Stages around RL: supervised fine-tuning, difficulty filter, cold start."""
+"""Sections `sft`, `difficulty_filter` and `cold_start`: the stages around reinforcement learning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SFTPhaseSettings(Section):
 
 
 class SFTSettings(Section):
-    """A whole supervised fine-tuning, `runner.task_type: sft`; the paper's settings by default."""
+    """Supervised fine-tuning, `runner.task_type: sft`; the paper's settings by default."""
 
     train_data_paths: list[str] = []
     """jsonl of {"messages": [...], "tools": [...]} rows (data_process/build_sft_dataset.py) or of {"segments"...}."""
@@ -41,11 +41,11 @@ class SFTSettings(Section):
     batch_size: int = Field(128, ge=1)
     """Conversations of one optimizer step."""
     max_steps: int | None = Field(None, ge=1)
-    """Ends before the epochs do."""
+    """Optimizer steps after which SFT ends, if the epochs have not ended before."""
     lr: float = Field(5e-6, gt=0)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     warmup_ratio: float = Field(0.04, ge=0, le=1)
-    """Share of the steps; the decay to min_lr_ratio runs over all of them."""
+    """Share of the steps; the decay to min_lr_ratio covers all steps."""
     lr_decay_style: Literal["constant", "cosine"] = "cosine"
     shuffle: bool = True
     """False keeps the order of the files (a curriculum)."""
@@ -53,9 +53,9 @@ class SFTSettings(Section):
     adam_beta2: float = 0.999
     weight_decay: float = Field(0.01, ge=0)
     max_length: int | None = Field(None, ge=8)
-    """Tokens of a conversation; longer ones are cut. null takes runner.seq_length."""
+    """Tokens of a conversation; longer ones are truncated. null: runner.seq_length."""
     val_interval: int = -1
-    """Steps between validation losses; -1 takes one before and one after."""
+    """Steps between validation losses; -1: one before and one after."""
     seed: int = 1234
 
 
@@ -67,7 +67,7 @@ class DifficultyFilterSettings(Section):
     drop_always_solved: bool = True
     drop_never_solved: bool = False
     num_problems: int = Field(-1, ge=-1)
-    """Only the first so many problems; -1 takes all."""
+    """Only the first N problems; -1: all."""
 
 
 class ColdStartSettings(Section):
@@ -76,6 +76,6 @@ class ColdStartSettings(Section):
     enabled: bool = False
     cache_dir: str = ".cache/rstar2"
     builder: Literal["tiny"] | None = None
-    """`tiny`: the project makes tokenizer, model, problems and SFT data when they are absent."""
+    """`tiny`: the project builds tokenizer, model, problems and SFT data when they are absent."""
     seed: int = 0
     phases: list[SFTPhaseSettings] = []

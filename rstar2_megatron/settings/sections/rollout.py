@@ -1,4 +1,4 @@
-"""The engines and their scheduling: rollout."""
+"""Section `rollout`: engines and their scheduling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SGLangSettings(Section):
     attention_backend: str = "auto"
     """auto: torch_native on CPU, SGLang's own choice on a GPU."""
     server_args: dict[str, Any] = {}
-    """Any further sglang.ServerArgs field."""
+    """Further fields of sglang.ServerArgs."""
 
 
 class RolloutSettings(Section):
@@ -42,21 +42,22 @@ class RolloutSettings(Section):
     engine_start_timeout_s: float = Field(1800.0, gt=0)
     """On a GPU the first start compiles kernels and captures CUDA graphs, which takes many minutes."""
     no_progress_timeout_s: float = Field(120.0, gt=0)
-    """An engine with work queued and no token for so long counts as lost."""
+    """Seconds after which an engine with queued work and no new token counts as lost."""
     max_engine_restarts: int = Field(2, ge=0)
     max_dropped_share: float = Field(0.25, ge=0, le=1)
     """A step that lost more of its trajectories to engine, judge or deadlines ends the run before it trains."""
     cpu_threads: int = Field(1, ge=1)
     """OMP threads of an engine that runs on CPU."""
     scheduler: Literal["static", "least_requests", "kv_reserve", "kv_adaptive"] = "kv_adaptive"
-    """Who runs where and when: a fixed share of the problems per engine; the engine with the fewest requests;
-    what surely fits an engine's KV cache (the paper); or what will in all probability fit, longest first.
+    """static: a fixed share of the problems per engine. least_requests: the engine with the fewest requests.
+    kv_reserve: trajectories that surely fit the engine's KV cache (the paper). kv_adaptive: trajectories that very
+    probably fit, longest first.
     """
     slice_size: int = Field(8, ge=1)
     """Rollouts of one problem that an engine takes at a time; they share its prompt in the prefix cache."""
     tail: Literal["wait", "cut", "carry"] = "wait"
-    """The last trajectories of a step: wait for all; cut those that would not change what is kept; or carry them
-    over to the next step, where they go on.
+    """The last trajectories of a step: wait for all; cut those that would not change the kept ones; or carry them
+    over to the next step, where they continue.
     """
     cut_share: float = Field(0.0, ge=0, le=1)
     """tail=cut: how much of a group's kept trajectories (positives against negatives) the cut may change."""

@@ -1,4 +1,4 @@
-"""Where a run happens and how long: cluster, runner."""
+"""Sections `cluster` and `runner`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rstar2_megatron.settings.sections.base import Section
 
 
 class ClusterSettings(Section):
-    """RLinf's cluster section, passed to `rlinf.scheduler.Cluster` as it stands."""
+    """RLinf's cluster section, passed to `rlinf.scheduler.Cluster` unchanged."""
 
     num_nodes: int = Field(1, ge=1)
     component_placement: Any
@@ -41,7 +41,7 @@ class StopCondition(Section):
     at_least: float | None = None
     at_most: float | None = None
     times: int = Field(1, ge=1)
-    """So many values one after the other must satisfy it."""
+    """Number of consecutive values that must satisfy the condition."""
     average_over: int = Field(1, ge=1)
     """Steps with the metric that are averaged to one value."""
 
@@ -54,41 +54,41 @@ class StopCondition(Section):
 
 class RunnerSettings(Section):
     task_type: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
-    """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: count how often each
-    problem is solved, and leave out those that teach nothing.
+    """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: drop the problems that the
+    model always solves.
     """
     experiment_name: str
     output_dir: str = "results"
-    """Everything a run writes lies under {output_dir}/{experiment_name}/."""
+    """A run writes to {output_dir}/{experiment_name}/."""
     logger: LoggerSettings
     max_epochs: int = Field(1000, ge=1)
     max_steps: int = Field(ge=0)
-    """Training steps; 0 only evaluates."""
+    """Training steps; 0: only evaluation."""
     save_interval: int = -1
-    """Steps between checkpoints; -1 saves only after the last step."""
+    """Steps between checkpoints; -1: only after the last step."""
     keep_checkpoints: int = Field(2, ge=1)
-    """The newest that stay. Those without an update since the one before push no other out."""
+    """Number of newest checkpoints to keep; checkpoints without an update since the previous one do not count."""
     keep_best: bool = True
-    """The best checkpoint stays besides: by held-out score if there is one, else by pass rate."""
+    """Also keep the best checkpoint, by held-out score if there is one, else by pass rate."""
     max_empty_steps: int = Field(3, ge=0)
-    """So many steps in a row without a group to train on end the run with the reason; 0: any number is allowed."""
+    """Consecutive steps without a group to train on that end the run with the reason; 0: any number is allowed."""
     check_after_resume: bool = True
-    """End a run whose pass rate or log-probs fall off a cliff in the first steps after a resume."""
+    """End a run whose pass rate or log-probs fall sharply in the first steps after a resume."""
     val_check_interval: int = -1
-    """Steps between evaluations in training; -1 evaluates only before and after."""
+    """Steps between evaluations in training; -1: only before and after."""
     resume_dir: str | None = "auto"
     """`auto` (newest complete checkpoint of this experiment), a global_step_N directory, or null."""
     init_checkpoint: str | None = None
     """A global_step_N directory of another run whose model and optimizer this run starts from, at step 0."""
     stop_when: list[StopCondition] = []
-    """The run ends, with checkpoint and export, as soon as one of these holds."""
+    """The run ends, with checkpoint and export, as soon as one of these conditions holds."""
     seq_length: int = Field(ge=8)
     """Longest prompt + response in tokens."""
     enable_dynamic_batch_size: bool = True
     max_tokens_per_mbs: int = Field(ge=8)
     """Token budget of one packed micro-batch."""
     step_timeout_s: float = Field(3600.0, gt=0)
-    """A step that is not done by then is a failure, not a hang."""
+    """Deadline of a step; a run whose step takes longer fails."""
     save_trajectories_per_step: int = Field(8, ge=0)
     """Trajectories of each step written to trajectories.jsonl, rounded up to whole groups; 0 writes none."""
     save_rollouts: bool = False

@@ -33,6 +33,18 @@ async def test_results_are_typed(client: JudgeClient) -> None:
     assert (counters["calls"], counters["retries"], counters["outcome_timeout"]) == (4, 0, 1)
 
 
+async def test_counters_are_taken_step_by_step(judge: JudgeService) -> None:
+    async with JudgeClient(judge.url) as client:
+        await asyncio.gather(*(client.run(program) for program in ("1 + 1", "1 / 0")))
+        first = client.take_counters()
+        assert (first["calls"], first["outcome_ok"], first["outcome_error"]) == (2, 1, 1)
+        await client.run("2")
+        second = client.take_counters()
+        assert (second["calls"], second["outcome_ok"], second["outcome_error"]) == (1, 1, 0)
+        assert set(client.take_counters().values()) == {0}
+        assert client.counters["calls"] == 3
+
+
 async def test_stdin_and_expected_output(client: JudgeClient) -> None:
     result = await client.run("print(input()[::-1])", "abc", expected_output="cba")
     assert result.success and result.stdout == "cba\n"

@@ -30,23 +30,23 @@ def single() -> Iterator[JudgeService]:
 def test_a_call_ended_at_any_moment_leaves_its_program_to_nobody() -> None:
     program = """
 import os, random, time
-from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_line, serve_calls
-from rstar2_megatron.judge.sandbox.isolation import Room, Walls
+from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_connection, serve_calls
+from rstar2_megatron.judge.sandbox.isolation import SandboxLimits, IsolationLayers
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
 
-ours, theirs = make_line()
+ours, theirs = make_connection()
 if os.fork() == 0:
     ours.close()
-    serve_calls(theirs, Walls(), 0)
+    serve_calls(theirs, IsolationLayers(), 0)
 theirs.close()
 parent = CallParent(ours)
 null = os.open("/dev/null", os.O_RDONLY)
 
 def start(source):
     reader, writer = os.pipe()
-    room = Room.of(CallLimits(), "/tmp")
-    parent.start(Program("python", source, None, False, room, 10, 1 << 30), Descriptors(null, writer, writer))
+    limits = SandboxLimits.of(CallLimits(), "/tmp")
+    parent.start(Program("python", source, None, False, limits, 10, 1 << 30), Descriptors(null, writer, writer))
     os.close(writer)
     return reader
 
@@ -57,7 +57,9 @@ def end(reader):
     return status, output
 
 ended = 0
-for number in range(200):
+for number in range(3000):  # how many are ended in time depends on the machine's load
+    if number >= 200 and ended > 50:
+        break
     reader = start("print('victim')")
     time.sleep(random.choice((0.0, random.random() * 0.003)))
     parent.end_call()

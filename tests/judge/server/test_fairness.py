@@ -17,7 +17,7 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.sandbox.process_tree import DEMOTIONS
-from rstar2_megatron.judge.worker.starts import Starts
+from rstar2_megatron.judge.worker.permits import Permits
 from rstar2_megatron.services.redis_server import RedisServer
 
 
@@ -181,16 +181,16 @@ async def test_a_slot_holds_no_descriptor_of_other_slots(narrow: JudgeService) -
 
 
 async def test_leaves_go_first_to_those_who_wait() -> None:
-    starts = Starts(1)
-    first = starts.take()
-    waiting = [asyncio.create_task(starts.acquire()) for _ in range(2)]
+    permits = Permits(1)
+    first = permits.take()
+    waiting = [asyncio.create_task(permits.acquire()) for _ in range(2)]
     await asyncio.sleep(0)
-    first.give_back()
-    first.give_back()  # counts once
+    first.release()
+    first.release()  # counts once
     await asyncio.sleep(0)
     assert [task.done() for task in waiting] == [True, False]
-    assert starts.free == 0
+    assert permits.free == 0
     waiting[1].cancel()
     await asyncio.gather(waiting[1], return_exceptions=True)
-    (await waiting[0]).give_back()
-    assert starts.free == 1
+    (await waiting[0]).release()
+    assert permits.free == 1

@@ -179,7 +179,7 @@ async def test_worker_and_redis_come_to_agree_on_sessions() -> None:
 
 async def test_one_missing_and_one_too_many_do_not_hide_each_other() -> None:
     with RedisServer() as redis:
-        async with in_process.judge(redis, starts=2, sessions=4) as judge:
+        async with in_process.judge(redis, permits=2, sessions=4) as judge:
             store, prefix = judge.queue.redis, judge.queue.prefix
             held = f"{prefix}held:{judge.worker.name}"
             await judge.results(await judge.submit("x = 1", "x = 2", sessions=["kept", "forgotten"]))
@@ -188,7 +188,7 @@ async def test_one_missing_and_one_too_many_do_not_hide_each_other() -> None:
             await store.hset(f"{prefix}sessions", "ended", judge.worker.name)
             await store.sadd(held, "ended")
             for _ in range(32):  # they come once a second
-                await judge.worker._beat()
+                await judge.worker._heartbeat()
             assert await store.smembers(held) == {b"kept", b"forgotten"}
             assert set(await store.hkeys(f"{prefix}sessions")) == {b"kept", b"forgotten"}
             (result,) = await judge.results(await judge.submit("x", sessions=["forgotten"]))

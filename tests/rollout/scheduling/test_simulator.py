@@ -16,7 +16,8 @@ from benchmarks.rollout.engine_speed import EngineSpeed
 from benchmarks.rollout.scheduler import floor_s, gpu_cluster
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import STAGE_8K, Shape, Turn, recorded, synthetic
-from rstar2_megatron.records.rollout_log import append_rollouts
+from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.rollout_log import rollout_rows
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory
 
@@ -116,7 +117,7 @@ def test_recorded_rollouts_come_back_as_traces(tmp_path: Path) -> None:
     done = Trajectory("q", 3, [1, 2], [5] * 6, [1, 1, 0, 0, 0, 1], tool_calls=[call])
     done.finish_reason = FinishReason.ANSWERED
     lost = Trajectory("q", 4, [1, 2], finish_reason=FinishReason.INFRASTRUCTURE)
-    append_rollouts(path, 7, [Group(Problem("q", [], []), [done, lost])])
+    JsonlFile(path).append(*rollout_rows(7, [Group(Problem("q", [], []), [done, lost])]))
     (trace,) = recorded(path, max_response_tokens=100)
     assert (trace.group, trace.index, trace.prompt_tokens) == (0, 0, 2)
     assert trace.turns == (Turn(2, 3, 0.25), Turn(1, 0, 0.0))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from rstar2_megatron.judge.gathering import Gathering
+from rstar2_megatron.judge.coalescing import ReplyCoalescing
 
 
-def after(per_s: float, seconds: float = 5.0) -> Gathering:
+def after(per_s: float, seconds: float = 5.0) -> ReplyCoalescing:
     """One that has seen `per_s` answers a second for a while."""
-    gathering = Gathering(0.0)
+    coalescing = ReplyCoalescing(0.0)
     for number in range(round(per_s * seconds)):
-        gathering.read(1, (number + 1) / per_s)
-    return gathering
+        coalescing.read(1, (number + 1) / per_s)
+    return coalescing
 
 
 @pytest.mark.parametrize(
@@ -30,18 +30,18 @@ def test_the_pause_is_a_quarter_of_the_wait(waiting: int, per_s: float, expected
 
 
 def test_the_first_answers_are_read_at_once() -> None:
-    assert Gathering(0.0).pause_s(1000) == 0.0
+    assert ReplyCoalescing(0.0).pause_s(1000) == 0.0
 
 
 def test_an_old_rate_is_forgotten() -> None:
-    gathering = after(1000.0)
-    gathering.read(0, 10.0)  # nothing for five seconds
-    gathering.read(1, 10.01)
-    assert gathering.pause_s(100) == 0.025
+    coalescing = after(1000.0)
+    coalescing.read(0, 10.0)  # nothing for five seconds
+    coalescing.read(1, 10.01)
+    assert coalescing.pause_s(100) == 0.025
 
 
 def test_answers_at_the_same_moment_are_no_infinite_rate() -> None:
-    gathering = Gathering(1.0)
-    gathering.read(5, 1.0)
-    gathering.read(5, 1.0)
-    assert gathering.pause_s(100) == 0.0
+    coalescing = ReplyCoalescing(1.0)
+    coalescing.read(5, 1.0)
+    coalescing.read(5, 1.0)
+    assert coalescing.pause_s(100) == 0.0

@@ -1,4 +1,4 @@
-"""The attempts that an evaluation has left, and the engines that pull them. Pure."""
+"""Attempts that an evaluation has not finished; engines pull them, so a fast engine does more. Pure."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from typing import Any
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import Problem
 
-MAX_ATTEMPTS = 3  # of one sample that infrastructure spoils
+MAX_TRIES = 3  # of one attempt that infrastructure spoils
 
 
 @dataclass(slots=True)
-class Job:
-    """One attempt; `group` is the problem's place."""
+class Attempt:
+    """Attempt `index` at a problem; `group` is the problem's number."""
 
     group: int
     problem: Problem
     index: int
-    attempts: int = 0
+    tries: int = 0
 
 
-class Jobs:
-    """The attempts that are left; engines pull them, so a quick engine does more."""
+class AttemptQueue:
+    """Attempts that wait for an engine, and those that an engine runs."""
 
-    def __init__(self, jobs: Iterable[Job], slice_size: int) -> None:
-        self._waiting = deque(jobs)
+    def __init__(self, attempts: Iterable[Attempt], slice_size: int) -> None:
+        """slice_size: most attempts at one problem that an engine takes at a time."""
+        self._waiting = deque(attempts)
         self._unfinished = len(self._waiting)
         self._slice_size = slice_size
-        self._running: dict[tuple[int, int], Job] = {}
+        self._running: dict[tuple[int, int], Attempt] = {}
         self._changed = asyncio.Event()
 
     async def next(self, room: int) -> list[Slice] | None:
         """Some attempts at one problem, which share its prompt; None when all are finished.
 
-        Waits while a running attempt may still come back.
+        Waits while a running attempt may still be tried again. `room` is not used: the engine's admission queue holds
+        what it cannot run yet.
         """
         while not self._waiting:
             if not self._unfinished:
@@ -47,19 +49,19 @@ class Jobs:
         first = self._waiting[0]
         taken: list[int] = []
         while self._waiting and self._waiting[0].group == first.group and len(taken) < self._slice_size:
-            job = self._waiting.popleft()
-            self._running[job.group, job.index] = job
-            taken.append(job.index)
+            attempt = self._waiting.popleft()
+            self._running[attempt.group, attempt.index] = attempt
+            taken.append(attempt.index)
         return [Slice(first.group, first.problem, taken)]
 
     def ended(self, group: int, index: int, *, usable: bool) -> None:
-        """Take a job back from an engine; one that was spoilt is put at the end unless it was tried often enough."""
-        job = self._running.pop((group, index))
-        job.attempts += 1
-        if usable or job.attempts == MAX_ATTEMPTS:
+        """An engine has ended an attempt. One that was spoiled waits again, at the end, up to MAX_TRIES tries."""
+        attempt = self._running.pop((group, index))
+        attempt.tries += 1
+        if usable or attempt.tries == MAX_TRIES:
             self._unfinished -= 1
         else:
-            self._waiting.append(job)
+            self._waiting.append(attempt)
         self._changed.set()
 
 

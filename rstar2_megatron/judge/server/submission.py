@@ -1,4 +1,4 @@
-"""A submission's options beside its limits: the session it belongs to, the files it finds."""
+"""A submission as the public Code Judge names it, and the checks of its options: session and files."""
 
 from __future__ import annotations
 
@@ -6,19 +6,43 @@ import base64
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from rstar2_megatron.judge.limits import MEGABYTE
 
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MOST_FILES = 64
-_FILES_BYTES = MEGABYTE  # of all together; they travel through Redis
+_FILES_BYTES = MEGABYTE  # of all files together, because they pass through Redis
+
+
+class Submission(BaseModel):
+    """One program to run."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    sub_id: str | None = None
+    type: Literal["python", "cpp", "math"]
+    options: dict[str, Any] | None = None
+    solution: str
+    input: str | None = None
+    expected_output: str | None = None
+
+
+class BatchSubmission(BaseModel):
+    """Several programs; their results have the same order."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    sub_id: str | None = None
+    type: Literal["batch"] = "batch"
+    submissions: list[Submission] = Field(min_length=1)
 
 
 def check_text(*texts: str | None) -> None:
-    """Raises ValueError for half of a surrogate pair, which JSON can write and no file holds."""
+    """Raises ValueError for a lone surrogate, which JSON can hold and UTF-8 cannot."""
     try:
         "".join(text or "" for text in texts).encode()
     except UnicodeEncodeError as error:
@@ -26,14 +50,14 @@ def check_text(*texts: str | None) -> None:
 
 
 def check_session_name(name: object) -> str:
-    """A session's name as the queue can hold it. Raises ValueError."""
+    """The name, if the queue can use it in a key. Raises ValueError."""
     if not isinstance(name, str) or not _SESSION_NAME.fullmatch(name):
         raise ValueError(f"session={name!r}: 1 to 128 letters, digits, or characters of '_.:-'")
     return name
 
 
 def check_session(options: Mapping[str, Any], kind: str) -> tuple[str | None, bool]:
-    """The session's name, if any, and whether it must be open already. Raises ValueError."""
+    """The session's name or None, and whether it must be open already. Raises ValueError."""
     if options.get("session") is None:
         return None, False
     name = check_session_name(options["session"])
@@ -48,7 +72,7 @@ def check_session(options: Mapping[str, Any], kind: str) -> tuple[str | None, bo
 def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
     """Path -> base64 of each file of `options.files`: text, or {"base64": ...}. Raises ValueError.
 
-    A JSON text of that form is taken too, because the public server's options are strings.
+    The JSON text of such a dictionary is accepted too, because the public server's options are strings.
     """
     files = options.get("files") or {}
     if isinstance(files, str):

@@ -6,17 +6,19 @@ import asyncio
 
 import pytest
 
-from rstar2_megatron.evaluation.jobs import MAX_ATTEMPTS, Job, Jobs, run_together
+from rstar2_megatron.evaluation.attempt_queue import MAX_TRIES, Attempt, AttemptQueue, run_together
 from tests.evaluation.rows import problem
 
 
-def jobs(per_problem: int, slice_size: int) -> Jobs:
+def attempts(per_problem: int, slice_size: int) -> AttemptQueue:
     problems = [problem("a"), problem("b")]
-    return Jobs([Job(g, p, i) for g, p in enumerate(problems) for i in range(per_problem)], slice_size)
+    return AttemptQueue(
+        [Attempt(g, p, i) for g, p in enumerate(problems) for i in range(per_problem)], slice_size
+    )
 
 
 async def test_a_slice_holds_attempts_at_one_problem() -> None:
-    queue = jobs(3, 2)
+    queue = attempts(3, 2)
     taken = [await queue.next(99) for _ in range(4)]
     assert [(s[0].group, s[0].problem.query_id, s[0].indices) for s in taken if s] == [
         (0, "a", [0, 1]),
@@ -26,8 +28,8 @@ async def test_a_slice_holds_attempts_at_one_problem() -> None:
     ]
 
 
-async def test_spoilt_attempts_come_back_to_whichever_engine_waits() -> None:
-    queue = jobs(1, 8)
+async def test_spoiled_attempts_come_back_to_whichever_engine_waits() -> None:
+    queue = attempts(1, 8)
     first, second = await queue.next(1), await queue.next(1)
     assert first and second
     waiting = asyncio.create_task(queue.next(1))  # another engine has nothing to do yet
@@ -45,13 +47,13 @@ async def test_spoilt_attempts_come_back_to_whichever_engine_waits() -> None:
 
 
 async def test_an_attempt_is_given_up_after_so_many_tries() -> None:
-    queue = jobs(1, 8)
+    queue = attempts(1, 8)
     tries = 0
     while (work := await asyncio.wait_for(queue.next(1), 5)) is not None:
         (slice_,) = work
         tries += slice_.group == 0
         queue.ended(slice_.group, 0, usable=slice_.group == 1)
-    assert tries == MAX_ATTEMPTS
+    assert tries == MAX_TRIES
 
 
 async def test_the_first_failure_ends_all_engines_and_is_raised_as_it_is() -> None:

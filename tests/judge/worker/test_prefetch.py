@@ -9,11 +9,11 @@ from functools import partial
 import orjson
 import pytest
 
-from rstar2_megatron.judge.queue import Job
-from rstar2_megatron.judge.worker import ahead, worker
-from rstar2_megatron.judge.worker.ahead import ROUND_TRIP_S, Ahead
+from rstar2_megatron.judge.queue import LeasedJob
+from rstar2_megatron.judge.worker import prefetch, worker
+from rstar2_megatron.judge.worker.prefetch import ROUND_TRIP_S, PrefetchedJobs
 from rstar2_megatron.services.redis_server import RedisServer
-from tests.judge.in_process import judge
+from tests.judge.in_process import Judge, judge
 from tests.judge.waiting import until
 
 soon = partial(until, every_s=0.001)  # what is leased ahead is begun within a tenth of a second
@@ -22,16 +22,16 @@ soon = partial(until, every_s=0.001)  # what is leased ahead is begun within a t
 BURN = "import time\nwhile time.process_time() < 0.08: pass"
 
 
-def after(per_s: float) -> Ahead:
+def after(per_s: float) -> PrefetchedJobs:
     """One that has seen `per_s` calls a second end for a while."""
-    jobs = Ahead(0.0)
+    jobs = PrefetchedJobs(0.0)
     for second in range(1, 9):
         jobs.answered(round(per_s), float(second))
     return jobs
 
 
 @pytest.mark.parametrize(
-    ("per_s", "slots", "starts", "expected"),
+    ("per_s", "slots", "permits", "expected"),
     [
         (0, 16, 3, 3),  # nothing is known yet: what can begin
         (420, 16, 3, 3 + 8),  # 420 a second are 8 in 20 ms
@@ -43,20 +43,26 @@ def after(per_s: float) -> Ahead:
     ],
 )
 def test_ahead_is_what_begins_within_a_round_trip(
-    per_s: float, slots: int, starts: int, expected: int
+    per_s: float, slots: int, permits: int, expected: int
 ) -> None:
     assert ROUND_TRIP_S == 0.02
-    assert after(per_s).room(slots, starts) == expected
+    assert after(per_s).num_to_lease(slots, permits) == expected
 
 
 def test_jobs_that_are_here_take_room_and_begin_in_their_order() -> None:
     jobs = after(420)
     for key in ("a/u1", "a/u2@session", "b/k3"):
-        jobs.add(Job(key, b"", 1))
-    assert jobs.room(16, 0) == 8 - 3
+        jobs.add(LeasedJob(key, b""))
+    assert jobs.num_to_lease(16, 0) == 8 - 3
     assert list(jobs) == ["a/u1", "a/u2@session", "b/k3"]
     assert jobs.drop("a/u2@session") and not jobs.drop("a/u2@session")
     assert [jobs.next().key, jobs.next().key] == ["a/u1", "b/k3"] and not jobs
+
+
+async def tries(there: Judge, jobs: list[LeasedJob]) -> set[bytes]:
+    """How often Redis has given these jobs to a worker."""
+    counts = await there.queue.redis.hmget(f"{there.queue.prefix}tries", [job.key for job in jobs])
+    return set(counts)
 
 
 @pytest.fixture(scope="module")
@@ -66,30 +72,30 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def all_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def prefetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that there are slots for are leased, however slow this machine is at the moment."""
-    monkeypatch.setattr(ahead, "ROUND_TRIP_S", 1000.0)
+    monkeypatch.setattr(prefetch, "ROUND_TRIP_S", 1000.0)
     monkeypatch.setattr(worker, "ROUND_TRIP_S", 1.0)
 
 
-@pytest.mark.usefixtures("all_ahead")
+@pytest.mark.usefixtures("prefetch_all")
 async def test_many_short_calls_share_round_trips(redis: RedisServer) -> None:
-    async with judge(redis, starts=2) as there:
+    async with judge(redis, permits=2) as there:
         before = there.queue.exchanges
         results = await there.results(await there.submit(*(f"print({n})" for n in range(84))))
         assert [result["stdout"] for result in results] == [f"{n}\n" for n in range(84)]
         assert there.queue.exchanges - before <= 84 / 3
 
 
-@pytest.mark.usefixtures("all_ahead")
+@pytest.mark.usefixtures("prefetch_all")
 async def test_one_that_nobody_waits_for_any_more_never_begins(redis: RedisServer) -> None:
-    async with judge(redis, starts=1) as there:
+    async with judge(redis, permits=1) as there:
         calls = there.worker.calls
         *kept, left = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         assert left.key is not None
-        await soon(lambda: left.key in there.worker.ahead, "it is leased ahead")
+        await soon(lambda: left.key in there.worker.prefetched, "it is leased ahead")
         await there.broker.abandon([left])
-        await soon(lambda: left.key not in there.worker.ahead, "it is dropped")
+        await soon(lambda: left.key not in there.worker.prefetched, "it is dropped")
         assert left.key not in there.worker.running
         assert [result["outcome"] for result in await there.results(kept)] == ["ok"] * 4
         assert there.worker.calls == calls + 4 and not left.answer.done()
@@ -98,32 +104,32 @@ async def test_one_that_nobody_waits_for_any_more_never_begins(redis: RedisServe
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.usefixtures("all_ahead")
+@pytest.mark.usefixtures("prefetch_all")
 async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(redis: RedisServer) -> None:
-    async with judge(redis, starts=1) as there:
+    async with judge(redis, permits=1) as there:
         running, *waiting = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         keys = {ticket.key for ticket in waiting}
-        await soon(lambda: keys & set(there.worker.ahead) != set(), "they are leased ahead")
+        await soon(lambda: keys & set(there.worker.prefetched) != set(), "they are leased ahead")
         await soon(lambda: running.key in there.worker.running, "the first one runs")
         begun = keys & set(there.worker.running)
         await there.worker.stop()
         assert not running.answer.done(), "its interruption is no answer"
         given_back = await there.queue.exchange("another", [], 10)
         assert {job.key for job in given_back} == keys - begun
-        assert {job.tries for job in given_back} == {1}, "a try was counted of what never began"
+        assert await tries(there, given_back) == {b"1"}, "a try was counted of what never began"
         await there.queue.reap()
         interrupted = await there.queue.exchange("another", [], 10)
         assert {job.key for job in interrupted} == begun | {running.key}
-        assert {job.tries for job in interrupted} == {2}
+        assert await tries(there, interrupted) == {b"2"}
 
 
-@pytest.mark.usefixtures("all_ahead")
+@pytest.mark.usefixtures("prefetch_all")
 async def test_no_more_sessions_are_leased_than_can_open(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An exchange follows each answer, also while cells that will open a session are leased and have not begun.
     monkeypatch.setattr(worker, "ROUND_TRIP_S", 0.001)
-    async with judge(redis, starts=1, sessions=2) as there:
+    async with judge(redis, permits=1, sessions=2) as there:
         programs = [BURN, BURN, BURN, *(f"n = {n}\nprint(n)" for n in range(4))]
         tickets = await there.submit(*programs, sessions=["s0", "s1", "s2", "s3"])
         burning, cells = tickets[:3], tickets[3:]

@@ -1,0 +1,210 @@
+"""What an installed GPU environment is and what works in it without a GPU; the last part of scripts/try_gpu_install.sh.
+
+python -m benchmarks.gpu_install DIR     DIR/venv is the environment; writes DIR/report.json
+
+Versions, seconds and size of each step of the installation, TransformerEngine's build, imports (each in a process of its own,
+beside the stub of the driver), kernels compiled and linked for the H100 with the toolkit of the wheels as sglang's and
+flashinfer's own compilers do it, and the tests of tests/install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSIONS = (
+    "torch",
+    "triton",
+    "sglang",
+    "sglang-kernel",
+    "flashinfer-python",
+    "transformer-engine",
+    "transformer-engine-cu13",
+    "transformer-engine-torch",
+    "megatron-core",
+    "rlinf",
+    "ray",
+    "transformers",
+    "torch-memory-saver",
+    "cuda-tile",
+    "cuda-toolkit",
+    "nvidia-cuda-nvcc",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+    "numpy",
+    "protobuf",
+    "sentencepiece",
+)
+IMPORTS = (
+    "torch",
+    "sglang",
+    "sglang.srt.entrypoints.engine",
+    "sgl_kernel",
+    "flashinfer",
+    "deep_gemm",
+    "torch_memory_saver",
+    "torch, transformer_engine.pytorch",  # torch first: it loads cuBLAS and cuDNN
+    "megatron.core, megatron.core.extensions.transformer_engine",
+    "rlinf.scheduler",
+    "rstar2_megatron.actor.policy",
+)
+# One kernel through the compiler that sglang's own kernels take, one through flashinfer's.
+KERNELS = {
+    "tvm_ffi": """
+import tempfile, tvm_ffi.cpp
+source = '''
+__global__ void add_one(float* x, int n) { int i = threadIdx.x; if (i < n) x[i] += 1; }
+void run(tvm::ffi::TensorView x) { add_one<<<1, 32>>>(static_cast<float*>(x.data_ptr()), 32); }
+'''
+print(tvm_ffi.cpp.build_inline("probe", cuda_sources=source, functions=["run"], build_directory=tempfile.mkdtemp()))
+""",
+    "flashinfer": """
+from flashinfer.norm import gen_norm_module
+module = gen_norm_module()
+module.build(verbose=False)
+print(module.get_library_path())
+""",
+}
+
+
+def run(command: list[str], timeout_s: float, **environment: str) -> dict[str, Any]:
+    """{"ok", "seconds"} and, of a failure, the last lines of its output."""
+    began = time.monotonic()
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    result: dict[str, Any] = {
+        "ok": done.returncode == 0,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    return result if result["ok"] else result | {"output": (done.stdout + done.stderr)[-2000:]}
+
+
+def steps(venv: Path) -> list[dict[str, Any]]:
+    """Every step of every run of set-up on this environment."""
+    rows = [line.split("\t") for line in (venv / ".rstar2-steps.tsv").read_text().splitlines()]
+    return [
+        {"step": label, "seconds": int(seconds), "megabytes": int(size), "exit_status": int(status)}
+        for label, seconds, size, status in rows
+    ]
+
+
+def engine_build(directory: Path) -> dict[str, Any] | None:
+    """How TransformerEngine's extension was compiled; None when it was not."""
+    for folder in sorted((directory / ".cache" / "wheels").glob("transformer-engine-torch-*")):
+        (wheel,) = folder.glob("*.whl")
+        log = (folder / "build.log").read_text(errors="replace")
+        return json.loads((folder / "build.json").read_text()) | {
+            "wheel": wheel.name,
+            "wheel_bytes": wheel.stat().st_size,
+            "built_for": folder.name,
+            "objects": len(re.findall(r"^ *\[\d+/\d+\] ", log, re.MULTILINE)),
+            "compiler_warnings": log.count("warning:"),
+            "log_lines": log.count("\n"),
+        }
+    return None
+
+
+def outcomes(junit: Path) -> dict[str, Any]:
+    """Counts of a pytest run, and what was skipped."""
+    (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    skipped = sorted({x.get("message", "") for x in suite.iter("skipped")})
+    return counts | {"skip_reasons": skipped}
+
+
+def program(module: str, out: Path) -> Any:
+    """The JSON that a program of tests/install writes."""
+    done = run([sys.executable, "-m", module, str(out)], 900, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    return json.loads(out.read_text()) if done["ok"] else done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory.resolve()
+    venv = directory / "venv"
+
+    import torch
+
+    compiler = subprocess.run(["nvcc", "--version"], capture_output=True, text=True)
+    check = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    size = subprocess.run(["du", "-sm", str(venv)], capture_output=True, text=True).stdout.split()[0]
+    result: dict[str, Any] = {
+        "command": "bash scripts/try_gpu_install.sh DIR",
+        "system": {
+            "glibc": platform.libc_ver()[1],
+            "python": platform.python_version(),
+            "g++": subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip(),
+        },
+        "versions": {name: _version(name) for name in VERSIONS},
+        "packages": sum(1 for _ in importlib.metadata.distributions()),
+        "environment_megabytes": int(size),
+        "torch_build": {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nvcc": compiler.stdout.strip().splitlines()[-1],
+        },
+        "steps": steps(venv),
+        "transformer_engine_build": engine_build(directory),
+        "imports": {name: run([sys.executable, "-c", f"import {name}"], 300) for name in IMPORTS},
+        "kernels_for_sm_90": {
+            name: run(
+                [sys.executable, "-c", source],
+                900,
+                TVM_FFI_CUDA_ARCH_LIST="9.0",
+                FLASHINFER_CUDA_ARCH_LIST="9.0a",
+                FLASHINFER_WORKSPACE_BASE=str(directory / "flashinfer"),
+                MAX_JOBS="1",
+            )
+            for name, source in KERNELS.items()
+        },
+        "bound_calls": program("tests.install.bind_calls", directory / "bound.json"),
+        "models_on_meta": program("tests.install.engine_models", directory / "models.json"),
+        # sglang's and rlinf's pins that set-up overrules, and nothing else
+        "pip_check": check.stdout.strip().splitlines(),
+    }
+    junit = directory / "tests.xml"
+    tests = run([sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}", "tests/install"], 1800)
+    result["tests_install"] = tests | (outcomes(junit) if junit.exists() else {})
+    write_result(directory / "report.json", result)
+
+    failed = [
+        name for part in ("imports", "kernels_for_sm_90") for name, x in result[part].items() if not x["ok"]
+    ]
+    failed += [] if tests["ok"] else ["tests/install"]
+    print(
+        f"try: {directory / 'report.json'} written; "
+        + (f"failed: {', '.join(failed)}" if failed else "all passed")
+    )
+    sys.exit(1 if failed else 0)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main()
