@@ -61,7 +61,7 @@ def test_the_contracts_hold(copy: Path) -> None:
             "Imports run down inside the judge",
         ),
         (
-            "rollout/scheduling/admission.py",
+            "rollout/scheduling/admission_queue.py",
             "from rstar2_megatron.rollout import chat",
             "Imports run down inside rollout",
         ),

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.records import keep_rows
 from benchmarks.rollout.engine_fit import fit_speed
+from benchmarks.rollout.group_runner import run_groups
 from benchmarks.rollout.live_replay import replay
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import Shape, Trace, recorded, synthetic
@@ -35,7 +36,6 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
@@ -210,7 +210,7 @@ async def run(options: argparse.Namespace) -> None:
     else:
         traces = synthetic(_SHAPE, options.seed)
         earlier = [] if options.first_step else synthetic(_SHAPE, options.seed + 1)
-    engines = [EngineClient(settings, seed=i, name=f"engine {i}", context_length=2048) for i in range(2)]
+    engines = [EngineClient(settings, seed=i, name=f"engine {i}", max_context_tokens=2040) for i in range(2)]
     wording = AgentLoopSettings(
         system_prompt=STANDARD_IO,
         user_prefix="",

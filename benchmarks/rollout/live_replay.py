@@ -23,12 +23,12 @@ from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import GenerateResult
-from rstar2_megatron.rollout.engine_runner import EngineRunner
 from rstar2_megatron.rollout.phase import Phase
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.rollout.stats import combine
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem, Trajectory
@@ -174,7 +174,7 @@ async def replay(
         async def next_work(room: int, number: int = number) -> list[Slice] | None:
             return await work_for(number, room)
 
-        runner = EngineRunner(loop, EngineScheduler(budgets[number]), next_work, ended)
+        runner = TrajectoryRunner(loop, AdmissionQueue(budgets[number]), next_work, ended)
         engine.on_report = runner.observe
         runners.append(runner)
     await asyncio.gather(*(runner.run() for runner in runners))

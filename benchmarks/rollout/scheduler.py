@@ -1,6 +1,6 @@
 """`python -m benchmarks.rollout.scheduler`: the rollout policies side by side in a discrete-event simulator.
 
-The simulator (`simulator`) drives the very objects that run in production (`WorkQueue`, `EngineScheduler`, the KV
+The simulator (`simulator`) drives the very objects that run in production (`WorkQueue`, `AdmissionQueue`, the KV
 budgets) against a model of SGLang (`engine_model`), one JSON line per scenario and policy. Columns: makespan of the
 phase, share of the engines' time without any request, preemptions, evicted tokens, tokens computed again, prefix hit
 rate, p50 and p99 seconds of a trajectory from its admission to its end; `over_floor` is the makespan over what no

@@ -14,7 +14,7 @@ from benchmarks.rollout.engine_model import EngineModel, Request
 from benchmarks.rollout.engine_speed import EngineSpeed
 from benchmarks.rollout.traces import Trace
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
-from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
@@ -139,7 +139,7 @@ class _Engine:
     def __init__(self, simulator: Simulator, number: int, budget: KVBudget) -> None:
         self.simulator = simulator
         self.number = number
-        self.scheduler = EngineScheduler(budget)
+        self.scheduler = AdmissionQueue(budget)
         cluster = simulator.cluster
         self.model = EngineModel(
             cluster.speed,

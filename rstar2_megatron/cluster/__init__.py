@@ -5,9 +5,11 @@ import os as _os
 from rstar2_megatron.services import loopback as _loopback
 
 # Ray and RLinf read their environment when they are first imported, so this must stand before any import of them.
-_os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 _os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 _os.environ.setdefault("RLINF_LOG_LEVEL", "WARNING")
-if not _os.environ.get("RAY_ADDRESS"):
+if not _os.environ.get(
+    "RAY_ADDRESS"
+):  # a private head on loopback; a cluster that is there has its own settings
+    _os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     for _name, _value in _loopback.environment().items():
         _os.environ.setdefault(_name, _value)

@@ -10,7 +10,7 @@ from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.algorithm.batch import TrainSequence
-from rstar2_megatron.cluster.weights import WeightSender
+from rstar2_megatron.cluster.weights import Sent, WeightSender
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
 from rstar2_megatron.weights.route import Place, WeightRoute
@@ -92,9 +92,9 @@ class ActorWorker(Worker):
         self.actor.reset_optimizer(optim, lr_sched, max_steps * minibatches)
         self.actor.freeze_reference()
 
-    def send_weights(self, route: WeightRoute) -> dict[str, float]:
-        """Stream all weights in Hugging Face names to the engines; collective over actor ranks."""
-        return self._sender.send(self.actor.iter_hf_weights(), route)
+    def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
+        """Stream all weights in Hugging Face names to the engines' workers; collective over actor ranks."""
+        return self._sender.send(self.actor.iter_hf_weights(), route, engines)
 
     def forget_weights(self) -> None:
         """Free what `send_weights` left for receivers to open."""

@@ -28,6 +28,10 @@ class DeadlineExceeded(RuntimeError):
     """A worker did not answer in time."""
 
 
+class EnginesLost(RuntimeError):
+    """Engines are gone and could not be started again."""
+
+
 class PendingCall:
     """A call in flight on some workers of a group."""
 
@@ -35,10 +39,11 @@ class PendingCall:
         self.name = name
         self.refs = refs
 
-    def result(self, timeout_s: float) -> list[Any]:
+    def result(self, timeout_s: float, beside: PendingCall | None = None) -> list[Any]:
         """Results in rank order. Raises WorkerFailed, WorkerLost or DeadlineExceeded.
 
-        The first failure is raised at once, also while other ranks are stuck in a collective with the dead one.
+        The first failure is raised at once, also while other ranks are stuck in a collective with the dead one, and so
+        is one of `beside`, the call at the other end.
         """
         deadline = time.monotonic() + timeout_s
         waiting = list(self.refs)
@@ -51,6 +56,8 @@ class PendingCall:
                 )
             done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, 1.0))
             self._raise_failures(done)
+            if beside is not None:
+                beside.check()
         return ray.get(self.refs)
 
     def check(self) -> None:
@@ -73,18 +80,19 @@ class PendingCall:
                 raise WorkerLost(f"{self.name}: the worker process died: {e}") from e
 
 
-class Group:
+class WorkerGroup:
     """The workers of one RLinf worker group."""
 
     def __init__(self, name: str, rlinf_group: Any) -> None:
         self.name = name
         infos = rlinf_group.worker_info_list
-        self._workers = [info.worker for info in infos]
+        self.workers = [info.worker for info in infos]
+        """Their Ray handles, in rank order."""
         self.before: Callable[[str], None] | None = None
         """Called with the method's name before each call, for what must hold then (memory hand-over)."""
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self.workers)
 
     def start(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
@@ -92,8 +100,8 @@ class Group:
         """Start `method(*args)` on all ranks (or the given ones) and return at once."""
         if self.before is not None:
             self.before(method)
-        chosen = range(len(self._workers)) if ranks is None else ranks
-        refs = [getattr(self._workers[rank], method).remote(*args, **kwargs) for rank in chosen]
+        chosen = range(len(self.workers)) if ranks is None else ranks
+        refs = [getattr(self.workers[rank], method).remote(*args, **kwargs) for rank in chosen]
         return PendingCall(f"{self.name}.{method}", refs)
 
     def call(
@@ -109,7 +117,7 @@ class Group:
 
     def kill(self) -> None:
         """End the worker processes without asking them."""
-        for worker in self._workers:
+        for worker in self.workers:
             ray.kill(worker)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,9 @@ from typing import Any
 from tqdm import tqdm
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
-from rstar2_megatron.cluster.calls import ChannelReader, PendingCall
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
-from rstar2_megatron.rollout.messages import WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
@@ -21,6 +21,7 @@ from rstar2_megatron.rollout.stats import combine
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import FinishReason, Group, Problem
 
+logger = logging.getLogger(__name__)
 _LAST_MESSAGES_S = 60.0
 
 # asked with the groups that are complete and how many are not: more problems for this phase, or none
@@ -88,7 +89,7 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
-        if spec.goes_on:
+        if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start
         stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
@@ -104,7 +105,7 @@ class RolloutCoordinator:
             carry_share=rollout.carry_share,
             max_carry_age=rollout.max_carry_age,
         )
-        carried = self.carried if spec.goes_on else []
+        carried = self.carried if spec.resume_carried else []
         phase.add([*carried, *(OpenGroup(problem, spec.samples) for problem in problems)])
         return phase
 
@@ -133,16 +134,22 @@ class _PhaseRun:
         self._number = number
         self._num_engines = num_engines
         self._refill = refill
-        self._hungry: list[WorkRequest] = []  # without an answer
+        self._pending_requests: list[WorkRequest] = []  # without an answer
         self._tail_since: float | None = None  # an engine has room and there is nothing left for it
         self._refilled = 0
-        self._ended = False
+        self._gone: dict[int, str] = {}  # engines that are lost, and why
 
     def handle(self, message: Any, now: float) -> None:
-        """A WorkRequest, or a list of Ended. Those of an earlier phase are void."""
+        """A WorkRequest, an EngineGone, or a list of RolloutResult. Those of an earlier phase are void.
+
+        Raises EnginesLost when no engine is left.
+        """
         if isinstance(message, WorkRequest):
             if message.phase == self._number:
-                self._hungry.append(message)
+                self._pending_requests.append(message)
+        elif isinstance(message, EngineGone):
+            if message.phase == self._number:
+                self._lose(message)
         else:
             for ended in message:
                 if ended.phase == self._number:
@@ -150,11 +157,23 @@ class _PhaseRun:
                     if group is not None:
                         self.complete.append(group)
                         self._ask_for_more()
-        if self._ended:
+        if self._phase.handed_out:
             return
-        self._hungry = [request for request in self._hungry if not self._serve(request, now)]
-        if self._hungry and not self._phase.queue.left and self._tail_since is None:
+        self._pending_requests = [
+            request for request in self._pending_requests if not self._serve(request, now)
+        ]
+        if self._pending_requests and not self._phase.queue.left and self._tail_since is None:
             self._tail_since = now
+
+    def _lose(self, message: EngineGone) -> None:
+        self._gone[message.engine] = message.reason
+        if len(self._gone) == self._num_engines:
+            raise EnginesLost(f"no engine is left: {message.reason}")
+        logger.warning("engine %d is gone, the others take its work: %s", message.engine, message.reason)
+        self._phase.queue.lose_engine(message.engine)
+        self._pending_requests = [
+            request for request in self._pending_requests if request.engine != message.engine
+        ]
 
     def _serve(self, request: WorkRequest, now: float) -> bool:
         work = self._phase.take(request.engine, request.room, now)
@@ -163,7 +182,7 @@ class _PhaseRun:
         return bool(work)
 
     def _ask_for_more(self) -> None:
-        if self._refill is None or self._ended:
+        if self._refill is None or self._phase.handed_out:
             return
         more = self._refill(self.complete, self._phase.num_open)
         if more:
@@ -173,7 +192,7 @@ class _PhaseRun:
 
     def end(self) -> None:
         """Every engine is told that the phase is over, now or when it asks; nothing is handed out after it."""
-        self._ended = True
+        self._phase.handed_out = True
         for engine in range(self._num_engines):
             self._channel.put(WorkAnswer(self._number, None), key=work_key(engine))
 
@@ -185,6 +204,7 @@ class _PhaseRun:
         cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
         return {
             "tail_seconds": 0.0 if since is None else max(0.0, time.monotonic() - since),
+            "engines_gone": float(len(self._gone)),
             "refilled_problems": float(self._refilled),
             "cut_trajectories": float(cut),
             "carried_groups": float(len(carried)),

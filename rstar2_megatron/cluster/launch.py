@@ -6,8 +6,11 @@ import contextlib
 import logging
 import os
 import signal
+import time
+from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -16,20 +19,66 @@ from rlinf.utils.placement import ModelParallelComponentPlacement
 
 from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
 from rstar2_megatron.cluster.actor_worker import ActorWorker
-from rstar2_megatron.cluster.calls import Group
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import ClusterSettings, Settings
 
 logger = logging.getLogger(__name__)
 
 # A Ray actor of RLinf reserves CPUs that its own threads do not map to; placement is RLinf's, not Ray's.
 _RAY_CPUS_PER_SLOT = 16
+_LEAST_OBJECT_STORE_MB = 512
+_BATCH_BYTES_PER_TOKEN = 16  # pickled lists of ids, mask and log-probs
 
 
 class PlacementError(ValueError):
     """The YAML's placement does not fit the cluster."""
+
+
+class ClusterError(RuntimeError):
+    """The Ray cluster that RAY_ADDRESS names is not as the YAML says."""
+
+
+def wait_for_nodes(cluster: ClusterSettings) -> None:
+    """Wait until the Ray cluster has its nodes: RLinf would wait for ever. Raises ClusterError."""
+    address, wanted = os.environ["RAY_ADDRESS"], cluster.num_nodes
+    deadline = time.monotonic() + cluster.node_wait_timeout_s
+    try:
+        ray.init(address=address, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
+    try:
+        while (alive := sum(node["Alive"] for node in ray.nodes())) < wanted:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"the Ray cluster at RAY_ADDRESS={address} has {alive} of cluster.num_nodes={wanted} nodes after "
+                    f"cluster.node_wait_timeout_s={cluster.node_wait_timeout_s:g} s; start the others with `ray start "
+                    f"--address={address}` (RLINF_NODE_RANK set), or lower cluster.num_nodes"
+                )
+            time.sleep(0.5)
+    finally:
+        ray.shutdown()  # RLinf connects under a name of its own
+
+
+def object_store_mb(settings: Settings) -> int:
+    """Room in Ray's object store for two batches at full length, within a third of this machine's memory."""
+    tokens = settings.data.rollout_batch_size * settings.algorithm.group_size * settings.runner.seq_length
+    wanted = 2 * _BATCH_BYTES_PER_TOKEN * tokens >> 20
+    most = psutil.virtual_memory().total // 3 >> 20
+    return max(_LEAST_OBJECT_STORE_MB, min(wanted, most))
+
+
+@contextlib.contextmanager
+def _not_forwarded(name: str) -> Iterator[None]:
+    """RLinf copies the driver's variables to every node when it probes them; this one names a directory of here."""
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 class TrainingCluster:
@@ -49,13 +98,20 @@ class TrainingCluster:
     def start(self) -> None:
         """Bring up Ray and RLinf and resolve the placement. Raises PlacementError or RayHeadError."""
         if not os.environ.get("RAY_ADDRESS"):
-            self._head = RayHead(num_cpus=_RAY_CPUS_PER_SLOT * max(2, os.cpu_count() or 2))
+            self._head = RayHead(
+                num_cpus=_RAY_CPUS_PER_SLOT * max(2, os.cpu_count() or 2),
+                object_store_mb=object_store_mb(self.settings),
+            )
             self._head.start()
+        elif self.settings.cluster.num_nodes > 1:
+            wait_for_nodes(self.settings.cluster)
 
         for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):
             # They set their own level at every use; a plan of ours says the same in three lines.
             logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
-        self._cluster = Cluster(cluster_cfg=self.config.cluster)
+        cluster_config = {k: v for k, v in self.config.cluster.items() if k != "node_wait_timeout_s"}
+        with _not_forwarded("TMPDIR") if self._head is None else contextlib.nullcontext():
+            self._cluster = Cluster(cluster_cfg=OmegaConf.create(cluster_config))
         # RLinf signals the driver when a worker fails and ends it from the handler, before anything could be closed.
         # Our calls see the same failure and raise it (cluster/calls.py).
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -100,7 +156,7 @@ class TrainingCluster:
         group = worker_class.create_group(*args).launch(
             self._cluster, name=name, placement_strategy=self._placement.get_strategy(component), **kwargs
         )
-        handle = Group(name, group)
+        handle = WorkerGroup(name, group)
         self._groups.append(handle)
         return handle
 

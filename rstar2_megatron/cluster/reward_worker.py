@@ -10,7 +10,7 @@ from rlinf.scheduler import Channel, Worker
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER
 from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
-from rstar2_megatron.rollout.messages import Ended
+from rstar2_megatron.rollout.messages import RolloutResult
 from rstar2_megatron.settings.schema import RewardSettings
 
 
@@ -31,7 +31,7 @@ class RewardWorker(Worker):
         seconds = 0.0
         grading: set[asyncio.Task[None]] = set()
 
-        async def handle(ended: list[Ended]) -> None:
+        async def handle(ended: list[RolloutResult]) -> None:
             nonlocal seconds
             start = time.perf_counter()
             await asyncio.gather(*(self._grade(item) for item in ended))
@@ -39,7 +39,7 @@ class RewardWorker(Worker):
             await channel.put(ended, key=TO_DRIVER, async_op=True).async_wait()
 
         while True:
-            ended: list[Ended] | None = await channel.get(key=ENDED, async_op=True).async_wait()
+            ended: list[RolloutResult] | None = await channel.get(key=ENDED, async_op=True).async_wait()
             for task in [task for task in grading if task.done()]:
                 grading.remove(task)
                 task.result()
@@ -49,7 +49,7 @@ class RewardWorker(Worker):
             trajectories += len(ended)
             grading.add(asyncio.create_task(handle(ended)))
 
-    async def _grade(self, ended: Ended) -> None:
+    async def _grade(self, ended: RolloutResult) -> None:
         if ended.trajectory.usable:
             await grade_trajectories(self._pool, ended.problem, [ended.trajectory])
 

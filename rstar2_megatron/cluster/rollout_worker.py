@@ -13,22 +13,23 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.outbox import Outbox
-from rstar2_megatron.cluster.weights import receive_weights
+from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.messages import Ended, WorkAnswer, WorkRequest
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
-from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.engine.protocol import EngineLost
+from rstar2_megatron.rollout.messages import EngineGone, RolloutResult, WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
-from rstar2_megatron.settings.schema import SamplingParams, Settings
+from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Trajectory
 from rstar2_megatron.weights.route import Place, WeightRoute
+from rstar2_megatron.weights.shared_memory import OpenedBucket
 
 
 class RolloutWorker(Worker):
@@ -38,8 +39,10 @@ class RolloutWorker(Worker):
         self._device = device
         self._generating: asyncio.Task[Any] | None = None
         self._budget: KVBudget | None = None
-        self._runner: EngineRunner | None = None
+        self._runner: TrajectoryRunner | None = None
         self._started = False
+        self._receiver = WeightReceiver(self)
+        self._engine_workers: list[Any] = []
 
     async def place(self) -> Place:
         """Node and accelerators of this engine."""
@@ -51,14 +54,7 @@ class RolloutWorker(Worker):
         start = time.perf_counter()
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         self._template = ChatTemplate(tokenizer, settings.agentloop)
-        judge = settings.tools.codejudge
-        self._judge = JudgeClient(
-            judge_url,
-            time_limit_s=judge.time_limit_s,
-            request_timeout_s=judge.request_timeout_s,
-            max_outage_s=judge.max_outage_s,
-            max_concurrency=judge.max_concurrency,
-        )
+        self._judge = JudgeClient.of(judge_url, settings.tools.codejudge)
         model = settings.rollout.model.model_copy(update={"model_path": model_path})
         log = Path(settings.runner.logger.log_path).resolve() / "logs" / f"engine-{self._rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +63,7 @@ class RolloutWorker(Worker):
             seed=settings.actor.seed + self._rank,
             name=f"engine {self._rank}",
             log_path=log,
-            context_length=settings.runner.seq_length + 8,
+            max_context_tokens=settings.runner.seq_length,
             # Buckets are shared by all engines of a node: the first to keep them pays for all.
             keep_weights_bytes=psutil.virtual_memory().available // 4,
             memory_saver=collocated(settings.cluster, slots_of(settings.cluster, visible_gpus())),
@@ -79,15 +75,54 @@ class RolloutWorker(Worker):
             "start_seconds": time.perf_counter() - start,
         }
 
-    async def receive_weights(self, route: WeightRoute, version: int) -> None:
-        """Take the actor's weights and load them into the engine as `version`."""
-        buckets = receive_weights(self, route)
+    async def receive_weights(self, route: WeightRoute, version: int) -> str:
+        """Take the actor's weights and load them into the engine as `version`.
+
+        Returns why the engine was lost on the way, or "": the loss of an engine is no failure of the route. Raises
+        what the route is to blame for.
+        """
+        buckets = self._receiver.begin(route)
+        failure = "the engine's worker stopped receiving"
         try:
-            await self._engine.update_weights_from(buckets, version)
-        except BaseException:
-            async for bucket, _ in buckets:  # the sender and the others must not wait for this one
+            await self._engine.update_weights(buckets, version)
+            failure = ""
+        except EngineLost as error:
+            async for bucket, _ in buckets:  # what is left: the sender and other engines wait for each bucket
                 bucket.close()
+            failure = ""
+            return str(error)
+        except Exception as error:
+            failure = f"engine {self._rank}: {type(error).__name__}: {error}"
             raise
+        finally:
+            self._receiver.end(route, failure)
+        return ""
+
+    async def deliver_weights(
+        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
+    ) -> str:
+        """A bucket of the weight sync under way (`WeightReceiver.deliver`)."""
+        return await self._receiver.deliver(route, sender, number, item, last, self._engine_workers)
+
+    async def abort_weights(self, route: WeightRoute, reason: str) -> None:
+        """The other end of a weight sync has failed: `receive_weights` ends."""
+        self._receiver.abort(route, reason)
+
+    async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
+        """Open the host copy of the last sync, for restarts of the engine; one lost meanwhile is started now.
+
+        Returns why the engine could not be brought back, or "".
+        """
+        paths = paths_of_nodes.get(self._cluster_node_rank, [])
+        try:
+            await self._engine.keep_weights([OpenedBucket(path) for path in paths], version)
+        except EngineLost as error:
+            return str(error)
+        return ""
+
+    async def meet(self, engine_workers: list[Any]) -> None:
+        """Learn the handles of all rollout workers, in rank order."""
+        self._engine_workers = engine_workers
 
     async def release_memory(self) -> dict[str, float]:
         """Leave the device to a collocated actor: KV cache and weights. Nothing runs until `resume_memory`.
@@ -110,15 +145,15 @@ class RolloutWorker(Worker):
     async def generate(self, channel: Channel, spec: RolloutSpec) -> dict[str, float]:
         """Roll out slices, asking the driver for each, until it answers None; what ends goes to ENDED at once.
 
+        An engine that is lost for good gives back what it had taken and asks for nothing more.
         Returns the counters of this phase, all sums, so that those of several workers add up.
         """
         self._generating = asyncio.current_task()
-        loop = self._loop(spec)
+        rollout, most = self._settings.rollout, self._settings.runner.seq_length
+        loop = make_agent_loop(self._engine, self._judge, self._template, spec, rollout, most)
         if self._budget is None:  # kept over the steps: the adaptive policy learns lengths
-            rollout = self._settings.rollout
-            self._budget = make_budget(
-                rollout.scheduler, self._engine.kv_capacity_tokens, rollout.max_running_requests
-            )
+            self._budget = make_engine_budget(self._engine, rollout)
+        self._budget.capacity_tokens = self._engine.kv_capacity_tokens or self._budget.capacity_tokens
         outbox = Outbox(lambda items: channel.put(items, key=ENDED, async_op=True).async_wait())
 
         async def next_work(room: int) -> list[Slice] | None:
@@ -130,11 +165,19 @@ class RolloutWorker(Worker):
                     return answer.work
 
         async def ended(work: Slice, trajectory: Trajectory) -> None:
-            outbox.add(Ended(self._rank, spec.phase, work.group, work.problem, trajectory))
+            outbox.add(RolloutResult(self._rank, spec.phase, work.group, work.problem, trajectory))
 
-        self._runner = EngineRunner(loop, EngineScheduler(self._budget), next_work, ended)
+        async def gone(reason: str) -> None:
+            message = EngineGone(self._rank, spec.phase, reason)
+            await channel.put(message, key=TO_DRIVER, async_op=True).async_wait()
+
+        self._runner = TrajectoryRunner(loop, AdmissionQueue(self._budget), next_work, ended, gone)
         self._engine.on_report = self._runner.observe
         try:
+            try:
+                await self._engine.recover()  # returns at once when the engine is well
+            except EngineLost as error:
+                loop.engine_gone = str(error)
             await self._runner.run()
             await outbox.flush()
         finally:
@@ -152,23 +195,6 @@ class RolloutWorker(Worker):
         """Park what runs: `generate` then returns as soon as the tool calls under way are back."""
         if self._runner is not None:
             await self._runner.park(cut=cut)
-
-    def _loop(self, spec: RolloutSpec) -> AgentLoop:
-        settings = self._settings
-        return AgentLoop(
-            self._engine,
-            self._judge,
-            self._template,
-            settings.agentloop.model_copy(update={"max_assistant_turns": spec.max_assistant_turns}),
-            SamplingParams(
-                temperature=spec.temperature,
-                top_p=spec.top_p,
-                top_k=spec.top_k,
-                max_new_tokens=spec.max_new_tokens,
-            ),
-            max_context_tokens=settings.runner.seq_length,
-            timeout_s=settings.rollout.trajectory_timeout_s,
-        )
 
     async def shutdown(self) -> None:
         """Stop generating, end the engine and the connection to the judge."""

@@ -1,17 +1,22 @@
 """The two ends of a weight sync: actor ranks send buckets, rollout workers receive them for their engines.
 
-What is announced travels by RLinf's broadcast; how the bytes themselves travel is the route's
-(`weights/route.py`). A stream ends with an announcement None. Nobody is left waiting: a receiver that fails takes
-the rest of the stream before it raises, a sender that fails announces (None, reason), and all receivers raise.
+A sender hands each bucket to an engine's worker by a Ray call (`deliver`) and waits until the engine has loaded it, so
+every failure of the receiver is the answer of a call, and every wait has a deadline. Only the tensors of the
+broadcast route travel by RLinf's collectives. The driver aborts the other end when one end has failed.
 """
 
 from __future__ import annotations
 
-import time
+import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+import ray
 from rlinf.scheduler import Worker
 from torch import Tensor
 
@@ -19,7 +24,23 @@ from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
 from rstar2_megatron.weights.route import WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket, group_tensors
 
-Groups = list[tuple[str, list[int]]]
+STEP_TIMEOUT_S = 30.0
+"""Longest wait for one bucket: for the engine to load it, or for a collective to carry it."""
+_KEEP_FREE = 0.1  # of the host's memory: no copy of the weights is made that leaves less
+
+
+class TransferFailed(OSError):
+    """A weight sync did not succeed by this route; no engine has complete weights."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """Bytes and buckets of one actor rank, and the host copies of buckets that it wrote (cuda_ipc)."""
+
+    num_bytes: int = 0
+    num_buckets: int = 0
+    host_copies: dict[int, str] = field(default_factory=dict)
+    """Path by bucket number; a file of this node, open until `forget`."""
 
 
 class WeightSender:
@@ -29,182 +50,250 @@ class WeightSender:
         self._worker = worker
         self._sent: list[SharedBucket] = []
 
-    def send(self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute) -> dict[str, float]:
-        """Walk the actor's weights (collective over actor ranks) and send them; bytes sent and seconds.
+    def send(
+        self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute, engines: list[Any]
+    ) -> Sent:
+        """Walk the actor's weights (collective over actor ranks) and send them to `engines`, the workers' handles.
 
-        The buckets stay readable until `forget`: receivers open them at their own pace. Raises OSError when a bucket
-        cannot be written, after telling the receivers.
+        The buckets stay readable until `forget`. Raises TransferFailed, after the walk has ended: other actor ranks
+        take part in it.
         """
         self.forget()
-        start = time.perf_counter()
-        rank = self._worker._rank
-        total = 0
-        if route.kind == "cuda_ipc":
-            total = self._send_handles(named_tensors, route)
-        elif rank == 0:
-            failure: OSError | None = None
-            for number, (tensors, last) in enumerate(group_tensors(named_tensors, route.bucket_bytes)):
-                if failure is not None:  # the other ranks gather until the end of the iterator
-                    continue
-                total += sum(tensor.nbytes for tensor in tensors.values())
-                try:
-                    self._send_bucket(tensors, last, number, route)
-                except OSError as error:
-                    failure = error
-            self._announce(None if failure is None else (None, str(failure)), route)
-            if failure is not None:
-                raise failure
-        else:
-            for _ in named_tensors:  # the gather behind the iterator is collective
-                pass
-        return {"bytes": float(total), "seconds": time.perf_counter() - start}
+        sent = Sent()
+        failure: Exception | None = None
+        targets = _targets(self._worker._rank, route, engines)
+        for number, (tensors, last) in enumerate(group_tensors(named_tensors, route.bucket_bytes)):
+            sent.num_buckets = number + 1
+            if failure is not None or not targets:
+                continue
+            try:
+                self._send_bucket(tensors, last, number, route, targets, sent)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise TransferFailed(
+                f"actor rank {self._worker._rank} could not send its weights by {route.kind}: "
+                f"{type(failure).__name__}: {failure}"
+            ) from failure
+        return sent
 
     def forget(self) -> None:
         """Free the buckets of the last sync; every receiver must have opened them."""
         while self._sent:
             self._sent.pop().close()
 
-    def _send_bucket(self, tensors: dict[str, Tensor], last: bool, number: int, route: WeightRoute) -> None:
-        if route.kind == "broadcast":
-            self._announce(("tensors", last), route)
-            # GPU tensors go over NCCL. RLinf takes a dict of plain tensors, all on one kind of device.
-            self._worker.broadcast(tensors, groups=_receivers(route))
-            return
-        path = Path(route.directory) / f"weights-{number:05d}.safetensors" if route.kind == "disk" else None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._sent.append(SharedBucket(tensors, path))
-        self._announce((self._sent[-1].path, last), route)
-
-    def _announce(self, what: tuple[str, bool] | tuple[None, str] | None, route: WeightRoute) -> None:
-        self._worker.broadcast(("weights", what), groups=_receivers(route))
-
-    def _send_handles(self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute) -> int:
-        """Every actor rank serves the engine on its GPU, which answers when it has read the buffer."""
-        engine = route.engine_of(self._worker._rank)
-        total = 0
-        for tensors, last in group_tensors(named_tensors, route.bucket_bytes):
-            if engine is None:
-                continue
+    def _send_bucket(
+        self,
+        tensors: dict[str, Tensor],
+        last: bool,
+        number: int,
+        route: WeightRoute,
+        targets: list[Any],
+        sent: Sent,
+    ) -> None:
+        sent.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if route.kind == "cuda_ipc":
             flat, places = flatten(tensors)
-            total += flat.nbytes
-            self._worker.send((handle_of(flat, places), last), route.rollout_group, engine)
-            self._worker.recv(route.rollout_group, engine)
-            del flat
-        if engine is not None:
-            self._worker.send((None, True), route.rollout_group, engine)
-        return total
-
-
-def _receivers(route: WeightRoute) -> Groups:
-    """Who hears the actor's first rank."""
-    ranks = route.leaders if route.kind == "broadcast" else list(range(len(route.leader_of)))
-    return [(route.actor_group, [0]), (route.rollout_group, ranks)]
-
-
-async def receive_weights(worker: Worker, route: WeightRoute) -> AsyncIterator[tuple[WeightBucket, bool]]:
-    """The buckets of one sync as they arrive, the last one flagged. Exhaust it, also after an error.
-
-    Raises OSError, after taking the whole stream, when a bucket could not be opened here.
-    """
-    if route.kind == "cuda_ipc":
-        async for item in _receive_handles(worker, route):
-            yield item
-        return
-    rank = worker._rank
-    leader = route.leader_of[rank]
-    if route.kind != "broadcast":
-        stream = _open_announced(worker, _receivers(route))
-    elif rank == leader:
-        stream = _receive_and_pass_on(worker, route)
-    else:
-        node = [(route.rollout_group, [leader, *route.followers(leader)])]
-        stream = _open_announced(worker, node, tell=leader)
-    async for item in stream:
-        yield item
-
-
-async def _open_announced(
-    worker: Worker, source: Groups, tell: int | None = None
-) -> AsyncIterator[tuple[WeightBucket, bool]]:
-    """Open the paths that are announced on `source`; at the end tell engine `tell` that all are open."""
-    failure: OSError | None = None
-    while (what := (await _broadcast(worker, None, source))[1]) is not None:
-        path, last = what
-        if path is None:
-            failure = failure or OSError(f"the sender of the weights failed: {last}")
-            break
-        if failure is None:
-            try:
-                bucket = OpenedBucket(path)
-            except OSError as error:
-                failure = error
-            else:
-                yield bucket, last
-    if tell is not None:
-        done: Any = worker.send("opened", source[0][0], tell, async_op=True)
-        await done.async_wait()
-    if failure is not None:
-        raise failure
-
-
-async def _receive_and_pass_on(
-    worker: Worker, route: WeightRoute
-) -> AsyncIterator[tuple[WeightBucket, bool]]:
-    """Receive broadcast tensors into shared memory, for this engine and the others of its node."""
-    source, followers = _receivers(route), route.followers(worker._rank)
-    node: Groups = [(route.rollout_group, [worker._rank, *followers])]
-    held: list[SharedBucket] = []
-    failure: OSError | None = None
-    try:
-        while (what := (await _broadcast(worker, None, source))[1]) is not None:
-            kind, last = what
-            if kind is None:
-                failure = failure or OSError(f"the sender of the weights failed: {last}")
-                break
-            tensors = await _broadcast(worker, None, source)
-            if failure is not None:
-                continue
-            try:
-                held.append(SharedBucket(tensors))
-                opened = OpenedBucket(held[-1].path)
-            except OSError as error:
-                failure = error
-                continue
-            if followers:
-                await _broadcast(worker, ("weights", (held[-1].path, last)), node)
-            yield opened, last
-        if followers:
-            await _broadcast(worker, ("weights", None if failure is None else (None, str(failure))), node)
-        for follower in followers:
-            done: Any = worker.recv(route.rollout_group, follower, async_op=True)
-            await done.async_wait()
-    finally:
-        for bucket in held:
-            bucket.close()
-    if failure is not None:
-        raise failure
-
-
-async def _broadcast(worker: Worker, what: Any, groups: Groups) -> Any:
-    work: Any = worker.broadcast(what, groups=groups, async_op=True)
-    return await work.async_wait()
-
-
-async def _receive_handles(worker: Worker, route: WeightRoute) -> AsyncIterator[tuple[WeightBucket, bool]]:
-    """Handles from the actor rank on each of the engine's devices; each is told when they have been read."""
-    ranks = route.actor_ranks[worker._rank]
-    while True:
-        received = []
-        for rank in ranks:
-            work: Any = worker.recv(route.actor_group, rank, async_op=True)
-            received.append(await work.async_wait())
-        if received[0][0] is None:
+            calls = self._deliver(targets, route, number, handle_of(flat, places), last)
+            if route.keeps_host_copy(self._worker._rank, number) and _fits_host(flat.nbytes):
+                self._sent.append(SharedBucket(tensors))  # while the engine reads the buffer
+                sent.host_copies[number] = self._sent[-1].path
+            _demand_loaded(calls)
             return
-        handles = [handle for handle, _ in received]
+        if route.kind == "broadcast":
+            calls = self._deliver(targets, route, number, None, last)
+            work: Any = self._worker.broadcast(tensors, groups=_collective(route), async_op=True)
+            _within(work.wait, "the broadcast of a bucket")
+        else:
+            path = None
+            if route.kind == "disk":
+                path = Path(route.directory) / f"weights-{number:05d}.safetensors"
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._sent.append(SharedBucket(tensors, path))
+            calls = self._deliver(targets, route, number, self._sent[-1].path, last)
+        _demand_loaded(calls)
+
+    def _deliver(
+        self, targets: list[Any], route: WeightRoute, number: int, item: Any, last: bool
+    ) -> list[Any]:
+        rank = self._worker._rank
+        return [target.deliver_weights.remote(route, rank, number, item, last) for target in targets]
+
+
+def _targets(rank: int, route: WeightRoute, engines: list[Any]) -> list[Any]:
+    """The engines that this actor rank serves."""
+    if route.kind == "cuda_ipc":
+        engine = route.engine_of(rank)
+        return [] if engine is None else [engines[engine]]
+    if rank != 0:
+        return []
+    return [engines[leader] for leader in route.leaders] if route.kind == "broadcast" else engines
+
+
+def _collective(route: WeightRoute) -> list[tuple[str, list[int]]]:
+    """Who takes part in the broadcast of tensors."""
+    return [(route.actor_group, [0]), (route.rollout_group, route.leaders)]
+
+
+def _demand_loaded(calls: list[Any]) -> None:
+    """Wait for the engines' answers. Raises TransferFailed when one refuses or does not answer in time."""
+    try:
+        answers = ray.get(calls, timeout=STEP_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        raise TransferFailed(f"an engine did not load a bucket within {STEP_TIMEOUT_S:.0f} s") from None
+    refused = [answer for answer in answers if answer]
+    if refused:
+        raise TransferFailed(refused[0])
+
+
+def _within(wait: Any, what: str) -> None:
+    """Call `wait`, which cannot be interrupted, in a thread. Raises TransferFailed when it takes too long."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
         try:
-            yield DeviceBucket(handles, num_bytes=0), received[0][1]
+            wait()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(STEP_TIMEOUT_S)
+    if thread.is_alive():
+        raise TransferFailed(f"{what} did not end within {STEP_TIMEOUT_S:.0f} s")
+    if errors:
+        raise errors[0]
+
+
+def _fits_host(num_bytes: int) -> bool:
+    memory = psutil.virtual_memory()
+    return memory.available - num_bytes > _KEEP_FREE * memory.total
+
+
+class WeightReceiver:
+    """One rollout worker's end. All methods belong to one event loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._transfer: _Transfer | None = None
+
+    def begin(self, route: WeightRoute) -> AsyncIterator[tuple[WeightBucket, bool]]:
+        """The buckets of one sync as they arrive, the last one flagged. Raises TransferFailed after `abort`.
+
+        A bucket counts as loaded when the next one is asked for.
+        """
+        return self._of(route).buckets()
+
+    def end(self, route: WeightRoute, failure: str = "") -> None:
+        """The engine has loaded the buckets, or cannot: deliveries of this sync are answered with `failure`."""
+        self._of(route).answer(failure)
+
+    def abort(self, route: WeightRoute, reason: str) -> None:
+        """The other end has failed, perhaps before this one has begun."""
+        with contextlib.suppress(TransferFailed):  # then another sync has begun here
+            self._of(route).abort(reason)
+
+    async def deliver(
+        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool, engines: list[Any]
+    ) -> str:
+        """A bucket from actor rank `sender` (-1: from an engine of this node); returns "" when it is loaded.
+
+        item: a device handle (cuda_ipc), None for tensors that are broadcast now, or a path. Never raises: the answer
+        says why the bucket was not loaded.
+        """
+        transfer = self._of(route)
+        try:
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                if transfer.failure:
+                    return transfer.failure
+                if route.kind == "cuda_ipc":
+                    return await transfer.add_part(self._worker._rank, sender, number, item, last)
+                if item is not None:
+                    return await transfer.put(OpenedBucket(item), last)
+                return await self._pass_on(transfer, number, last, engines)
+        except TimeoutError:
+            return f"engine {self._worker._rank} did not load bucket {number} within {STEP_TIMEOUT_S:.0f} s"
+        except Exception as error:
+            return f"engine {self._worker._rank}, bucket {number}: {type(error).__name__}: {error}"
+
+    async def _pass_on(self, transfer: _Transfer, number: int, last: bool, engines: list[Any]) -> str:
+        """Receive broadcast tensors into shared memory, for this engine and the others of its node."""
+        route, rank = transfer.route, self._worker._rank
+        work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
+        shared = SharedBucket(await work.async_wait())
+        try:
+            others = [
+                engines[follower].deliver_weights.remote(route, -1, number, shared.path, last)
+                for follower in route.followers(rank)
+            ]
+            answers = await asyncio.gather(transfer.put(OpenedBucket(shared.path), last), *others)
         finally:
-            for rank in ranks:
-                work = worker.send("read", route.actor_group, rank, async_op=True)
-                await work.async_wait()
+            shared.close()  # the others have opened it
+        return next((answer for answer in answers if answer), "")
+
+    def _of(self, route: WeightRoute) -> _Transfer:
+        """The state of this sync, which a delivery may open before the driver's call does."""
+        if self._transfer is None or self._transfer.route.attempt < route.attempt:
+            self._transfer = _Transfer(route)
+        if self._transfer.route.attempt != route.attempt:
+            raise TransferFailed(f"weight sync {route.attempt} is over; another one has begun")
+        return self._transfer
+
+
+class _Transfer:
+    """Buckets between deliveries and the loading engine, one at a time."""
+
+    def __init__(self, route: WeightRoute) -> None:
+        self.route = route
+        self.failure = ""
+        self._queue: asyncio.Queue[tuple[WeightBucket, bool] | None] = asyncio.Queue()
+        self._parts: dict[int, dict[int, bytes]] = {}  # bucket number: handle by actor rank (cuda_ipc)
+        self._loaded: dict[int, asyncio.Future[str]] = {}  # answers, by bucket number
+        self._waiting: list[asyncio.Future[str]] = []  # answers not given yet
+
+    async def buckets(self) -> AsyncIterator[tuple[WeightBucket, bool]]:
+        last = False
+        while not last:
+            item = await self._queue.get()
+            if item is None:
+                raise TransferFailed(self.failure)
+            yield item
+            last = item[1]
+            self._answer_oldest()
+
+    async def put(self, bucket: WeightBucket, last: bool) -> str:
+        """Hand a bucket to the engine; its answer."""
+        answer = self._expect()
+        self._queue.put_nowait((bucket, last))
+        return await answer
+
+    async def add_part(self, engine: int, sender: int, number: int, handle: bytes, last: bool) -> str:
+        """The handle of one tensor-parallel rank; the bucket is loaded when all have come."""
+        ranks = self.route.actor_ranks[engine]
+        parts = self._parts.setdefault(number, {})
+        parts[sender] = handle
+        if number not in self._loaded:
+            self._loaded[number] = self._expect()
+        if len(parts) == len(ranks):
+            self._queue.put_nowait((DeviceBucket([parts[rank] for rank in ranks], num_bytes=0), last))
+        return await asyncio.shield(self._loaded[number])
+
+    def abort(self, reason: str) -> None:
+        self.answer(reason or "the weight sync was aborted")
+        self._queue.put_nowait(None)
+
+    def answer(self, failure: str) -> None:
+        """Answer every delivery that waits, and with a failure those to come."""
+        self.failure = self.failure or failure
+        while self._waiting:
+            self._answer_oldest(self.failure)
+
+    def _expect(self) -> asyncio.Future[str]:
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        return answer
+
+    def _answer_oldest(self, failure: str = "") -> None:
+        answer = self._waiting.pop(0)
+        if not answer.done():
+            answer.set_result(failure)

@@ -31,6 +31,7 @@ from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.sections.rollout import CONTEXT_SLACK
 from rstar2_megatron.trajectory import Problem
 
 # `sampling` loads torch, which takes seconds; --help and bad input are answered without it.
@@ -42,7 +43,6 @@ SAMPLES = 16
 TEMPERATURE = 0.6
 MAX_TURNS = 30
 MAX_TOKENS = 30 * 1024
-_CONTEXT_SLACK = 8  # SGLang keeps a few positions for itself
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -133,7 +133,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     model = hugging_face_directory(arguments.model, base if config else None)
 
     shape = ModelConfig.from_directory(model)
-    most = shape.max_position_embeddings - _CONTEXT_SLACK
+    most = shape.max_position_embeddings - CONTEXT_SLACK
     tokens = arguments.max_tokens or MAX_TOKENS
     context = tokens + settings.data.max_prompt_length
     if context > most:

@@ -32,21 +32,19 @@ from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 from rstar2_megatron.records.trajectory_row import trajectory_row
 from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
-from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-from rstar2_megatron.rollout.engine.client import EngineClient, EngineLost
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
-from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
     CodeJudgeSettings,
     RewardSettings,
     RolloutSettings,
-    SamplingParams,
     Settings,
 )
 from rstar2_megatron.trajectory import Problem, Trajectory
@@ -188,7 +186,7 @@ class _Sampler:
             _, url = await asyncio.gather(
                 asyncio.gather(*(engine.start() for engine in engines)), asyncio.to_thread(service.wait_ready)
             )
-            judge = await stack.enter_async_context(self._judge(url))
+            judge = await stack.enter_async_context(JudgeClient.of(url, settings.codejudge))
             reward = settings.reward
             pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
             self.attempts = AttemptQueue(attempts, settings.rollout.slice_size)
@@ -216,51 +214,20 @@ class _Sampler:
             seed=settings.seed + number,
             name=f"engine {number}",
             log_path=self.logs / f"engine-{number}.log",
-            context_length=settings.max_context_tokens + 8,
-        )
-
-    def _judge(self, url: str) -> JudgeClient:
-        judge = self.settings.codejudge
-        return JudgeClient(
-            url,
-            time_limit_s=judge.time_limit_s,
-            request_timeout_s=judge.request_timeout_s,
-            max_outage_s=judge.max_outage_s,
-            max_concurrency=judge.max_concurrency,
+            max_context_tokens=settings.max_context_tokens,
         )
 
     async def _serve(
         self, engine: EngineClient, judge: JudgeClient, template: ChatTemplate, pool: GraderPool, bar: Any
     ) -> None:
         """Keep one engine busy until no attempt is left."""
-        settings, spec = self.settings, self.settings.spec
-        loop = AgentLoop(
-            engine,
-            judge,
-            template,
-            settings.agentloop,
-            SamplingParams(
-                temperature=spec.temperature,
-                top_p=spec.top_p,
-                top_k=spec.top_k,
-                max_new_tokens=spec.max_new_tokens,
-            ),
-            max_context_tokens=settings.max_context_tokens,
-            timeout_s=settings.rollout.trajectory_timeout_s,
+        settings = self.settings
+        loop = make_agent_loop(
+            engine, judge, template, settings.spec, settings.rollout, settings.max_context_tokens
         )
-        budget = make_budget(
-            settings.rollout.scheduler, engine.kv_capacity_tokens, settings.rollout.max_running_requests
-        )
+        budget = make_engine_budget(engine, settings.rollout)
 
         async def finished(work: Slice, trajectory: Trajectory) -> None:
-            if (
-                not trajectory.usable
-                and engine.lost
-                and engine.restarts >= engine.settings.max_engine_restarts
-            ):
-                raise EngineLost(
-                    trajectory.error
-                )  # for good: the attempts that are left would all be spoiled
             if trajectory.usable:
                 await grade_trajectories(pool, work.problem, [trajectory])
             row = trajectory_row(work.problem, trajectory)
@@ -270,6 +237,6 @@ class _Sampler:
                 bar.update()
             self.attempts.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
 
-        runner = EngineRunner(loop, EngineScheduler(budget), self.attempts.next, finished)
+        runner = TrajectoryRunner(loop, AdmissionQueue(budget), self.attempts.next, finished)
         engine.on_report = runner.observe
         await runner.run()

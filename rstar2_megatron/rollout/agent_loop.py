@@ -53,6 +53,10 @@ class Interrupted(Exception):
     """The trajectory cannot go on, and not for the model's fault."""
 
 
+class EngineGone(Exception):
+    """The engine is lost and cannot be started again with the current weights."""
+
+
 class Parked(Exception):
     """The phase ends before the trajectory, or the scheduler wants its room."""
 
@@ -93,6 +97,7 @@ class AgentLoop:
         self.stats = RolloutStats()
         self.parking = False  # set it and abort the engine's requests: every running trajectory is parked
         self.cutting = False  # and with this, parked ones are over
+        self.engine_gone = ""  # why the engine can serve no more; every running trajectory is then parked
 
     def response_budget(self, prompt_tokens: int) -> int:
         """Tokens that a response may take, tool responses included."""
@@ -110,8 +115,9 @@ class AgentLoop:
         """One attempt at `problem`, or the rest of `resume`. Never raises, except when it is cancelled.
 
         `on_progress` is told the trajectory's length in tokens after every turn, and about once a second inside
-        one. A trajectory that the engine or the judge spoiled ends as INFRASTRUCTURE with the reason in `error`; one
-        that was parked, by the end of the phase or by `preemption`, comes back without a finish reason.
+        one. A trajectory that the judge or a deadline spoilt ends as INFRASTRUCTURE with the reason in `error`; one that
+        was parked comes back without a finish reason: by the end of the phase, by `preemption`, or because the engine
+        is gone (`engine_gone`), so that another engine can continue it from the same tokens.
         """
         started = time.monotonic()
         preemption = preemption or Preemption()
@@ -130,6 +136,10 @@ class AgentLoop:
         except Parked:
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
+        except EngineGone as error:
+            self.engine_gone = self.engine_gone or str(error)
+            parked = not self.cutting
+            trajectory.finish_reason = None if parked else FinishReason.CUT
         except Interrupted as error:
             trajectory.finish_reason = FinishReason.INFRASTRUCTURE
             trajectory.error = str(error)
@@ -141,7 +151,7 @@ class AgentLoop:
             if not parked:  # its interpreter goes on with it
                 await self.tools.close(trajectory)
         trajectory.seconds += time.monotonic() - started
-        if parked and not self.parking:
+        if parked and not self.parking and not self.engine_gone:
             self.stats.preemptions += 1
         else:
             self.stats.finish(trajectory)
@@ -304,7 +314,7 @@ class Turns:
         except TimeoutError:
             raise Interrupted(f"no engine came back within the trajectory's deadline: {error}") from error
         except EngineLost as still:
-            raise Interrupted(str(still)) from still
+            raise EngineGone(str(still)) from still
 
     def _append_generated(self, result: GenerateResult) -> None:
         trajectory = self.trajectory

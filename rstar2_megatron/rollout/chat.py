@@ -112,10 +112,6 @@ class ChatTemplate:
         """Tokens that end an assistant turn."""
         return [self.end_id]
 
-    @property
-    def tool_names(self) -> list[str]:
-        return [tool_name(schema) for schema in self.schemas]
-
     def prompt_text(self, problem: Problem) -> str:
         """The whole prompt, generation prefix included.
 

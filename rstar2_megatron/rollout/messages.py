@@ -25,8 +25,17 @@ class WorkAnswer:
     work: list[Slice] | None  # None: the phase is over
 
 
+@dataclass(slots=True, frozen=True)
+class EngineGone:
+    """An engine is lost for the rest of the phase; what it had taken comes back as `RolloutResult`, without a finish reason."""
+
+    engine: int
+    phase: int
+    reason: str
+
+
 @dataclass(slots=True)
-class Ended:
+class RolloutResult:
     """A trajectory that ended or was parked; graded on its way to the driver."""
 
     engine: int

@@ -63,6 +63,7 @@ class Phase:
         self._open: dict[int, OpenGroup] = {}
         self._closed: dict[int, Group] = {}
         self.reported = 0  # trajectories that came back, parked ones included
+        self.handed_out = False  # the phase is ending: nothing is handed out any more
 
     def add(self, groups: Sequence[OpenGroup]) -> None:
         """Groups to roll out, those of an earlier phase with what they have."""
@@ -89,12 +90,17 @@ class Phase:
         return slices
 
     def ended(self, engine: int, number: int, trajectory: Trajectory, now: float) -> Group | None:
-        """A trajectory came back; returns its group when that is complete."""
+        """A trajectory came back; returns its group when that is complete.
+
+        One without a finish reason was parked by the end of the phase, or is handed out again: its engine is gone.
+        """
         self.reported += 1
         group = self._open[number]
         self.queue.ended(engine, number, trajectory.rollout_index, now)
         if trajectory.finish_reason is None:
             group.parked[trajectory.rollout_index] = trajectory
+            if not self.handed_out:
+                self.queue.give_back(number, trajectory.rollout_index)
             return None
         group.ended[trajectory.rollout_index] = trajectory
         if group.missing:

@@ -19,7 +19,7 @@ class RolloutSpec:
     max_new_tokens: int  # response budget in tokens, tool responses included
     max_assistant_turns: int
     tail: Tail = "wait"
-    goes_on: bool = False  # with the groups that the last such phase carried over
+    resume_carried: bool = False  # take up the groups that the last such phase carried over
     phase: int = 0  # set by the driver, counts up
 
     @classmethod
@@ -33,7 +33,7 @@ class RolloutSpec:
             max_new_tokens=sampling.max_new_tokens,
             max_assistant_turns=settings.agentloop.max_assistant_turns,
             tail=settings.rollout.tail,
-            goes_on=True,
+            resume_carried=True,
         )
 
     @classmethod

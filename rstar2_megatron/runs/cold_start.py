@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.sft.rows import load_sft_rows

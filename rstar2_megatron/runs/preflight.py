@@ -15,6 +15,7 @@ from pathlib import Path
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.judge.processes import is_loopback
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.settings.load import ConfigError
@@ -22,7 +23,7 @@ from rstar2_megatron.settings.placement import Slots, component_slots, slots_of,
 from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
-from rstar2_megatron.tiny.resolve import PREFIX as TINY_PREFIX
+from rstar2_megatron.settings.sections.recipe import BUILT_PREFIX
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -54,6 +55,7 @@ def check_before_start(
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
+    _raise_or_warn(list(cluster_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(model_problems(settings)), dry_run, warnings)
     try:
         model, _ = model_of(settings)
@@ -138,6 +140,8 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             f"runner.init_checkpoint={runner.init_checkpoint} goes on with a trained model, but cold_start.enabled=True "
             "fine-tunes one first; set cold_start.enabled=False or runner.init_checkpoint=null"
         )
+    if runner.task_type == "reasoning":
+        yield from sampling_problems(settings)
     if rollout.max_total_tokens is not None and rollout.max_total_tokens < runner.seq_length:
         yield (
             f"rollout.max_total_tokens={rollout.max_total_tokens} cannot hold one trajectory of "
@@ -145,11 +149,47 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
         )
 
 
+def sampling_problems(settings: Settings) -> Iterator[str]:
+    """Sampling whose log-probs are not those of the policy that is trained."""
+    sampling, server = settings.algorithm.sampling_params, settings.rollout.sglang.server_args
+    why = "the engine's log-probs are those before truncation, so ratios and gradients would be biased"
+    if sampling.top_p < 1:
+        yield f"algorithm.sampling_params.top_p={sampling.top_p:g} in training: {why}; set it to 1.0"
+    if sampling.top_k not in (-1, 0):
+        yield f"algorithm.sampling_params.top_k={sampling.top_k} in training: {why}; set it to -1"
+    preferred = str(server.get("preferred_sampling_params", ""))
+    if "min_p" in preferred:
+        yield f"rollout.sglang.server_args.preferred_sampling_params={preferred} in training: {why}; remove min_p"
+    if sampling.temperature == 0:
+        yield (
+            "algorithm.sampling_params.temperature=0 in training: greedy rollouts of a group are all the same, and have no "
+            "log-probs under the policy; set it to 1.0"
+        )
+
+
+def cluster_problems(settings: Settings) -> Iterator[str]:
+    """Several nodes without a Ray cluster, or with a judge that only this node reaches."""
+    nodes, judge = settings.cluster.num_nodes, settings.tools.codejudge
+    if nodes == 1:
+        return
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address:
+        yield (
+            f"cluster.num_nodes={nodes} needs a Ray cluster of these nodes, and RAY_ADDRESS is not set: `ray start --head` "
+            "here and `ray start --address=...` on the others (docs/multi_node.md), then RAY_ADDRESS=HOST:6379"
+        )
+    elif is_loopback(judge.host_addr or "") and not is_loopback(address.rpartition(":")[0]):
+        yield (
+            f"tools.codejudge.host_addr={judge.host_addr} is loopback, which the engines of the other "
+            f"{nodes - 1} nodes cannot reach: name the judge's host by an address of the network, or null to start one here"
+        )
+
+
 def model_problems(settings: Settings) -> Iterator[str]:
     """Missing parts of the model directory."""
     path = settings.rollout.model.model_path
     builder = settings.cold_start.enabled and settings.cold_start.builder
-    if path.startswith(TINY_PREFIX):
+    if path.startswith(BUILT_PREFIX):
         if not builder:
             yield (
                 f"rollout.model.model_path={path} is made by the cold start; set cold_start.enabled=True "
@@ -176,6 +216,12 @@ def layout_problems(
     settings: Settings, model: ModelConfig | None, slots: Slots, places: dict[str, list[int]]
 ) -> Iterator[str]:
     """Parallel sizes against the model and the slots."""
+    speculative = settings.rollout.sglang.server_args.get("speculative_algorithm")
+    if slots.is_cpu and speculative:
+        yield (
+            f"rollout.sglang.server_args.speculative_algorithm={speculative} on CPU slots: SGLang verifies drafts there by "
+            "argmax at any temperature, so the tokens are no samples of the policy; remove it"
+        )
     world = len(places["actor"]) if "actor" in places else None
     if model is not None and world is not None:
         try:
@@ -242,7 +288,7 @@ def data_problems(settings: Settings) -> Iterator[str]:
         ("train_data_paths", data.train_data_paths, least_problems),
         ("val_data_paths", data.val_data_paths, 0),
     ):
-        if any(path.startswith(TINY_PREFIX) for path in paths):
+        if any(path.startswith(BUILT_PREFIX) for path in paths):
             if not (settings.cold_start.enabled and settings.cold_start.builder):
                 yield f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
             continue
@@ -270,7 +316,7 @@ def _sft_data_problems(settings: Settings) -> Iterator[str]:
     if not sft.train_data_paths:
         yield "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files"
     for path in [*sft.train_data_paths, *sft.val_data_paths]:
-        if not path.startswith(TINY_PREFIX) and not Path(path).is_file():
+        if not path.startswith(BUILT_PREFIX) and not Path(path).is_file():
             yield f"sft data file {path} does not exist; data_process/build_sft_dataset.py writes such files"
 
 

@@ -29,6 +29,7 @@ from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start
 from rstar2_megatron.runs.stopping import first_that_holds
+from rstar2_megatron.services.loopback import listening_address
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
@@ -47,7 +48,11 @@ class RLRun(ClusterRun):
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
-        self.judge = CodeJudgeService(settings.tools.codejudge, self.directory / "logs" / "judge.log")
+        self.judge = CodeJudgeService(
+            settings.tools.codejudge,
+            self.directory / "logs" / "judge.log",
+            host=listening_address(settings.cluster.num_nodes),
+        )
         self.files = RunFiles(
             self.directory,
             save_rollouts=settings.runner.save_rollouts,

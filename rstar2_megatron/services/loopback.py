@@ -41,6 +41,19 @@ def register() -> None:
     rendezvous.TCPStore = tcp_store  # type: ignore[attr-defined]
 
 
+def listening_address(num_nodes: int) -> str:
+    """Where a service must listen that the run's nodes are to reach: loopback when all are this machine.
+
+    Otherwise this node's own address on the network of RAY_ADDRESS.
+    """
+    head = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
+    if num_nodes == 1 or head in _LOOPBACK:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((head or "10.255.255.255", 9))  # sends nothing: the kernel chooses the interface
+        return str(probe.getsockname()[0])
+
+
 def environment() -> dict[str, str]:
     """Environment variables that keep a one-machine run on loopback. Set them before RLinf starts."""
     return {

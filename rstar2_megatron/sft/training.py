@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tqdm import tqdm
 
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import SFTRows
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.sections.recipe import BUILT_PREFIX
 from rstar2_megatron.tiny.build import build_tiny
-
-PREFIX = "tiny:"
 
 
 def resolve_tiny(settings: Settings, progress: Callable[[str], None] = print) -> Settings:
@@ -30,8 +29,8 @@ def resolve_tiny(settings: Settings, progress: Callable[[str], None] = print) ->
     }
 
     def replace(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith(PREFIX):
-            name = value.removeprefix(PREFIX)
+        if isinstance(value, str) and value.startswith(BUILT_PREFIX):
+            name = value.removeprefix(BUILT_PREFIX)
             if name not in known:
                 raise ValueError(
                     f"{value!r} names nothing that the tiny recipe makes; it makes {sorted(known)}"

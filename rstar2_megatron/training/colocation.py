@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.settings.schema import ActorSettings
 
 _ACTOR_ANYWHERE = frozenset(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.coordinator import Refill, RolloutCoordinator, RolloutPhase
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
@@ -23,7 +24,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.trajectory import Group, Problem
+from rstar2_megatron.trajectory import FinishReason, Group, Problem
 from rstar2_megatron.weights.route import RouteKind
 
 
@@ -83,6 +84,7 @@ class Trainer:
         """
         clock = _Clock()
         phase = self.roll_out(step, loader)
+        check_dropped(phase.groups, self.settings.rollout.max_dropped_share)
         clock.lap("rollout")
         after_rollout()
         clock.lap("checkpoint")
@@ -214,6 +216,22 @@ class Trainer:
 
     def _check_first_batch(self, sequences: list[TrainSequence]) -> None:
         gates.check_logprobs(sequences, self.score(sequences), self.settings.actor.model.precision)
+
+
+class TooManyDropped(RuntimeError):
+    """Engine, judge or deadlines spoiled too much of a step to train on the rest."""
+
+
+def check_dropped(groups: Sequence[Group], limit: float) -> None:
+    """Raise TooManyDropped when more than the share `limit` of the trajectories ended as INFRASTRUCTURE."""
+    every = [t for group in groups for t in group.trajectories]
+    dropped = [t for t in every if t.finish_reason is FinishReason.INFRASTRUCTURE]
+    if len(dropped) > limit * len(every):
+        reason, count = Counter(t.error for t in dropped).most_common(1)[0]
+        raise TooManyDropped(
+            f"{len(dropped)} of the step's {len(every)} trajectories were lost to engine, judge or deadlines, more than "
+            f"rollout.max_dropped_share={limit:g}; the step is not trained on. {count} of them: {reason}"
+        )
 
 
 class _Clock:

@@ -6,8 +6,8 @@ import logging
 import time
 from pathlib import Path
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, WorkerFailed
-from rstar2_megatron.cluster.calls import Group as WorkerGroup
+from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, WorkerFailed, WorkerGroup
+from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S, Sent
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import RouteKind, WeightRoute, make_route, possible_routes
 
@@ -26,6 +26,8 @@ class WeightSync:
             rollout.call("place", timeout_s=self._timeout_s),
         )
         self._routes = possible_routes(settings.actor.weight_sync.route, *self._places, device)
+        rollout.call("meet", rollout.workers, timeout_s=self._timeout_s)
+        self._warned = False
         self.fallbacks = 0
         """Number of routes that have failed."""
 
@@ -37,7 +39,9 @@ class WeightSync:
     def run(self, version: int) -> dict[str, float]:
         """Send the weights to all engines and give them `version`; returns seconds, bytes, bytes a second, failed routes.
 
-        After a failure the next route sends everything again; the failure of the last route is raised.
+        A route that fails gives way to the next one, which sends everything again; the failure of the last is raised.
+        An engine that is lost on the way is started again with the new weights and costs no route. Raises
+        EnginesLost when one cannot be started again.
         """
         while True:
             try:
@@ -55,26 +59,44 @@ class WeightSync:
         """One attempt. Raises WorkerFailed after every worker has left it, so that another attempt can begin."""
         started = time.perf_counter()
         receiving = self._rollout.start("receive_weights", route, version)
-        sending = self._actor.start("send_weights", route)
+        sending = self._actor.start("send_weights", route, self._rollout.workers)
         try:
-            sent = sending.result(self._timeout_s)
-            receiving.result(self._timeout_s)
+            sent = sending.result(self._timeout_s, beside=receiving)
+            lost = receiving.result(self._timeout_s)
         except WorkerFailed as error:
+            self._rollout.call("abort_weights", route, str(error), timeout_s=STEP_TIMEOUT_S)
             for call in (sending, receiving):
-                if not call.settle(self._timeout_s):
+                if not call.settle(2 * STEP_TIMEOUT_S):
                     raise DeadlineExceeded(
-                        f"{call.name} did not end within {self._timeout_s:.0f} s after a failure of the weight sync by "
-                        f"{route.kind}: {error}"
+                        f"{call.name} did not end within {2 * STEP_TIMEOUT_S:.0f} s after a failure of the weight sync "
+                        f"by {route.kind}: {error}"
                     ) from error
             raise
-        self._actor.call("forget_weights", timeout_s=self._timeout_s, ranks=[0])
+        if route.kind == "cuda_ipc":
+            lost = self._keep_host_copy(route, version, sent)
+        self._actor.call("forget_weights", timeout_s=self._timeout_s)
+        if any(lost):
+            raise EnginesLost("\n".join(filter(None, lost)))
         seconds = time.perf_counter() - started
-        num_bytes = max(figures["bytes"] for figures in sent)
+        num_bytes = max(figures.num_bytes for figures in sent)
         return {
             "actor/sync_seconds": seconds,
-            "actor/sync_bytes": num_bytes,
+            "actor/sync_bytes": float(num_bytes),
             "actor/sync_bytes_per_second": num_bytes / max(seconds, 1e-9),
         }
+
+    def _keep_host_copy(self, route: WeightRoute, version: int, sent: list[Sent]) -> list[str]:
+        """Tell every engine where its node's host copy is; why engines could not be started again, or ""."""
+        copies: dict[int, dict[int, str]] = {}
+        for node, figures in zip(route.actor_nodes, sent, strict=True):
+            copies.setdefault(node, {}).update(figures.host_copies)
+        whole = {n: [c[i] for i in sorted(c)] for n, c in copies.items() if len(c) == sent[0].num_buckets}
+        if len(whole) < len(copies) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "no room for a host copy of the weights on some node: an engine lost there ends the run"
+            )
+        return self._rollout.call("keep_weights", whole, version, timeout_s=self._timeout_s)
 
     def _route(self) -> WeightRoute:
         sync, runner = self._settings.actor.weight_sync, self._settings.runner

@@ -1,11 +1,13 @@
 """Weights from an actor to an engine on the same GPU by CUDA IPC: the engine reads the actor's buffer in place.
 
 The bytes of a bucket lie in one flat buffer; what travels is its IPC handle and where each tensor lies in it.
-Not run by this project yet: there was no GPU.
+A buffer in host memory is shared by its file descriptor instead, which is how this route runs in the tests. Sharing
+device memory itself has not been run by this project yet: there was no GPU.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +60,9 @@ def unflatten(
 
 def handle_of(flat: Tensor, places: dict[str, Any]) -> bytes:
     """What another process on the same GPU needs to read the buffer; keep it alive until that one is done."""
+    if flat.device.type == "cpu":
+        descriptor, size = flat.untyped_storage()._share_fd_cpu_()
+        return pickle.dumps((f"/proc/{os.getpid()}/fd/{descriptor}", size, places))
     torch.cuda.synchronize()  # the copies into the buffer are done when the other process reads it
     rebuild, arguments = reduce_tensor(flat)
     return bytes(ForkingPickler.dumps((rebuild, arguments, places)))
@@ -66,6 +71,9 @@ def handle_of(flat: Tensor, places: dict[str, Any]) -> bytes:
 def open_device_bucket(handle: bytes) -> Iterator[tuple[str, Tensor]]:
     """The named tensors behind a handle, in the actor's memory; on the current device of this process."""
     rebuild, arguments, places = pickle.loads(handle)
+    if isinstance(rebuild, str):
+        yield from unflatten(torch.from_file(rebuild, True, arguments, dtype=torch.uint8), places)
+        return
     # Device numbers are each process's own (CUDA_VISIBLE_DEVICES): the actor's says nothing here.
     arguments = list(arguments)
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()

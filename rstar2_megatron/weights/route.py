@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+_attempts = itertools.count(1)  # only the driver makes routes
 
 RouteKind = Literal["cuda_ipc", "shared_memory", "broadcast", "disk"]
 
@@ -37,6 +40,10 @@ class WeightRoute:
     """For each engine, the actor rank on each of its devices (cuda_ipc)."""
     bucket_bytes: int = 512 << 20
     directory: str = ""
+    attempt: int = 0
+    """Counts the syncs of a run and their repetitions; messages of an earlier one are void."""
+    actor_nodes: tuple[int, ...] = ()
+    """The node of each actor rank (cuda_ipc)."""
 
     @property
     def leaders(self) -> list[int]:
@@ -44,6 +51,15 @@ class WeightRoute:
 
     def followers(self, leader: int) -> list[int]:
         return [rank for rank, other in enumerate(self.leader_of) if other == leader and rank != leader]
+
+    def keeps_host_copy(self, actor_rank: int, number: int) -> bool:
+        """Whether this rank writes the copy of bucket `number` that restarts engines of its node (cuda_ipc).
+
+        The ranks that serve an engine of the node take turns, so that each one copies a share.
+        """
+        node = self.actor_nodes[actor_rank]
+        sharing = [r for ranks in self.actor_ranks for r in ranks if self.actor_nodes[r] == node]
+        return sorted(sharing)[number % len(sharing)] == actor_rank
 
     def engine_of(self, actor_rank: int) -> int | None:
         """The engine that reads this actor rank's memory (cuda_ipc)."""
@@ -88,7 +104,7 @@ def make_route(
     bucket_bytes: int,
     directory: str,
 ) -> WeightRoute:
-    """The route of this kind between these workers."""
+    """The route of this kind between these workers, for one attempt at a sync."""
     first_on: dict[int, int] = {}
     for rank, place in enumerate(rollout):
         first_on.setdefault(place.node, rank)
@@ -104,4 +120,6 @@ def make_route(
         actor_ranks=actor_ranks,
         bucket_bytes=bucket_bytes,
         directory=directory,
+        attempt=next(_attempts),
+        actor_nodes=tuple(place.node for place in actor),
     )

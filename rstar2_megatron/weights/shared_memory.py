@@ -138,11 +138,3 @@ def group_tensors(
     if waiting:
         yield waiting, False
     yield current, True
-
-
-def into_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int
-) -> Iterator[tuple[SharedBucket, bool]]:
-    """`group_tensors` with each group in shared memory."""
-    for tensors, last in group_tensors(named_tensors, max_bytes):
-        yield SharedBucket(tensors), last

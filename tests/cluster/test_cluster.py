@@ -10,15 +10,23 @@ from typing import Any
 import psutil
 import pytest
 
-from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, Group, WorkerFailed, WorkerLost
+from rstar2_megatron.cluster.calls import (
+    ChannelReader,
+    DeadlineExceeded,
+    WorkerFailed,
+    WorkerGroup,
+    WorkerLost,
+)
 from rstar2_megatron.cluster.launch import TrainingCluster
+from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 from rstar2_megatron.settings.schema import Settings, WeightSyncSettings
 from rstar2_megatron.training.gates import GateError
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.weights.route import Place, RouteKind, make_route
-from tests.cluster.workers import Receiver, Sender
+from rstar2_megatron.weights.route import RouteKind, make_route
+from tests.cluster.workers import Fault, KillableEngine, Receiver, Sender
+from tests.rollout.tiny import make_model
 
 
 @pytest.fixture
@@ -45,65 +53,65 @@ def processes_of(cluster: TrainingCluster) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def senders(cluster: TrainingCluster) -> Group:
-    return cluster._launch(Sender, "Senders", "actor")
+def senders(cluster: TrainingCluster) -> WorkerGroup:
+    group = cluster._launch(Sender, "Senders", "actor")
+    group.call("rank", timeout_s=240)
+    return group
 
 
 @pytest.fixture(scope="module")
-def receivers(cluster: TrainingCluster) -> Group:
-    return cluster._launch(Receiver, "Receivers", "rollout", max_concurrency=16)
+def receivers(cluster: TrainingCluster) -> WorkerGroup:
+    group = cluster._launch(Receiver, "Receivers", "rollout", max_concurrency=16)
+    group.call("place", timeout_s=240)
+    return group
 
 
-def test_placement_gives_each_component_its_slots(cluster, senders: Group, receivers: Group) -> None:
+def test_placement_gives_each_component_its_slots(
+    cluster, senders: WorkerGroup, receivers: WorkerGroup
+) -> None:
     assert cluster.device == "cpu"
     assert cluster._cluster.num_accelerators == 2
-    assert senders.call("rank", timeout_s=60) == [0, 1]
+    assert senders.call("rank", timeout_s=240) == [0, 1]
     assert len(receivers) == 2  # rollout TP 1 on two slots: two engines
 
 
-def test_a_failure_on_one_rank_is_raised_while_the_others_hang(senders: Group) -> None:
+def test_a_failure_on_one_rank_is_raised_while_the_others_hang(senders: WorkerGroup) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerFailed, match="no luck on rank 1"):
         senders.call("fail_on", 1, timeout_s=60)
     assert time.monotonic() - start < 20
 
 
-def test_deadline(senders: Group) -> None:
+def test_deadline(senders: WorkerGroup) -> None:
     with pytest.raises(DeadlineExceeded, match=r"Senders.sleep did not finish within 1 s"):
         senders.call("sleep", 20.0, timeout_s=1.0)
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "broadcast", "disk"])
+@pytest.mark.parametrize("kind", ["cuda_ipc", "shared_memory", "broadcast", "disk"])
 def test_weights_arrive_bit_by_bit_on_every_route(
-    senders: Group, receivers: Group, tmp_path: Path, kind: RouteKind
+    senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path, kind: RouteKind
 ) -> None:
-    places = (senders.call("place", timeout_s=60), [Place(0), Place(0)])
+    """Also by CUDA IPC, whose buffers lie in host memory here."""
+    places = senders.call("place", timeout_s=60), receivers.call("place", timeout_s=60)
     route = make_route(
-        kind, "Senders", "Receivers", *places, bucket_bytes=9000, directory=str(tmp_path / "weights")
+        kind,
+        "Senders",
+        "Receivers",
+        *places,
+        bucket_bytes=9000,
+        directory=str(tmp_path / "weights"),
     )
+    receivers.call("meet", receivers.workers, timeout_s=60)
     receiving = receivers.start("receive", route)
-    sent = senders.call("send", route, timeout_s=90)
+    sent = senders.call("send", route, receivers.workers, timeout_s=60)
     figures, sums = sent[0]
-    received = receiving.result(60)
+    received = receiving.result(20)
     assert [arrived for arrived, _ in received] == [sums, sums]
-    assert all(count >= 5 for _, count in received)
-    assert figures["bytes"] == 4 * sum(100 * (10 + i) for i in range(7)) + 66 + 60_000 + 96
-    assert sent[1][0]["bytes"] == 0
+    assert all(count == figures.num_buckets >= 5 for _, count in received)
+    assert figures.num_bytes == 4 * sum(100 * (10 + i) for i in range(7)) + 66 + 60_000 + 96
+    assert sent[1][0].num_bytes == (figures.num_bytes if kind == "cuda_ipc" else 0)
     senders.call("forget", timeout_s=60)
     assert not list(tmp_path.glob("weights/*"))
-
-
-def test_a_receiver_that_cannot_open_fails_and_nobody_hangs(
-    senders: Group, receivers: Group, tmp_path: Path
-) -> None:
-    """A directory that only the sender sees: the receivers say so, sender and cluster go on."""
-    places = (senders.call("place", timeout_s=60), [Place(0), Place(0)])
-    route = make_route("disk", "Senders", "Receivers", *places, bucket_bytes=9000, directory=str(tmp_path))
-    receiving = receivers.start("receive_elsewhere", route)
-    assert senders.call("send", route, timeout_s=60)[0][0]["bytes"] > 0
-    with pytest.raises(WorkerFailed, match="No such file"):
-        receiving.result(60)
-    assert senders.call("rank", timeout_s=60) == [0, 1]
 
 
 def with_route(settings: Settings, directory: Path, route: str = "auto") -> Settings:
@@ -116,18 +124,18 @@ def with_route(settings: Settings, directory: Path, route: str = "auto") -> Sett
 
 
 def sync_of(
-    settings: Settings, senders: Group, receivers: Group, directory: Path, route: str = "auto"
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, directory: Path, route: str = "auto"
 ) -> WeightSync:
     return WeightSync(with_route(settings, directory, route), senders, receivers, "cpu")
 
 
-def assert_synced(senders: Group, receivers: Group, version: int) -> None:
+def assert_synced(senders: WorkerGroup, receivers: WorkerGroup, version: int) -> None:
     sums = senders.call("weights_checksum", timeout_s=60)[0]
     assert receivers.call("held", timeout_s=60) == [(version, sums)] * 2
 
 
 def test_routes_that_fail_give_way_down_to_the_disk(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """First all goes by shared memory; then the engines no longer see the actor's /proc, so only files are left."""
     sync = sync_of(settings, senders, receivers, tmp_path / "weights")
@@ -148,7 +156,7 @@ def test_routes_that_fail_give_way_down_to_the_disk(
 
 
 def test_a_trainer_compares_checksums_when_the_route_has_changed(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """A route that fails and a second one that brings all: training goes on. One that loses a tensor: it ends."""
 
@@ -171,7 +179,7 @@ def test_a_trainer_compares_checksums_when_the_route_has_changed(
 
 
 def test_the_last_routes_failure_is_raised_and_the_workers_go_on(
-    settings: Settings, senders: Group, receivers: Group, tmp_path: Path
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
     """Named routes have no fallback. Whoever fails, sender or receiver, nobody stays in the transfer."""
     receivers.call("hide", "/proc/", timeout_s=60)
@@ -185,7 +193,91 @@ def test_the_last_routes_failure_is_raised_and_the_workers_go_on(
     assert_synced(senders, receivers, 3)
 
 
-def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Group) -> None:
+SENDER_STEPS = {
+    "cuda_ipc": ["flatten", "handle_of", "SharedBucket", "WeightSender._deliver", "_demand_loaded"],
+    "shared_memory": ["SharedBucket", "WeightSender._deliver", "_demand_loaded"],
+    "broadcast": ["WeightSender._deliver", "_demand_loaded"],
+    "disk": ["SharedBucket", "WeightSender._deliver", "_demand_loaded"],
+}
+RECEIVER_STEPS = {
+    "cuda_ipc": ["_Transfer.add_part", "DeviceBucket", "read_bucket"],
+    "shared_memory": ["OpenedBucket", "_Transfer.put", "read_bucket"],
+    "broadcast": ["SharedBucket", "OpenedBucket", "_Transfer.put", "read_bucket"],
+    "disk": ["OpenedBucket", "_Transfer.put", "read_bucket"],
+}
+
+
+@pytest.mark.parametrize("kind", SENDER_STEPS)
+def test_a_failure_at_any_step_of_any_route_ends_in_the_next_route(
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path, kind: RouteKind
+) -> None:
+    """At the first bucket and in the middle, of a sender and of a receiver."""
+    steps = [(senders, step) for step in SENDER_STEPS[kind]]
+    steps += [(receivers, step) for step in RECEIVER_STEPS[kind]]
+    with_route(settings, tmp_path).actor.weight_sync.bucket_mb = 0  # a bucket for each tensor
+    for version, (group, step) in enumerate(steps):
+        sync = WeightSync(settings, senders, receivers, "cuda")
+        sync._routes = [kind, "disk"]
+        group.call("plant", Fault(step, at=version % 3), ranks=[0], timeout_s=60)
+        started = time.monotonic()
+        assert sync.run(version)["actor/sync_fallbacks"] == 1.0, step
+        assert time.monotonic() - started < STEP_TIMEOUT_S, step
+        assert group.call("fired", ranks=[0], timeout_s=60) == [True]
+        assert_synced(senders, receivers, version)
+
+
+def test_the_host_copy_of_a_device_route_is_whole(
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
+) -> None:
+    """Two actor ranks of one node write its buckets in turns."""
+    with_route(settings, tmp_path).actor.weight_sync.bucket_mb = 0
+    sync = WeightSync(settings, senders, receivers, "cuda")
+    assert sync.route == "cuda_ipc"
+    assert sync.run(1)["actor/sync_fallbacks"] == 0.0
+    assert_synced(senders, receivers, 1)
+    sums = senders.call("weights_checksum", timeout_s=60)[0]
+    assert receivers.call("kept", timeout_s=60) == [sums, sums]
+
+
+@pytest.mark.timeout(600)
+def test_killed_engines_get_the_weights_of_a_device_route_again(
+    cluster, settings: Settings, senders: WorkerGroup, tmp_path: Path
+) -> None:
+    """Real engines, killed after a sync as version 0 and in the middle of the next one: no route is given up."""
+    model = make_model(tmp_path / "model")
+    settings.rollout.model.model_path = str(model)
+    settings.rollout.max_engine_restarts = 1
+    settings.runner.logger.log_path = str(tmp_path)
+    with_route(settings, tmp_path).actor.weight_sync.bucket_mb = 0
+    settings.rollout.group_name = "Engines"
+    engines = cluster._launch(KillableEngine, "Engines", "rollout", settings, "cpu", max_concurrency=64)
+    try:
+        engines.call("start_engine", str(model), "http://127.0.0.1:9", timeout_s=300)
+        sync = WeightSync(settings, senders, engines, "cuda")
+        assert sync.route == "cuda_ipc"
+
+        def assert_held(version: int) -> None:
+            sums = senders.call("weights_checksum", timeout_s=60)[0]
+            assert engines.call("recover", timeout_s=300) == [version] * 2
+            assert engines.call("weights_checksum", timeout_s=60) == [sums, sums]
+
+        senders.call("use_model", str(model), 1.5, timeout_s=60)  # not what the files hold
+        sync.run(0)
+        engines.call("kill_engine", ranks=[0], timeout_s=60)
+        assert_held(0)
+        senders.call("use_model", str(model), 1.25, timeout_s=60)
+        engines.call("kill_at_bucket", 2, ranks=[1], timeout_s=60)
+        assert sync.run(1)["actor/sync_fallbacks"] == 0.0
+        assert_held(1)
+        engines.call("kill_engine", ranks=[0], timeout_s=60)  # the copy serves again
+        assert_held(1)
+    finally:
+        senders.call("use_model", "", 1.0, timeout_s=60)
+        engines.call("shutdown", timeout_s=60)
+        engines.kill()
+
+
+def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: WorkerGroup) -> None:
     reader = ChannelReader(cluster.channel, "out")
     with pytest.raises(DeadlineExceeded):
         reader.get(timeout_s=1.2)
@@ -202,7 +294,7 @@ def test_channel_carries_items_and_reader_has_a_deadline(cluster, receivers: Gro
         reader.get(timeout_s=1.0)
 
 
-def test_nothing_listens_beyond_loopback(cluster, senders: Group, receivers: Group) -> None:
+def test_nothing_listens_beyond_loopback(cluster, senders: WorkerGroup, receivers: WorkerGroup) -> None:
     family = processes_of(cluster)
     outside = {
         (p.name(), c.laddr.ip)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rlinf.scheduler import Channel, Worker
 from safetensors.torch import load_file
 
 from rstar2_megatron.cluster import weights
-from rstar2_megatron.cluster.weights import WeightSender, receive_weights
+from rstar2_megatron.cluster.rollout_worker import RolloutWorker
+from rstar2_megatron.cluster.weights import Sent, WeightReceiver, WeightSender
 from rstar2_megatron.weights.checksum import weights_checksum
+from rstar2_megatron.weights.cuda_ipc import open_device_bucket
 from rstar2_megatron.weights.route import Place, WeightRoute
+from rstar2_megatron.weights.shared_memory import WeightBucket
 
 
 def _tensors() -> list[tuple[str, torch.Tensor]]:
@@ -28,9 +36,43 @@ def _tensors() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+@dataclass
+class Fault:
+    """Call number `at` (from 0) of `name` in the module `cluster.weights` raises, once."""
+
+    name: str
+    at: int = 0
+    fired: bool = False
+
+
+@contextlib.contextmanager
+def planted(module: Any, fault: Fault | None) -> Iterator[None]:
+    """While inside, the fault is there."""
+    if fault is None:
+        yield
+        return
+    owner, _, name = fault.name.rpartition(".")
+    holder = getattr(module, owner) if owner else module
+    original, calls = getattr(holder, name), itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not fault.fired and next(calls) >= fault.at:
+            fault.fired = True
+            raise RuntimeError(f"planted in {fault.name}")
+        return original(*args, **kwargs)
+
+    setattr(holder, name, call)
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)
+
+
 class Sender(Worker):
     def __init__(self) -> None:
         super().__init__()
+        self._fault: Fault | None = None
+        self._model: tuple[str, float] | None = None
 
     def rank(self) -> int:
         return self._rank
@@ -49,31 +91,62 @@ class Sender(Worker):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def place(self) -> Place:
-        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
+        return Place(self._cluster_node_rank, (self._rank,))  # CPU slots have no accelerators
 
-    def send(self, route: WeightRoute) -> tuple[dict[str, float], dict[str, int]]:
+    def send(self, route: WeightRoute, engines: list[Any]) -> tuple[Sent, dict[str, int]]:
         """Figures of a sync of some tensors of several types and shapes, and their checksums."""
-        tensors = _tensors()
+        tensors = self.tensors()
         self._sender = WeightSender(self)
-        return self._sender.send(iter(tensors), route), weights_checksum(tensors)
+        with planted(weights, self._fault):
+            return self._sender.send(iter(tensors), route, engines), weights_checksum(tensors)
 
     def forget(self) -> None:
         self._sender.forget()
 
-    def send_weights(self, route: WeightRoute) -> dict[str, float]:
-        return self.send(route)[0]
+    def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
+        return self.send(route, engines)[0]
 
     def forget_weights(self) -> None:
         self.forget()
 
+    def plant(self, fault: Fault) -> None:
+        """The next transfer fails at this step of sending."""
+        self._fault = fault
+
+    def fired(self) -> bool:
+        return self._fault is not None and self._fault.fired
+
+    def use_model(self, directory: str, factor: float) -> None:
+        """Send this model's weights times `factor`."""
+        self._model = (directory, factor) if directory else None
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        if self._model is None:
+            return _tensors()
+        directory, factor = self._model
+        return [(n, t * factor) for n, t in load_file(f"{directory}/model.safetensors").items()]
+
     def weights_checksum(self) -> dict[str, int]:
         """Of what `send` sends."""
-        return weights_checksum(_tensors())
+        return weights_checksum(self.tensors())
+
+
+def read_bucket(bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket, as an engine reads them."""
+    load = bucket.load()
+    if "path" in load:
+        return list(load_file(load["path"]).items())
+    return [item for handle in load["handles"] for item in open_device_bucket(handle)]
+
+
+weights.read_bucket = read_bucket  # type: ignore[attr-defined]  # a step at which a fault can be planted
 
 
 class Receiver(Worker):
     def __init__(self) -> None:
         super().__init__()
+        self._receiver = WeightReceiver(self)
+        self._fault: Fault | None = None
         self._hidden: str | None = None
         self._lost: str | None = None
 
@@ -82,23 +155,59 @@ class Receiver(Worker):
         sums: dict[str, int] = {}
         count = 0
         flags = []
-        async for bucket, last in receive_weights(self, route):
-            flags.append(last)
-            tensors = load_file(bucket.load()["path"])
-            sums.update(weights_checksum(tensors.items()))
-            bucket.close()
-            count += 1
+        failure = "stopped receiving"
+        try:
+            with planted(weights, self._fault):
+                async for bucket, last in self._receiver.begin(route):
+                    flags.append(last)
+                    sums.update(weights_checksum(weights.read_bucket(bucket)))
+                    bucket.close()
+                    count += 1
+            failure = ""
+        except Exception as error:
+            failure = str(error)
+            raise
+        finally:
+            self._receiver.end(route, failure)
         assert flags == [False] * (count - 1) + [True]
         return sums, count
 
+    async def deliver_weights(
+        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
+    ) -> str:
+        return await self._receiver.deliver(route, sender, number, item, last, self._engine_workers)
+
+    async def abort_weights(self, route: WeightRoute, reason: str) -> None:
+        self._receiver.abort(route, reason)
+
+    async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
+        self._kept = {}
+        for path in paths_of_nodes.get(self._cluster_node_rank, []):
+            self._kept.update(weights_checksum(load_file(path).items()))
+        return ""
+
+    async def kept(self) -> dict[str, int]:
+        """Checksums of the host copy."""
+        return self._kept
+
+    async def meet(self, engine_workers: list[Any]) -> None:
+        self._engine_workers = engine_workers
+
+    def plant(self, fault: Fault) -> None:
+        """The next transfer fails at this step of receiving."""
+        self._fault = fault
+
+    def fired(self) -> bool:
+        return self._fault is not None and self._fault.fired
+
     async def place(self) -> Place:
-        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
+        return Place(self._cluster_node_rank, (self._rank,))  # CPU slots have no accelerators
 
     def hide(self, prefix: str | None) -> None:
         """From now on paths that begin so cannot be opened here, as in a container of its own."""
         self._hidden = prefix
 
-    async def receive_weights(self, route: WeightRoute, version: int) -> None:
+    async def receive_weights(self, route: WeightRoute, version: int) -> str:
         """Keep the checksums and the version."""
         original = weights.OpenedBucket
 
@@ -115,6 +224,7 @@ class Receiver(Worker):
         if self._lost is not None:
             sums[self._lost] = 0
         self._held = (version, sums)
+        return ""
 
     def lose(self, name: str | None) -> None:
         """From now on this tensor never reaches the model."""
@@ -126,16 +236,6 @@ class Receiver(Worker):
     async def weights_checksum(self) -> dict[str, int]:
         return self._held[1]
 
-    async def receive_elsewhere(self, route: WeightRoute) -> None:
-        """Like a worker whose file system is another one."""
-        original = weights.OpenedBucket
-        weights.OpenedBucket = lambda path: original(f"/nowhere{path}")  # type: ignore[assignment,misc]
-        try:
-            async for _ in receive_weights(self, route):
-                pass
-        finally:
-            weights.OpenedBucket = original  # type: ignore[misc]
-
     async def echo(self, channel: Channel) -> int:
         """Move items from key "in" to key "out" until None; returns how many."""
         count = 0
@@ -144,3 +244,32 @@ class Receiver(Worker):
             await channel.put((self._rank, item), key="out", async_op=True).async_wait()
             count += 1
         return count
+
+
+class KillableEngine(RolloutWorker):
+    """A rollout worker whose engine can be killed, also in the middle of a weight sync."""
+
+    async def place(self) -> Place:
+        return Place(self._cluster_node_rank, (self._rank,))
+
+    async def kill_engine(self) -> None:
+        """SIGKILL, and wait until it is noticed."""
+        os.kill(self._engine.pid, signal.SIGKILL)
+        while not self._engine.lost:
+            await asyncio.sleep(0.01)
+
+    def kill_at_bucket(self, number: int) -> None:
+        self._kill_at = number
+
+    async def deliver_weights(
+        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
+    ) -> str:
+        if number == getattr(self, "_kill_at", None):
+            self._kill_at = None
+            await self.kill_engine()
+        return await super().deliver_weights(route, sender, number, item, last)
+
+    async def recover(self) -> int:
+        """Start the engine again with its weights; their version."""
+        await self._engine.recover()
+        return self._engine.weight_version

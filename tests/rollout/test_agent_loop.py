@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoTokenizer
 
+from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.outcome import Outcome, make_result
@@ -29,12 +30,11 @@ from rstar2_megatron.rollout.engine.protocol import (
     GenerateResult,
     GenerationTimeout,
 )
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.group_runner import run_groups
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, KVReservation
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
@@ -342,7 +342,57 @@ async def test_an_engine_that_stays_away(tokenizer) -> None:
     loop = make_loop(tokenizer, [EngineLost("gone")])
     written(loop).recover_error = EngineLost("restarted 2 times")
     trajectory = await loop.run(PROBLEM, 0)
-    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "2 times" in trajectory.error
+    assert trajectory.finish_reason is None and "2 times" in loop.engine_gone
+
+
+async def test_a_gone_engine_gives_back_what_it_had_and_takes_no_more(tokenizer) -> None:
+    """Slices that wait, trajectories in their second turn, and work that is on its way; another engine ends them all."""
+    loop = make_loop(tokenizer, [call(), EngineLost("gone")])
+    written(loop).delay_s = 0.02
+    written(loop).recover_error = EngineLost("restarted 2 times")
+    answer: asyncio.Future[list[Slice] | None] = asyncio.get_running_loop().create_future()
+    given = iter([[Slice(0, PROBLEM, [0, 1, 2])], answer])
+    back: list[tuple[int, Trajectory]] = []
+    reasons: list[str] = []
+
+    async def next_work(room: int) -> list[Slice] | None:
+        work = next(given)  # a third request raises
+        return await work if isinstance(work, asyncio.Future) else work
+
+    async def ended(work: Slice, trajectory: Trajectory) -> None:
+        back.append((work.group, trajectory))
+
+    async def gone(reason: str) -> None:
+        reasons.append(reason)
+        answer.set_result([Slice(1, PROBLEM, [0, 1])])
+
+    budget = make_budget("least_requests", 20_000, 4)
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended, gone)
+    await asyncio.wait_for(runner.run(), 20)
+    assert reasons == ["restarted 2 times"] and budget.running == 0
+    assert sorted((group, t.rollout_index) for group, t in back) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert {t.finish_reason for _, t in back} == {None} and not loop.stats.endings
+    assert any(t.tool_calls for _, t in back)  # with the turns they had
+
+    other = make_loop(tokenizer, [ANSWER])
+    for _, trajectory in back:
+        calls = len(trajectory.tool_calls)
+        done = await other.run(PROBLEM, trajectory.rollout_index, resume=trajectory)
+        assert done.finish_reason is FinishReason.ANSWERED and len(done.tool_calls) == calls
+        done.check()
+
+
+async def test_a_restarted_engines_capacity_counts(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    budget = make_budget("kv_adaptive", 20_000, 4)
+
+    async def never(*_: Any) -> None:
+        raise AssertionError
+
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), never, never)
+    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=20_000))
+    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=12_000))
+    assert budget.capacity_tokens == 12_000
 
 
 async def test_a_turn_waits_for_a_change_of_weights(tokenizer) -> None:
@@ -520,7 +570,7 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
     async def ended(work: Slice, trajectory: Trajectory) -> None:
         back.append(trajectory)
 
-    runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
     running = asyncio.create_task(runner.run())
     while budget.running < 4:
         await asyncio.sleep(0)
@@ -562,7 +612,7 @@ async def test_work_that_comes_after_the_end_of_the_phase(tokenizer, cut: bool) 
     async def ended(work: Slice, trajectory: Trajectory) -> None:
         back.append(trajectory)
 
-    runner = EngineRunner(loop, EngineScheduler(make_budget("kv_adaptive", 20_000, 4)), next_work, ended)
+    runner = TrajectoryRunner(loop, AdmissionQueue(make_budget("kv_adaptive", 20_000, 4)), next_work, ended)
     running = asyncio.create_task(runner.run())
     await asked.wait()
     await runner.park(cut=cut)

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_schemas
+from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_name, tool_schemas
 from rstar2_megatron.trajectory import Problem
 
 
@@ -66,7 +66,7 @@ def test_prompt_without_user_message(template: ChatTemplate) -> None:
 def test_paper_name_of_the_tool(tokenizer) -> None:
     template = ChatTemplate(tokenizer, AgentLoopSettings(tools=[STANDARD_IO_PAPER]))
     check_tools_in_prompt(template.prompt_text(problem(("user", "x"))), template.schemas)
-    assert template.tool_names == [STANDARD_IO_PAPER]
+    assert [tool_name(schema) for schema in template.schemas] == [STANDARD_IO_PAPER]
 
 
 def test_unknown_tool_name() -> None:

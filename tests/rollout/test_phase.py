@@ -46,20 +46,29 @@ def take_all(phase: Phase, engines: int = 2, room: int = 1) -> list[tuple[int, S
     policy=st.sampled_from(sorted(POLICIES)),
     room=st.integers(1, 20),
     seed=st.integers(0, 100),
+    losses=st.integers(0, 3),
 )
 def test_every_rollout_is_handed_out_once_and_every_group_completes(
-    groups: int, size: int, engines: int, policy: str, room: int, seed: int
+    groups: int, size: int, engines: int, policy: str, room: int, seed: int, losses: int
 ) -> None:
-    """Engines ask and finish in any order; nothing is lost, given twice, or left over."""
+    """Engines ask and finish in any order, some are lost; nothing is lost, given twice, or left over."""
     rng = random.Random(seed)
     phase = make_phase(groups, size, policy=policy, engines=engines)
     running: list[tuple[int, int, int]] = []
     seen: set[tuple[int, int]] = set()
     complete = []
     now = 0.0
+    alive, lost = list(range(engines)), 0
     while not phase.over:
         now += 1
-        engine = rng.randrange(engines)
+        if len(alive) > 1 and lost < losses and rng.random() < 0.1:
+            engine, lost = alive.pop(rng.randrange(len(alive))), lost + 1
+            phase.queue.lose_engine(engine)
+            for one in [one for one in running if one[0] == engine]:
+                running.remove(one)
+                seen.remove(one[1:])
+                assert phase.ended(*one[:2], ended(one[2], reason=None), now) is None
+        engine = rng.choice(alive)
         for one in phase.take(engine, room, now):
             for index in one.indices:
                 assert (one.group, index) not in seen

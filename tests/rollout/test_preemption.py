@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import AdaptiveBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import (
     AgentLoopSettings,
     RolloutModelSettings,
@@ -69,7 +69,7 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
     async def ended(work: Slice, trajectory: Trajectory) -> None:
         back.append(trajectory)
 
-    runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
     engine.on_report = runner.observe
     try:
         await asyncio.wait_for(runner.run(), 300)

@@ -12,21 +12,22 @@ import pytest_asyncio
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.group_runner import run_groups
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
 from tests.rollout.test_agent_loop import ParkableEngine
+from tests.rollout.updates import update_weights
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -112,7 +113,7 @@ async def test_weights_change_while_tools_run(loop: AgentLoop) -> None:
             await asyncio.sleep(0.01)
         while engine.num_waiting_calls:  # until all are at their tools
             await asyncio.sleep(0.01)
-        await engine.update_weights(weights.items(), version=7)
+        await update_weights(engine, weights.items(), version=7)
 
     syncing = asyncio.create_task(sync_in_the_tool_wait())
     groups = await roll_out(loop, ["loop"], group_size=4)
@@ -143,7 +144,7 @@ async def test_parked_in_mid_rollout_and_carried_over(loop: AgentLoop) -> None:
         async def ended(one: Slice, trajectory: Trajectory) -> None:
             back[one.group, trajectory.rollout_index] = trajectory
 
-        runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+        runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
         running = asyncio.create_task(runner.run())
         if park:
             await asyncio.sleep(0.15)

@@ -95,6 +95,18 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
         (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),
         (["algorithm.importance_sampling_fix=True"], r"set algorithm.recompute_logprobs=True"),
+        (["algorithm.sampling_params.top_p=0.9"], r"top_p=0.9 in training: .* biased; set it to 1.0"),
+        (["algorithm.sampling_params.top_k=50"], r"top_k=50 in training: .* biased; set it to -1"),
+        (["algorithm.sampling_params.temperature=0"], r"temperature=0 in training: greedy .*; set it to 1.0"),
+        (
+            ["rollout.sglang.server_args={preferred_sampling_params: '{\"min_p\": 0.1}'}"],
+            r"preferred_sampling_params=.* in training: .*; remove min_p",
+        ),
+        (
+            ["rollout.sglang.server_args={speculative_algorithm: NGRAM}"],
+            r"speculative_algorithm=NGRAM on CPU slots: .* argmax",
+        ),
+        (["cluster.num_nodes=2"], r"num_nodes=2 needs a Ray cluster .*RAY_ADDRESS is not set"),
         (["rollout.max_total_tokens=100"], r"rollout.max_total_tokens=100 cannot hold one trajectory"),
         (["algorithm.n_minibatches=1000"], r"n_minibatches=1000 exceeds the 128 trajectories"),
         (
@@ -190,6 +202,25 @@ def test_existing_checkpoints_count_as_room(model: Path, data: Path) -> None:
         (run / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
     needed = checkpoint_bytes(settings, shape) + 4 * shape.num_parameters
     check_before_start(settings, free_bytes=lambda _: needed)
+
+
+def test_evaluation_may_sample_as_it_likes(model: Path, data: Path) -> None:
+    overrides = ["evaluation.temperature=0", "runner.task_type=difficulty_filter"]
+    assert check_before_start(tiny(model, data, *overrides, "algorithm.sampling_params.top_p=0.9")) == []
+
+
+def test_a_judge_that_other_nodes_cannot_reach(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny(model, data, "cluster.num_nodes=2", "tools.codejudge.host_addr=localhost")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match=r"host_addr=localhost is loopback, which .* other 1 nodes cannot"):
+        check_before_start(settings)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # both nodes are this machine
+    assert check_before_start(settings) == []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    settings.tools.codejudge.host_addr = None  # it will listen on an address of the network
+    assert check_before_start(settings) == []
 
 
 def test_a_dry_run_warns_of_what_is_on_another_machine() -> None:

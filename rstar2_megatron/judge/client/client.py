@@ -21,6 +21,7 @@ import tenacity
 from rstar2_megatron.judge.client.batches import Batches, BrokenBatch, RefusedBatch
 from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.settings.schema import CodeJudgeSettings
 
 _RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx
 _OVERLOAD = ("http_429", "queue_timeout")
@@ -294,6 +295,17 @@ class JudgeClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    @classmethod
+    def of(cls, base_url: str, settings: CodeJudgeSettings) -> JudgeClient:
+        """With the limits of a run's settings."""
+        return cls(
+            base_url,
+            time_limit_s=settings.time_limit_s,
+            request_timeout_s=settings.request_timeout_s,
+            max_outage_s=settings.max_outage_s,
+            max_concurrency=settings.max_concurrency,
+        )
 
     async def __aenter__(self) -> JudgeClient:
         return self

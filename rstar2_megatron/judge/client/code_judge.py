@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.processes import PortTaken, listen
+from rstar2_megatron.judge.processes import PortTaken, is_loopback, listen
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 
@@ -22,11 +24,24 @@ class ServiceError(RuntimeError):
 class CodeJudgeService:
     """Starts a judge, or checks that the one named in the settings answers."""
 
-    def __init__(self, settings: CodeJudgeSettings, log_path: Path, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        settings: CodeJudgeSettings,
+        log_path: Path,
+        start_timeout_s: float = 60.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """host: where our own listens. Beyond loopback it asks for JUDGE_TOKEN, which is made here if there is none."""
         self.settings = settings
+        self._host = host
+        if settings.host_addr is None and not is_loopback(host):
+            os.environ.setdefault(
+                "JUDGE_TOKEN", secrets.token_urlsafe(24)
+            )  # RLinf hands it to workers on all nodes
         self._own: JudgeService | None = None
         if settings.host_addr is None:
             self._own = JudgeService(
+                host=host,
                 port=settings.host_port or 0,
                 redis_uri=settings.redis_uri,
                 workers=settings.num_workers,
@@ -72,7 +87,7 @@ class CodeJudgeService:
 
     def _check_port(self, port: int) -> None:
         try:
-            listen("127.0.0.1", port).close()
+            listen(self._host, port).close()
         except PortTaken as error:
             raise ServiceError(
                 f"the Code Judge cannot listen on tools.codejudge.host_port={port} ({error.reason}): stop what uses it, "

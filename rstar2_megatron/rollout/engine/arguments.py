@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,9 @@ import torch
 
 import rstar2_megatron
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.rollout.engine.protocol import EngineError
 from rstar2_megatron.rollout.engine.weight_hooks import LOADER
-from rstar2_megatron.settings.schema import RolloutSettings
+from rstar2_megatron.settings.sections.rollout import CONTEXT_SLACK, RolloutSettings
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _CPU_KV_TOKENS = 65536
@@ -20,7 +25,7 @@ def engine_arguments(
     settings: RolloutSettings,
     *,
     seed: int = 0,
-    context_length: int | None = None,
+    max_context_tokens: int | None = None,
     memory_saver: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` has the last word.
@@ -42,10 +47,9 @@ def engine_arguments(
         "schedule_policy": "lpm",  # rollouts of a group arrive together: compute their prompt once
         "log_level": "warning",
     }
-    if context_length is not None:
-        # SGLang refuses more than the model was made for; the few tokens of room that callers add may be just that.
+    if max_context_tokens is not None:  # SGLang refuses more than the model was made for
         longest = ModelConfig.from_directory(settings.model.model_path).max_position_embeddings
-        arguments["context_length"] = min(context_length, longest)
+        arguments["context_length"] = min(max_context_tokens + CONTEXT_SLACK, longest)
     if settings.max_total_tokens is not None:
         arguments["max_total_tokens"] = settings.max_total_tokens
     if settings.sglang.attention_backend != "auto":
@@ -64,12 +68,33 @@ def engine_arguments(
     return arguments | settings.sglang.server_args
 
 
+def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
+    """PATH and CUDA_HOME by which an engine on a GPU compiles its kernels while it runs.
+
+    The tools are those of this Python environment's wheels, unless RSTAR2_CUDA_HOME or CUDA_HOME names a toolkit. Raises
+    EngineError when ninja or nvcc is missing.
+    """
+    toolkit = environment.get("RSTAR2_CUDA_HOME") or environment.get("CUDA_HOME")
+    home = Path(toolkit) if toolkit else Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
+    before = environment.get("PATH", os.defpath).split(":")
+    path = ":".join(dict.fromkeys([str(Path(sys.executable).parent), str(home / "bin"), *before]))
+    missing = [tool for tool in ("ninja", "nvcc") if shutil.which(tool, path=path) is None]
+    if missing:
+        raise EngineError(
+            f"{' and '.join(missing)} not found on PATH={path}: SGLang compiles kernels while it runs; bash "
+            "scripts/setup_env.sh installs both, RSTAR2_CUDA_HOME names another CUDA toolkit"
+        )
+    return {"PATH": path, "CUDA_HOME": str(home)}
+
+
 def child_environment(settings: RolloutSettings, environment: dict[str, str]) -> dict[str, str]:
     """The child's environment: our package on its path, and its share of the cores on a CPU."""
     root = str(Path(rstar2_megatron.__file__).parents[1])
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(":"))]
     environment = environment | {"PYTHONPATH": ":".join(dict.fromkeys(paths))}
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        environment |= compiler_environment(environment)
+    else:
         environment["OMP_NUM_THREADS"] = str(settings.cpu_threads)
         # waiting threads that spin starve everything when cores are shared (2 threads: 50 times slower)
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")

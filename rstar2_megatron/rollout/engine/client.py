@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from torch import Tensor
 
 from rstar2_megatron.rollout.engine.arguments import engine_arguments
-from rstar2_megatron.rollout.engine.child import CONTROL_TIMEOUT_S
 from rstar2_megatron.rollout.engine.protocol import (
     EngineError,
-    EngineInfo,
     EngineLost,
     EngineReport,
     GenerateResult,
@@ -29,9 +26,11 @@ from rstar2_megatron.rollout.engine.protocol import (
 )
 from rstar2_megatron.rollout.engine.supervisor import SupervisedEngine
 from rstar2_megatron.settings.schema import RolloutSettings
-from rstar2_megatron.weights.shared_memory import WeightBucket, into_buckets
+from rstar2_megatron.weights.shared_memory import WeightBucket
 
 _FLUSH_RETRY_S = 0.05
+UPDATE_TIMEOUT_S = 30.0
+"""Longest wait for one call of a weight update."""
 
 TokensCallback = Callable[[int], None]
 MemoryTag = Literal["weights", "kv_cache"]
@@ -53,23 +52,23 @@ class EngineClient(SupervisedEngine):
         seed: int = 0,
         name: str = "engine",
         log_path: Path | None = None,
-        context_length: int | None = None,
+        max_context_tokens: int | None = None,
         memory_saver: bool = False,
-        bucket_bytes: int = 512 << 20,
         keep_weights_bytes: int = 4 << 30,
     ) -> None:
         arguments = engine_arguments(
-            settings, seed=seed, context_length=context_length, memory_saver=memory_saver
+            settings, seed=seed, max_context_tokens=max_context_tokens, memory_saver=memory_saver
         )
         super().__init__(settings, arguments, name=name, log_path=log_path)
         self.weight_version = 0
-        self._bucket_bytes = bucket_bytes
         self._keep_weights_bytes = keep_weights_bytes
         self._request_ids = itertools.count(1)
         self._on_tokens: dict[str, TokensCallback] = {}  # of running requests
         self._owned: dict[object, str] = {}  # request ids of running requests by owner
         self._kept: list[WeightBucket] = []  # the current weights, for a restart
         self._missing_weights = False  # restarted without them, or their memory was released
+        self._keeping = True  # no bucket of this update had to be given up
+        self._updated = False  # the weights are no longer those of the model's files
         self._released: set[MemoryTag] = set()
 
     async def start(self) -> None:
@@ -86,22 +85,23 @@ class EngineClient(SupervisedEngine):
         """Make a lost engine serve again with the current weights; returns at once when it is well.
 
         Many trajectories may call this together: one restart serves them all. Raises EngineLost after
-        `rollout.max_engine_restarts` restarts since the last update of weights, or when the weights of that
-        update were too large to keep: then `update_weights` must be called before anything is generated
-        (`with_weights=False` is for it).
+        `rollout.max_engine_restarts` restarts since the last update of weights, or when no host copy of that update's
+        weights was kept: then `update_weights` must be called before anything is generated (`with_weights=False` is
+        for it).
         """
         await super().recover()
         if self._missing_weights and with_weights:
             raise EngineLost(
-                f"{self.name} was restarted without weight version {self.weight_version}; call update_weights"
+                f"{self.name} was restarted without weight version {self.weight_version}: no copy of it was kept on "
+                "the host"
             )
 
     async def _restarted(self) -> None:
         if self._kept:
             again = [(bucket, bucket is self._kept[-1]) for bucket in self._kept]
             await self._send_weights(_stream(again), again=True)
-        else:
-            self._missing_weights = self.weight_version > 0
+        else:  # the files it started from are right only until the first update, whatever version that has
+            self._missing_weights = self._updated
 
     # ------------------------------------------------------------------------------------- generation
 
@@ -166,55 +166,52 @@ class EngineClient(SupervisedEngine):
 
     # ---------------------------------------------------------------------------------------- weights
 
-    async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load Hugging Face tensors by name, then empty the KV cache; later tokens carry `version`.
+    async def update_weights(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int) -> None:
+        """Load buckets of Hugging Face tensors, then empty the KV cache; later tokens carry `version`.
 
-        Waits for running generations to end. The stream is consumed bucket by bucket. A lost engine is started
-        again first; one lost on the way is tried again when `named_tensors` can be iterated twice. Raises
-        EngineLost when that does not help, EngineError when SGLang refuses a tensor or the weights' memory is
+        The buckets arrive one by one, the last one flagged; the client takes and closes them. Waits for running
+        generations to end. A lost engine is started again first; one lost on the way is started again when all buckets
+        have arrived, if they can be kept. Raises EngineLost when that does not help or a device bucket was lost with
+        the engine (`keep_weights` mends that), EngineError when SGLang refuses a tensor or the weights' memory is
         released.
         """
         self._begin_version(version)
-        repeatable = iter(named_tensors) is not named_tensors
-        while True:
-            if self.lost:
-                await self.recover(with_weights=False)
-            try:
-                await self._send_weights(_stream(into_buckets(named_tensors, self._bucket_bytes)))
-            except EngineLost:
-                self._forget_kept()
-                if not repeatable or not self.lost:
-                    raise
-                continue
-            self._restarts_in_a_row = 0
-            return
-
-    async def update_weights_from(
-        self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int
-    ) -> None:
-        """`update_weights` from buckets that arrive one by one, the last one flagged. Takes and closes them.
-
-        An engine lost on the way is started again when all have arrived, with what was kept of them.
-        """
-        self._begin_version(version)
-        if self.lost:
-            await self.recover(with_weights=False)
         try:
+            if self.lost:
+                raise EngineLost(f"{self.name} was lost before its weights arrived")
             await self._send_weights(buckets)
         except EngineLost:
-            async for bucket, _ in buckets:
-                self._kept.append(bucket)
-            if not self.lost or not all(bucket.keepable for bucket in self._kept):
-                self._forget_kept()
+            async for (
+                bucket,
+                _,
+            ) in buckets:  # before the restart: senders and other engines wait for each bucket
+                self._keep(bucket)
+            if not self._kept:
                 raise
             await self.recover()
+        self._restarts_in_a_row = 0
+
+    async def keep_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
+        """Keep a host copy of the last update's weights; an engine lost meanwhile is started again with it.
+
+        Raises EngineLost when it cannot be.
+        """
+        self._forget_kept()
+        self._kept = list(buckets)
+        self.weight_version = version
+        if self.lost:
+            await self.recover()
+        elif self._missing_weights:
+            await self._restarted()
         self._restarts_in_a_row = 0
 
     def _begin_version(self, version: int) -> None:
         if "weights" in self._released and not self.lost:
             raise EngineError(f"{self.name} has released the memory of its weights: resume_memory first")
         self.weight_version = version
+        self._updated = True
         self._forget_kept()
+        self._keeping = True
 
     async def _send_weights(
         self, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False
@@ -228,29 +225,42 @@ class EngineClient(SupervisedEngine):
 
     async def _send_buckets(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], again: bool) -> None:
         self._missing_weights = True
-        num_bytes = 0
-        keep = True
-        await self._call("begin_update", None)
+        await self._update_call("begin_update")
         try:
             async for bucket, last in buckets:
-                if not again:
-                    self._kept.append(bucket)
                 version = str(self.weight_version) if last else None
-                await self._call("load_bucket", {**bucket.load(), "version": version})
-                num_bytes += bucket.num_bytes
-                keep = keep and bucket.keepable and num_bytes <= self._keep_weights_bytes
-                if not keep and not again:
-                    self._forget_kept()
+                try:
+                    await self._update_call("load_bucket", {**bucket.load(), "version": version})
+                finally:
+                    if not again:
+                        self._keep(bucket)
         except BaseException as error:
             if not again and not isinstance(error, EngineLost):
                 self._forget_kept()
             with contextlib.suppress(EngineLost, EngineError):  # the session must not stay open
-                await self._call("end_update", None)
+                await self._update_call("end_update")
             raise
-        await self._call("end_update", None)
+        await self._update_call("end_update")
         if "kv_cache" not in self._released:  # a released cache is empty
             await self.flush_cache()
         self._missing_weights = False
+
+    async def _update_call(self, method: str, params: Any = None) -> Any:
+        """One call of an update. An engine that does not answer is lost: nobody waits longer for it."""
+        child = self._alive_child()
+        try:
+            return await child.call(method, params, UPDATE_TIMEOUT_S)
+        except GenerationTimeout as error:
+            child.lose(f"{method} was not answered within {UPDATE_TIMEOUT_S:.0f} s")
+            raise EngineLost(child.lost_message()) from error
+
+    def _keep(self, bucket: WeightBucket) -> None:
+        """All buckets of an update are kept, or none: one that cannot be, or is too much, frees the others."""
+        self._kept.append(bucket)
+        num_bytes = sum(kept.num_bytes for kept in self._kept)
+        self._keeping = self._keeping and bucket.keepable and num_bytes <= self._keep_weights_bytes
+        if not self._keeping:
+            self._forget_kept()
 
     def _forget_kept(self) -> None:
         while self._kept:
@@ -300,15 +310,11 @@ class EngineClient(SupervisedEngine):
 
     async def flush_cache(self) -> None:
         """Empty the KV cache, retrying while the engine still tidies up after the last request."""
-        deadline = time.monotonic() + CONTROL_TIMEOUT_S
-        while not await self._call("flush_cache", None):
+        deadline = time.monotonic() + UPDATE_TIMEOUT_S
+        while not await self._update_call("flush_cache"):
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.name} would not flush its cache for {CONTROL_TIMEOUT_S:.0f} s")
+                raise EngineError(f"{self.name} would not flush its cache for {UPDATE_TIMEOUT_S:.0f} s")
             await asyncio.sleep(_FLUSH_RETRY_S)
-
-    async def info(self) -> EngineInfo:
-        """KV capacity and use, running and waiting requests."""
-        return msgspec.convert(await self._call("info", None), EngineInfo)
 
     @property
     def kv_capacity_tokens(self) -> int:

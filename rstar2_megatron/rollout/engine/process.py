@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
-    EngineInfo,
     EngineReport,
     GenerateResult,
     read_message,
@@ -103,7 +102,6 @@ class _EngineServer:
             "end_update": self._end_update,
             "flush_cache": self._flush_cache,
             "checksums": self._checksums,
-            "info": self._info,
             "release_memory": self._release_memory,
             "resume_memory": self._resume_memory,
         }
@@ -238,16 +236,6 @@ class _EngineServer:
             await asyncio.get_running_loop().run_in_executor(self._rpc_thread, call)
             sums: dict[str, int] = json.load(file)
             return sums
-
-    async def _info(self, params: None) -> EngineInfo:
-        load = (await self._manager.get_loads())[0]
-        return EngineInfo(
-            kv_capacity_tokens=self._capacity,
-            kv_used_tokens=load.num_used_tokens,
-            running_requests=load.num_running_reqs,
-            waiting_requests=load.num_waiting_reqs,
-            cache_hit_rate=load.cache_hit_rate,
-        )
 
 
 def _demand(result: tuple[bool, str]) -> None:

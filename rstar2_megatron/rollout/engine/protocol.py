@@ -31,16 +31,6 @@ class EngineReport(msgspec.Struct):
     generated: dict[str, int] = {}  # request id: tokens so far, a few dozen late
 
 
-class EngineInfo(msgspec.Struct):
-    """The engine's load as SGLang reports it."""
-
-    kv_capacity_tokens: int
-    kv_used_tokens: int
-    running_requests: int
-    waiting_requests: int
-    cache_hit_rate: float = 0.0
-
-
 class GenerateResult(msgspec.Struct):
     """Generated tokens; `token_ids` and `logprobs` (temperature applied) have one entry per token."""
 

@@ -108,12 +108,6 @@ class SupervisedEngine:
                     await self.start()
                     await self._restarted()
 
-    async def restart(self) -> None:
-        """End the engine if it still runs, and start it again with the current weights."""
-        if self._child is not None:
-            self._child.lose("restart asked for")
-        await self.recover()
-
     # what an engine that does something adds
 
     def _take_report(self, report: EngineReport) -> None:

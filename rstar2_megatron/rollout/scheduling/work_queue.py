@@ -7,6 +7,7 @@ longest: a long one started late is the tail that everybody waits for.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class WorkQueue:
         self._held = [0] * num_engines  # rollouts that each engine has
         self._loads = [0.0] * num_engines  # expected seconds of those, all in all
         self._loads_at = float("-inf")
+        self._alive = list(range(num_engines))
 
     @property
     def left(self) -> int:
@@ -67,7 +69,7 @@ class WorkQueue:
             self._groups[group] = _Pending(group, list(indices), len(indices))
             self._pending.append(group)
             self._left += len(indices)
-            self._owner[group] = position * self.num_engines // len(groups)
+            self._owner[group] = self._alive[position * len(self._alive) // len(groups)]
 
     def take(self, engine: int, now: float) -> tuple[int, list[int]] | None:
         """The next slice for `engine`: a group and rollout indices. None when there is nothing for it now.
@@ -76,7 +78,7 @@ class WorkQueue:
         `kv_adaptive` makes an engine wait that has more to do than the others when little is left.
         """
         candidates = self._pending
-        if self.policy == "least_requests" and self._held[engine] > min(self._held):
+        if self.policy == "least_requests" and self._held[engine] > min(self._held[e] for e in self._alive):
             return None
         if self.policy == "kv_adaptive" and self._has_more_than_others(engine, now):
             return None
@@ -102,6 +104,22 @@ class WorkQueue:
         running = self._groups[group].running.pop(index, None)
         if running is not None:
             self._lengths.add(group, now - running[1])
+
+    def give_back(self, group: int, index: int) -> None:
+        """A rollout that came back unfinished can be taken again."""
+        pending = self._groups[group]
+        if not pending.indices:
+            self._pending.append(group)
+        pending.indices.append(index)
+        self._left += 1
+
+    def lose_engine(self, engine: int) -> None:
+        """This engine takes nothing more; the others share what was its own. At least one must remain."""
+        self._alive.remove(engine)
+        heirs = itertools.cycle(self._alive)
+        for group, owner in self._owner.items():
+            if owner == engine:
+                self._owner[group] = next(heirs)
 
     def _choose(self, candidates: list[int], engine: int, now: float) -> int:
         if self.policy != "kv_adaptive":
@@ -129,12 +147,12 @@ class WorkQueue:
         if not self._held[engine]:
             return False
         if not self._lengths.known:
-            return self._held[engine] > sum(self._held) / self.num_engines + self.slice_size
+            return self._held[engine] > sum(self._held) / len(self._alive) + self.slice_size
         if self._left >= sum(self._held):
             return False
         if now - self._loads_at >= _LOADS_S:
             self._weigh(now)
-        return self._loads[engine] > sum(self._loads) / self.num_engines
+        return self._loads[engine] > sum(self._loads) / len(self._alive)
 
     def _weigh(self, now: float) -> None:
         self._loads = [0.0] * self.num_engines

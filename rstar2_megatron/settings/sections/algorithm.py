@@ -31,6 +31,10 @@ class DownSamplingSettings(Section):
     down_sampling_config: DownSamplingConfig
 
 
+KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
+"""Values of `kl_penalty_type` that estimate a KL and have its gradient (algorithm/kl.py)."""
+
+
 class SamplingParams(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)

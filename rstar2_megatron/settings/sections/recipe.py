@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rstar2_megatron.settings.sections.base import Section
 
+BUILT_PREFIX = "tiny:"
+"""Begins the path of what `cold_start.builder` makes."""
+
 
 class SFTPhaseSettings(Section):
     """One phase of supervised fine-tuning through the Megatron actor."""

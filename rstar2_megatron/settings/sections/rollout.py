@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rstar2_megatron.settings.sections.base import Section
 
+CONTEXT_SLACK = 8
+"""Positions of the context that SGLang keeps for itself."""
+
 
 class RolloutModelSettings(Section):
     model_path: str
@@ -36,10 +39,13 @@ class RolloutSettings(Section):
     """KV cache in tokens; null lets SGLang derive it from memory (set it on CPU)."""
     trajectory_timeout_s: float = Field(1800.0, gt=0)
     """Deadline of one trajectory, all turns and tool calls included."""
-    engine_start_timeout_s: float = Field(600.0, gt=0)
+    engine_start_timeout_s: float = Field(1800.0, gt=0)
+    """On a GPU the first start compiles kernels and captures CUDA graphs, which takes many minutes."""
     no_progress_timeout_s: float = Field(120.0, gt=0)
     """Seconds after which an engine with queued work and no new token counts as lost."""
     max_engine_restarts: int = Field(2, ge=0)
+    max_dropped_share: float = Field(0.25, ge=0, le=1)
+    """A step that lost more of its trajectories to engine, judge or deadlines ends the run before it trains."""
     cpu_threads: int = Field(1, ge=1)
     """OMP threads of an engine that runs on CPU."""
     scheduler: Literal["static", "least_requests", "kv_reserve", "kv_adaptive"] = "kv_adaptive"

@@ -17,6 +17,8 @@ class ClusterSettings(Section):
     """RLinf placement: {"actor,rollout,reward": "all"}, or per component with ranks or node groups."""
     node_groups: list[dict[str, Any]] | None = None
     """RLinf node groups; the CPU YAML registers its slots here (type CPUSlots)."""
+    node_wait_timeout_s: float = Field(60.0, gt=0)
+    """How long a run waits for the nodes of the Ray cluster that RAY_ADDRESS names."""
 
 
 class LoggerSettings(Section):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, AdaptiveBudget, make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths, LengthSurvival
@@ -79,13 +79,13 @@ def test_admission_never_exceeds_the_capacity(
 
 def grow_together(
     budget: KVBudget, work: list[tuple[int, int, float]], steps: list[int]
-) -> tuple[EngineScheduler, dict[int, int]]:
+) -> tuple[AdmissionQueue, dict[int, int]]:
     """A toy engine that decodes: all that run grow by as much between two reports, the preempted wait and go on.
 
     Asserts after every report that what stays fits, a lone one apart, and that the one with the most tokens stays.
     Returns the scheduler and the final lengths, when all have ended.
     """
-    scheduler = EngineScheduler(budget)
+    scheduler = AdmissionQueue(budget)
     final = {i: max(1, round(response * share)) for i, (_, response, share) in enumerate(work)}
     length = dict.fromkeys(final, 0)
 
@@ -140,7 +140,7 @@ def test_what_stays_fits_and_the_preempted_end_too(
 
 def test_the_youngest_make_room_once_and_are_the_first_to_go_on() -> None:
     budget = AdaptiveBudget(1000, 100)
-    scheduler = EngineScheduler(budget)
+    scheduler = AdmissionQueue(budget)
     run_lengths(budget, [10] * 600, 500)
     budget.observe(0, {})
     scheduler.add([Admission(i, i, 10, 510, 10) for i in range(40)])

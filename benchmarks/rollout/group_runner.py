@@ -7,10 +7,10 @@ import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop
-from rstar2_megatron.rollout.engine_runner import EngineRunner
-from rstar2_megatron.rollout.scheduling.admission import EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
+from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.trajectory import Group, Problem, Trajectory
 
 NextProblem = Callable[[], Awaitable[Problem | None]]
@@ -52,7 +52,7 @@ async def run_groups(
             group.trajectories.sort(key=lambda t: t.rollout_index)
             finished.put_nowait(unfinished.pop(work.group))
 
-    runner = EngineRunner(loop, EngineScheduler(budget), next_work, ended)
+    runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
     running = asyncio.create_task(runner.run())
     running.add_done_callback(lambda _: finished.put_nowait(None))
     try:

@@ -24,7 +24,7 @@ class Admission:
     length: int  # now: the prompt, or more when it goes on from an earlier step
 
 
-class EngineScheduler:
+class AdmissionQueue:
     """Admission in order, at the pace of the KV budget; preemption when the budget turns out to be exceeded."""
 
     def __init__(self, budget: KVBudget) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
-from rstar2_megatron.rollout.scheduling.admission import Admission, EngineScheduler
+from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
 NextWork = Callable[[int], Awaitable[list[Slice] | None]]
 OnTrajectory = Callable[[Slice, Trajectory], Awaitable[None]]
+OnEngineGone = Callable[[str], Awaitable[None]]
 
 _Key = tuple[int, int]  # group, rollout index
 
@@ -31,25 +32,31 @@ class _Waiting:
     preempted: bool = False  # its tokens are in work.parked
 
 
-class EngineRunner:
+class TrajectoryRunner:
     """One phase of one engine: `run` until `next_work` gives None and everything taken has ended.
 
     `next_work` is told about how many trajectories would fit and gives slices. `on_trajectory` is awaited as each
     trajectory ends or is parked, for scoring beside generation. What either raises ends the run; so does a
     trajectory that can never fit the engine (ValueError).
+
+    When the engine is gone, `on_engine_gone` hears the reason, nothing more is asked for, and everything taken comes to
+    `on_trajectory` without a finish reason, as far as it is: another engine can continue it. Without that callback the
+    run ends with EngineLost.
     """
 
     def __init__(
         self,
         loop: AgentLoop,
-        scheduler: EngineScheduler,
+        scheduler: AdmissionQueue,
         next_work: NextWork,
         on_trajectory: OnTrajectory,
+        on_engine_gone: OnEngineGone | None = None,
     ) -> None:
         self.loop = loop
         self.scheduler = scheduler
         self._next_work = next_work
         self._on_trajectory = on_trajectory
+        self._on_engine_gone = on_engine_gone
         self._waiting: dict[_Key, _Waiting] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._preemptions: dict[_Key, Preemption] = {}  # of running trajectories
@@ -57,6 +64,8 @@ class EngineRunner:
         self._lengths: dict[_Key, int] = {}  # of running trajectories, as last heard
         self._pull: asyncio.Future[list[Slice] | None] | None = None
         self._no_more = False
+        self._gave_back = False
+        self._reported_capacity = 0  # tokens of KV cache in the engine's last report
         self._wake = asyncio.Event()
         self._failure: BaseException | None = None
         self._evictions_seen = loop.stats.retractions
@@ -64,8 +73,11 @@ class EngineRunner:
     async def run(self) -> None:
         try:
             while True:
-                self._start_what_fits()
-                self._ask_for_work()
+                if self.loop.engine_gone:
+                    await self._give_back()
+                else:
+                    self._start_what_fits()
+                    self._ask_for_work()
                 if not self._running and self._pull is None:
                     return
                 self._wake.clear()
@@ -91,10 +103,26 @@ class EngineRunner:
         with contextlib.suppress(EngineLost, EngineError):  # then nothing runs there
             await self.loop.engine.abort_all()
 
+    async def _give_back(self) -> None:
+        """The engine is gone: what waits here goes back, what runs follows as each trajectory notices."""
+        if not self._gave_back:
+            self._gave_back = self._no_more = True
+            if self._on_engine_gone is None:
+                raise EngineLost(self.loop.engine_gone)
+            await self._on_engine_gone(self.loop.engine_gone)
+        self.scheduler.withdraw()
+        waiting, self._waiting = self._waiting, {}
+        for (_, index), one in waiting.items():
+            await self._hand_back(one.work, one.work.parked.get(index) or _unstarted(one.work, index))
+
     def observe(self, report: EngineReport) -> None:
         """The engine's report: current lengths and evictions go to the scheduler, the load to the statistics."""
         stats = self.loop.stats
         stats.observe(report)
+        if self._reported_capacity not in (0, report.max_total_tokens):
+            # the engine was restarted and has found another amount of free memory
+            self.scheduler.budget.capacity_tokens = report.max_total_tokens
+        self._reported_capacity = report.max_total_tokens
         self.scheduler.budget.observe(
             stats.retractions - self._evictions_seen,
             self._lengths,
@@ -174,7 +202,9 @@ class EngineRunner:
             )
             finished = trajectory.usable
             self.scheduler.budget.settle(key, trajectory.length)
-            preempted = trajectory.finish_reason is None and not self.loop.parking
+            preempted = (
+                trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
+            )
         finally:
             del self._preemptions[key]
             self._lengths.pop(key, None)
@@ -214,3 +244,7 @@ class EngineRunner:
         if futures:
             await asyncio.wait(futures)
         self.scheduler.withdraw()
+
+
+def _unstarted(work: Slice, index: int) -> Trajectory:
+    return Trajectory(query_id=work.problem.query_id, rollout_index=index, prompt_ids=[])

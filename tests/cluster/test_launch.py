@@ -1,0 +1,55 @@
+"""What a launch refuses, and what it hands on, without starting RLinf."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from rstar2_megatron.cluster.launch import ClusterError, _not_forwarded, object_store_mb, wait_for_nodes
+from rstar2_megatron.cluster.ray_head import RayHead
+from rstar2_megatron.settings.load import load_settings
+
+
+@pytest.mark.timeout(300)
+def test_a_head_that_never_gets_its_nodes_is_an_error_in_time() -> None:
+    settings, _ = load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2", "cluster.node_wait_timeout_s=2"])
+    head = RayHead(num_cpus=2)
+    head.start()
+    try:
+        started = time.monotonic()
+        with pytest.raises(
+            ClusterError, match=r"has 1 of cluster.num_nodes=2 nodes .* start the others with"
+        ):
+            wait_for_nodes(settings.cluster)
+        assert time.monotonic() - started < 60
+    finally:
+        head.stop()
+
+
+def test_a_directory_of_this_machine_is_not_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tempfile.gettempdir()
+    monkeypatch.setenv("TMPDIR", directory)
+    with _not_forwarded("TMPDIR"):
+        assert "TMPDIR" not in os.environ
+    assert os.environ["TMPDIR"] == directory
+
+
+def test_the_object_store_grows_with_the_batch() -> None:
+    tiny = load_settings("rstar2-tiny-cpu", [])[0]
+    assert object_store_mb(tiny) == 512
+    large = load_settings("rstar2-tiny-cpu", ["data.rollout_batch_size=512", "runner.seq_length=10000"])[0]
+    assert object_store_mb(large) > 512
+
+
+@pytest.mark.parametrize(("address", "mode"), [("", "disabled"), ("10.0.0.1:6379", "None")])
+def test_authentication_is_off_only_for_the_private_head(address: str, mode: str) -> None:
+    program = "import os, rstar2_megatron.cluster; print(os.environ.get('RAY_AUTH_MODE'))"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    environment |= {"RAY_ADDRESS": address} if address else {}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == mode, done.stderr
