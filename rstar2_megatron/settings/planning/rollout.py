@@ -58,7 +58,7 @@ def _actor_beside_engines(plan: Plan, settings: Settings) -> float:
     memory, actor = plan.actor_memory, settings.actor
     if memory is None:
         return 0.0
-    if not takes_turns(actor):
+    if not colocated(actor):
         return memory.total
     stays = memory.overhead
     stays += 0 if actor.offload_weight else memory.weights
@@ -66,7 +66,7 @@ def _actor_beside_engines(plan: Plan, settings: Settings) -> float:
     return stays + (0 if actor.offload_optimizer else memory.optimizer)
 
 
-def takes_turns(actor: ActorSettings) -> bool:
+def colocated(actor: ActorSettings) -> bool:
     """Whether the actor leaves memory to engines on the same GPUs."""
     return actor.offload_weight or actor.offload_grad or actor.offload_optimizer
 
@@ -81,7 +81,7 @@ def plan_sharing(plan: Plan, settings: Settings, slots: Slots, model: ModelConfi
     engine = rollout.gpu_memory_utilization * max(gpu_gb - stays, 0.0) + residue + ENGINE_WORK_GB
     width = 2 if rollout.model.precision == "bf16" else 4
     weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
-    turns = takes_turns(actor)
+    turns = colocated(actor)
     if turns:
         buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # one is filled while the other is read
         of_actor = stays + (memory.weights if actor.offload_weight else 0) + buckets

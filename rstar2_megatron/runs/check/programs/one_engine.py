@@ -42,7 +42,7 @@ async def _engine_run(
     def prompt(length: int) -> list[int]:
         return [rng.randrange(vocab_size) for _ in range(length)]
 
-    engine = EngineClient(settings, name="engine", context_length=context_length, memory_saver=True)
+    engine = EngineClient(settings, name="engine", max_context_tokens=context_length, memory_saver=True)
     idle = free_bytes(job)
     started = time.perf_counter()
     try:
