@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from rstar2_megatron.runs.check.command import check
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.recipe_run import execute_recipe
 from rstar2_megatron.runs.stages import load_recipe
@@ -13,7 +14,7 @@ from rstar2_megatron.settings.load import ConfigError, load_settings, print_conf
 DEFAULT_CONFIG = "rstar2-tiny-cpu"
 
 HELP = f"""\
-bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --print-config | --help]
+bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --check | --print-config | --help]
 bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run | --print-config]
 
   NAME            a file of config/ without .yaml, or a path to a YAML (default {DEFAULT_CONFIG})
@@ -21,6 +22,9 @@ bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run 
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
                   after a kill, the same command continues in the right stage
   --dry-run       check the configuration, print the plan (placement, batch arithmetic, token budgets), exit
+  --check         prove this machine for NAME before a night is spent on it: driver, versions, collectives, kernels,
+                  layouts, optimizer, offload, checkpoint, engine, judge, weight routes and one whole step on a thin
+                  random model; a line each, all of it in {{runner.output_dir}}/NAME.check.json; exit code 1 if one failed
   --print-config  print the resolved YAML, exit
   --help          this text
 
@@ -52,6 +56,7 @@ class Arguments:
     overrides: list[str] = field(default_factory=list)
     help: bool = False
     dry_run: bool = False
+    check: bool = False
     print_config: bool = False
 
 
@@ -64,10 +69,12 @@ def parse(argv: list[str]) -> Arguments:
             arguments.help = True
         elif word == "--dry-run":
             arguments.dry_run = True
+        elif word == "--check":
+            arguments.check = True
         elif word == "--print-config":
             arguments.print_config = True
         elif word.startswith("-"):
-            raise ConfigError(f"unknown option {word}; known: --help, --dry-run, --print-config")
+            raise ConfigError(f"unknown option {word}; known: --help, --dry-run, --check, --print-config")
         elif "=" in word or word.startswith("~"):
             arguments.overrides.append(word)
         elif name_given:
@@ -93,6 +100,8 @@ def main(argv: list[str]) -> int:
         if arguments.print_config:
             print(print_config(settings), end="")
             return 0
+        if arguments.check:
+            return check(settings)
         return execute(settings, config, dry_run=arguments.dry_run)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -100,6 +109,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run_recipe(recipes: list[str], arguments: Arguments) -> int:
+    if arguments.check:
+        raise ConfigError(
+            "--check proves a machine for one configuration: give the NAME that the recipe's stages use"
+        )
     if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:
         raise ConfigError(
             f"{recipes[0]} names its configuration itself; give one recipe and no other name (got {arguments.config})"

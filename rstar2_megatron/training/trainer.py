@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
@@ -24,6 +24,7 @@ from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.trajectory import Group, Problem
+from rstar2_megatron.weights.route import RouteKind
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Trainer:
         self.rollout = rollout
         self.coordinator = coordinator
         self.timeout_s = settings.runner.step_timeout_s
+        self._device = device
         self._weight_sync = WeightSync(settings, actor, rollout, device)
         self._version = 0
         self._colocation: Colocation | None = None
@@ -194,6 +196,13 @@ class Trainer:
         if self._weight_sync.fallbacks > fallbacks:
             self.check_weights()
         return metrics
+
+    def choose_route(self, wanted: Literal["auto"] | RouteKind) -> None:
+        """Sync by this route from now on, as `actor.weight_sync.route` would. Raises ValueError when it cannot work here."""
+        sync = self.settings.actor.weight_sync.model_copy(update={"route": wanted})
+        actor = self.settings.actor.model_copy(update={"weight_sync": sync})
+        settings = self.settings.model_copy(update={"actor": actor})
+        self._weight_sync = WeightSync(settings, self.actor, self.rollout, self._device)
 
     def check_weights(self) -> None:
         """Step-0 gate: the engines hold exactly the actor's weights."""

@@ -1,0 +1,1 @@
+"""`--check`: one command that proves a machine before a night is spent on it."""

@@ -1,0 +1,119 @@
+"""`bash run_rstar2.sh NAME --check`: all checks of a YAML, their lines, the report, the exit code."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rstar2_megatron.runs.base_run import Stopped, StopSignals
+from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.nodes import Nodes
+from rstar2_megatron.runs.check.report import count, write_report
+from rstar2_megatron.runs.check.result import Check, Result
+from rstar2_megatron.runs.check.runner import run_checks
+from rstar2_megatron.runs.check.subjects import (
+    actor,
+    collectives,
+    engine,
+    judge,
+    machine,
+    network,
+    thin_model,
+    whole_run,
+)
+from rstar2_megatron.services.close_deadline import close_deadline
+from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb
+from rstar2_megatron.settings.planning.plan import make_plan
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.tiny.resolve import resolve_tiny
+
+_CLOSE_LIMIT_S = 120.0
+CHECKS: tuple[Check, ...] = (
+    *machine.CHECKS,
+    *collectives.CHECKS,
+    *thin_model.CHECKS,
+    *network.CHECKS,
+    *actor.CHECKS,
+    *engine.CHECKS,
+    *judge.CHECKS,
+    *whole_run.CHECKS,
+)
+"""In the order in which they run: what is quick and what others need comes first."""
+
+
+def report_path(settings: Settings) -> Path:
+    """Where the report goes."""
+    return Path(settings.runner.output_dir) / f"{settings.runner.experiment_name}.check.json"
+
+
+def check(
+    settings: Settings,
+    *,
+    checks: Sequence[Check] = CHECKS,
+    say: Callable[[str], None] = lambda line: print(line, flush=True),
+    make_nodes: Callable[..., Nodes] = Nodes,
+) -> int:
+    """Make the checks; 0 when none failed, 1 otherwise, 130 or 143 when stopped.
+
+    `make_nodes` is for tests, which plant faults in the programs that nodes run. Raises ConfigError for a YAML whose model
+    cannot be made.
+    """
+    try:
+        settings = resolve_tiny(settings, progress=say)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    started = time.monotonic()
+    output = Path(settings.runner.output_dir).resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".check-{settings.runner.experiment_name}-", dir=output))
+    scratch.chmod(0o755)
+    slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
+    per_node = max(1, slots.count // settings.cluster.num_nodes)
+    nodes = make_nodes("cpu" if slots.is_cpu else "cuda", per_node)
+    context = Context(settings, slots, nodes, scratch)
+    results: list[Result] = []
+    signals = StopSignals()
+    signals.install()
+    try:
+        say(
+            f"checking this machine for {settings.runner.experiment_name}; {len(checks)} checks, minutes on GPUs"
+        )
+        results = run_checks(checks, context, say)
+    except Stopped as stopped:
+        say(f"stopped by {stopped}")
+        return stopped.exit_code
+    finally:
+        remove = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
+        with close_deadline(_CLOSE_LIMIT_S, 1, remove, output / "check-close.log"):
+            _close(context)
+        signals.restore()
+    path = report_path(settings)
+    write_report(
+        path, settings, results, _plan(settings), context.found.get("survey"), time.monotonic() - started
+    )
+    failed = count(results, "failed")
+    say(
+        f"{count(results, 'passed')} passed, {failed} failed, {count(results, 'skipped')} skipped in "
+        f"{time.monotonic() - started:.0f} s; report: {path}"
+    )
+    return 1 if failed else 0
+
+
+def _close(context: Context) -> None:
+    program = context.found.get("cluster_program")
+    if program is not None:
+        program.stop()
+    context.nodes.close()
+    shutil.rmtree(context.scratch, ignore_errors=True)
+
+
+def _plan(settings: Settings) -> str:
+    try:
+        return make_plan(settings).render()
+    except ValueError as error:
+        return f"no plan: {error}"

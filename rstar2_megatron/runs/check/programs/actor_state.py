@@ -1,0 +1,165 @@
+"""Programs of one rank that put the actor's state through its paces: optimizer, offload, checkpoint, speed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rstar2_megatron.runs.check.case import Batch, Case, start
+from rstar2_megatron.runs.check.process import Job
+
+
+def optimizer_error(job: Job, case: Case, batch: Batch) -> dict[str, float]:
+    """Relative error of the first AdamW step against its formula, over all weights; seconds of the step."""
+    import torch
+
+    actor = start(job, case)
+    parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
+    before = [p.detach().float().cpu().clone() for p in parameters]
+    started = time.perf_counter()
+    metrics = actor.train_step(batch)
+    seconds = time.perf_counter() - started
+    optim = case.actor.optim
+    wrong = moved = 0.0
+    for parameter, old in zip(parameters, before, strict=True):
+        new = parameter.detach().float().cpu()
+        gradient = parameter.main_grad.float().cpu()  # type: ignore[attr-defined]
+        decay = optim.weight_decay if parameter.ndim > 1 else 0.0
+        step = gradient / (gradient.abs() + optim.adam_eps)  # both moments corrected for the first step
+        wanted = old - optim.lr * (step + decay * old)
+        wrong += float((new - wanted).double().square().sum())
+        moved += float((wanted - old).double().square().sum())
+    actor.close()
+    assert torch.isfinite(torch.tensor(wrong))
+    return {
+        "error": (wrong / max(moved, 1e-30)) ** 0.5,
+        "moved": moved**0.5,
+        "seconds": seconds,
+        "skipped": metrics["actor/skipped_steps"],
+    }
+
+
+def device_bytes(actor: Any, device: str) -> int:
+    """Bytes that the actor holds on its device; on a CPU those of its weight and gradient buffers."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    storages = {}
+    for chunk in actor.policy.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for tensor in (buffer.param_data, buffer.grad_data):
+                if tensor is not None:
+                    storages[id(tensor)] = tensor.untyped_storage().size()
+    return sum(storages.values())
+
+
+def offload_and_reload(job: Job, case: Case, batch: Batch) -> dict[str, Any]:
+    """Bytes before, away and back again; whether the weights came back bit by bit, and whether training goes on."""
+    actor = start(job, case)
+    actor.train_step(batch)
+    weights, before = actor.weights_checksum(), device_bytes(actor, job.device)
+    started = time.perf_counter()
+    actor.offload()
+    away, middle = device_bytes(actor, job.device), time.perf_counter()
+    actor.reload()
+    ended, back = time.perf_counter(), device_bytes(actor, job.device)
+    same = actor.weights_checksum() == weights
+    norm = actor.train_step(batch)["actor/grad_norm"]
+    actor.close()
+    return {
+        "bytes_before": before,
+        "bytes_away": away,
+        "bytes_back": back,
+        "offload_seconds": middle - started,
+        "reload_seconds": ended - middle,
+        "same_weights": same,
+        "grad_norm": norm,
+    }
+
+
+def save_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[str, Any]:
+    """A step, a checkpoint, another step; peaks of device and host memory while it is written."""
+    import torch
+
+    actor = start(job, case)
+    actor.train_step(batch)
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    device_before = torch.cuda.memory_allocated() if job.device == "cuda" else 0
+    host_before = psutil.Process().memory_info().rss
+    _reset_peak()
+    started = time.perf_counter()
+    actor.save_checkpoint(directory)
+    seconds = time.perf_counter() - started
+    result = {
+        "seconds": seconds,
+        "bytes": sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()),
+        "device_peak_bytes": torch.cuda.max_memory_allocated() - device_before if job.device == "cuda" else 0,
+        "host_peak_bytes": max(0, _peak() - host_before),
+        "state_bytes": 12 * sum(p.numel() for chunk in actor.policy.chunks for p in chunk.parameters()),
+    }
+    later = actor.train_step(batch)
+    result |= {"grad_norm": later["actor/grad_norm"], "weights": actor.weights_checksum()}
+    actor.close()
+    return result
+
+
+def load_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[str, Any]:
+    """Load into a fresh actor and take the step that followed."""
+    actor = start(job, case)
+    started = time.perf_counter()
+    actor.load_checkpoint(directory)
+    seconds = time.perf_counter() - started
+    later = actor.train_step(batch)
+    result = {
+        "seconds": seconds,
+        "grad_norm": later["actor/grad_norm"],
+        "weights": actor.weights_checksum(),
+    }
+    actor.close()
+    return result
+
+
+def _reset_peak() -> None:
+    """Let the kernel count this process's peak of memory from here on."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not allowed in some containers: the peak is then that of the whole life
+        return
+
+
+def _peak() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def training_speed(job: Job, case: Case, batch: Batch, steps: int) -> dict[str, float]:
+    """Tokens a second and MFU of the fastest of some steps, peak memory."""
+    import torch
+
+    actor = start(job, case)
+    rows = [actor.train_step(batch) for _ in range(steps)]
+    best = min(rows, key=lambda row: row["actor/seconds"])
+    actor.close()
+    return {
+        "tokens_per_s": best["actor/total_tokens"] / best["actor/seconds"],
+        "tflops": best["actor/tflops_per_rank"],
+        "mfu": best.get("actor/mfu", 0.0),
+        "peak_bytes": float(torch.cuda.max_memory_allocated()) if job.device == "cuda" else 0.0,
+    }
+
+
+def score(job: Job, case: Case, batch: Batch) -> list[list[float]]:
+    """Log-prob of every token."""
+    actor = start(job, case)
+    rows = actor.compute_logprobs(batch)
+    actor.close()
+    return [[float(value) for value in row] for row in rows]

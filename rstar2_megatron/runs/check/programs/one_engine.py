@@ -1,0 +1,106 @@
+"""Programs that run one engine: start, greedy tokens, memory given back, decoding speed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.settings.schema import RolloutSettings
+
+_CALL_S = 60.0
+
+
+def engine_run(
+    job: Job,
+    settings: RolloutSettings,
+    vocab_size: int,
+    context_length: int,
+    tokens: int,
+    requests: int,
+    speed_tokens: int,
+) -> dict[str, Any]:
+    """Everything that one engine is asked: starting it takes longest, so it is started once."""
+    return asyncio.run(_engine_run(job, settings, vocab_size, context_length, tokens, requests, speed_tokens))
+
+
+async def _engine_run(
+    job: Job,
+    settings: RolloutSettings,
+    vocab_size: int,
+    context_length: int,
+    tokens: int,
+    requests: int,
+    speed_tokens: int,
+) -> dict[str, Any]:
+    from rstar2_megatron.rollout.engine.client import EngineClient
+
+    rng = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(length)]
+
+    engine = EngineClient(settings, name="engine", context_length=context_length, memory_saver=True)
+    idle = free_bytes(job)
+    started = time.perf_counter()
+    try:
+        await engine.start()
+        result: dict[str, Any] = {
+            "start_seconds": time.perf_counter() - started,
+            "kv_tokens": engine.kv_capacity_tokens,
+            "used_bytes": idle - free_bytes(job),
+        }
+        greedy = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        first = prompt(16)
+        answer = await engine.generate(first, greedy, timeout_s=_CALL_S)
+        result["prompt"], result["token_ids"] = first, list(answer.token_ids)
+        result["logprobs"] = [float(value) for value in answer.logprobs]
+
+        sampling = {"temperature": 1.0, "max_new_tokens": speed_tokens, "ignore_eos": True}
+        prompts = [prompt(32) for _ in range(requests)]
+        started = time.perf_counter()
+        answers = await asyncio.gather(
+            *(engine.generate(ids, sampling, timeout_s=_CALL_S) for ids in prompts)
+        )
+        generated = sum(len(answer.token_ids) for answer in answers)
+        result["decode_tokens_per_s"] = generated / (time.perf_counter() - started)
+
+        awake = free_bytes(job)
+        started = time.perf_counter()
+        await engine.release_memory()
+        asleep = free_bytes(job)
+        result["sleep_seconds"] = time.perf_counter() - started
+        refused = await _refused(engine, first, greedy)
+        started = time.perf_counter()
+        await engine.resume_memory()
+        result["wake_seconds"] = time.perf_counter() - started
+        result |= {
+            "freed_bytes": asleep - awake,
+            "taken_again_bytes": asleep - free_bytes(job),
+            "refused_asleep": refused,
+        }
+        return result
+    finally:
+        await engine.close()
+
+
+async def _refused(engine: Any, prompt: list[int], sampling: dict[str, Any]) -> bool:
+    """Whether an engine that gave its memory back refuses to generate."""
+    from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
+
+    try:
+        await engine.generate(prompt, sampling, timeout_s=_CALL_S)
+    except (EngineError, EngineLost):
+        return True
+    return False
+
+
+def free_bytes(job: Job) -> int:
+    """Free memory over the devices of this process; 0 on a CPU, where an engine frees nothing."""
+    if job.device == "cpu":
+        return 0
+    import torch
+
+    return sum(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))

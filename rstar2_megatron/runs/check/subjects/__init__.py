@@ -1,0 +1,1 @@
+"""Checks by subject: each file lists its own as CHECKS."""

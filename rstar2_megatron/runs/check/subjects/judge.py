@@ -1,0 +1,82 @@
+"""The Code Judge of the YAML, asked from every node."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.judge.client.service import JudgeServiceError
+from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
+
+_LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
+_CALLS = 16
+
+
+def call_judge(job: Job, url: str, calls: int) -> dict[str, Any]:
+    """Calls of a small program from this node; raises where one does not come back right."""
+    return asyncio.run(_call_judge(url, calls))
+
+
+async def _call_judge(url: str, calls: int) -> dict[str, Any]:
+    from rstar2_megatron.judge.client.client import JudgeClient
+
+    client = JudgeClient(url, max_outage_s=10.0, max_overload_s=30.0, request_timeout_s=30.0)
+    try:
+        started = time.perf_counter()
+        results = await asyncio.gather(*(client.run(f"print({n} * 7)") for n in range(calls)))
+        seconds = time.perf_counter() - started
+        wrong = [
+            (n, r.outcome.value, r.stdout, r.stderr)
+            for n, r in enumerate(results)
+            if r.stdout.strip() != str(7 * n)
+        ]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} of {calls} calls came back wrong, the first: {wrong[0]}")
+        return {"calls_per_s": calls / seconds, "seconds": seconds}
+    finally:
+        await client.close()
+
+
+def judge(context: Context) -> Finding:
+    settings = context.settings.tools.codejudge
+    several = context.settings.cluster.num_nodes > 1
+    if several and (settings.host_addr is None or settings.host_addr.startswith(_LOOPBACK)):
+        raise CheckFailed(
+            f"tools.codejudge.host_addr={settings.host_addr} is a loopback address to the other nodes' engines",
+            remedy="start a judge that all nodes reach and name it by tools.codejudge.host_addr (docs/multi_node.md)",
+        )
+    service = CodeJudgeService(settings, context.scratch / "judge.log")
+    try:
+        try:
+            service.begin()
+            url = service.wait_ready()
+        except (JudgeServiceError, RuntimeError, OSError) as error:
+            raise CheckFailed(str(error)) from error
+        answers = context.nodes.everywhere(
+            "rstar2_megatron.runs.check.subjects.judge:call_judge", 60.0, url=url, calls=_CALLS
+        )
+    finally:
+        service.stop()
+    bad = [answer for answer in answers if answer.error]
+    if bad:
+        last = bad[0].error.strip().splitlines()[-1]
+        raise CheckFailed(
+            f"{len(bad)} of {len(answers)} nodes got no right answer from {url}; node {bad[0].node}: {last}",
+            details="\n\n".join(f"node {answer.node}:\n{answer.error}" for answer in bad),
+        )
+    slowest = min(answer.value["calls_per_s"] for answer in answers)
+    words = f"{url}: {_CALLS} calls from each of {len(answers)} node(s), {slowest:.0f} calls/s"
+    return Finding(words, {"calls_per_s": slowest, "url": url})
+
+
+CHECKS = [
+    Check(
+        "judge",
+        judge,
+        "start it (python -m rstar2_megatron.judge all), open its port to every node, the same JUDGE_TOKEN on both sides",
+    )
+]

@@ -1,0 +1,217 @@
+"""Checks of the network: the head, packing, parallel layouts and TransformerEngine, against the plainest way of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rstar2_megatron.runs.check.case import (
+    Case,
+    logprob_tolerance,
+    make_batch,
+    make_case,
+    mean_difference,
+    tolerance,
+)
+from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.runs.check.programs.gradients import reference_path
+from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+
+_GRADIENTS = "rstar2_megatron.runs.check.programs.gradients:gradients"
+_PLAIN_OPTIMIZER = {
+    "min_lr": 0.0,
+    "lr": 1e-12,  # the step must not change the weights that the gradients are compared at
+    "weight_decay": 0.0,
+    "clip_grad": 1e9,
+    "use_distributed_optimizer": False,  # every rank then holds whole gradients
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "optimizer_cpu_offload": False,
+}
+_NO_OFFLOAD: dict[str, Any] = {"offload_weight": False, "offload_grad": False, "offload_optimizer": False}
+
+
+def head_errors(
+    job: Job, hidden_size: int, vocab_size: int, chunk_tokens: int, precision: str
+) -> dict[str, float]:
+    """Relative errors of the head in chunks against log_softmax over all logits at once, and its peak memory in bytes."""
+    import torch
+    import torch.distributed as dist
+
+    from rstar2_megatron.actor.network import logprob
+
+    dist.init_process_group(
+        "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=job.init_method,
+        rank=0,
+        world_size=1,
+    )
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    # as many tokens as make several chunks: a small vocabulary has large ones
+    tokens = max(5 * chunk_tokens // 2, 5 * logprob._MIN_CHUNK_LOGITS // vocab_size // 4)
+    hidden = torch.randn(tokens, hidden_size, device=job.device).to(dtype)
+    weight = (torch.randn(vocab_size, hidden_size, device=job.device) * 0.02).to(dtype)
+    targets = torch.randint(vocab_size, (tokens,), device=job.device)
+    by_logprob = torch.randn(tokens, device=job.device)
+    own = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    out = logprob.log_prob_entropy(
+        own[0], own[1], targets, temperature=1.0, chunk_tokens=chunk_tokens, group=dist.group.WORLD
+    )
+    (out[0] @ by_logprob).backward()
+    peak = float(torch.cuda.max_memory_allocated() - before) if job.device == "cuda" else 0.0
+    full = [tensor.float().requires_grad_() for tensor in (hidden, weight)]
+    right = torch.empty_like(out[0])
+    entropy = torch.empty_like(out[0])
+    for start in range(0, tokens, 4096):  # in parts that are no part of the head's own
+        rows = slice(start, start + 4096)
+        log_p = (full[0][rows] @ full[1].t()).log_softmax(-1)
+        right[rows] = log_p.gather(-1, targets[rows, None]).squeeze(-1).detach()
+        entropy[rows] = -(log_p.exp() * log_p).sum(-1).detach()
+        (log_p.gather(-1, targets[rows, None]).squeeze(-1) @ by_logprob[rows]).backward()
+    dist.destroy_process_group()
+
+    def error(ours: Any, theirs: Any) -> float:
+        return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+    assert all(tensor.grad is not None for tensor in (*own, *full))
+    return {
+        "log_prob": error(out[0], right),
+        "entropy": error(out[1], entropy),
+        "hidden_gradient": error(own[0].grad, full[0].grad),
+        "weight_gradient": error(own[1].grad, full[1].grad),
+        "tokens": float(tokens),
+        "peak_bytes": peak,
+    }
+
+
+def head(context: Context) -> Finding:
+    model, actor = context.thin_config, context.settings.actor
+    figures = context.nodes.ranks(
+        "rstar2_megatron.runs.check.subjects.network:head_errors",
+        1,
+        110.0,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        chunk_tokens=actor.log_prob_chunk_tokens,
+        precision=actor.model.precision,
+    )[0]
+    allowed = 1e-3 if actor.model.precision == "fp32" else 0.02
+    errors = {k: v for k, v in figures.items() if k not in ("tokens", "peak_bytes")}
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    words = f"relative error {errors[worst]:.1e} ({worst}) over {figures['tokens']:.0f} tokens, allowed {allowed:.0e}"
+    if figures["peak_bytes"]:
+        words += f"; {figures['peak_bytes'] / 1e9:.2f} GB"
+    if not errors[worst] <= allowed:
+        raise CheckFailed(words, figures)
+    return Finding(words, figures)
+
+
+def plain_case(context: Context, *, packed: bool = True, max_tokens: int | None = None, **model: Any) -> Case:
+    """An actor whose gradients can be read: plain optimizer, nothing offloaded."""
+    return make_case(
+        context, model=model, optim=_PLAIN_OPTIMIZER, packed=packed, max_tokens=max_tokens, **_NO_OFFLOAD
+    )
+
+
+def reference(context: Context) -> Finding:
+    """One rank, the batch packed: what everything else is compared with."""
+    result = context.nodes.ranks(
+        _GRADIENTS,
+        1,
+        170.0,
+        case=plain_case(context),
+        batch=make_batch(context),
+        keep=reference_path(context.scratch),
+    )[0]
+    context.found["logprobs"] = result["logprobs"]
+    if not 0 < result["grad_norm"] < float("inf"):
+        raise CheckFailed(f"the gradient's norm is {result['grad_norm']}")
+    figures = {"loss": result["loss"], "grad_norm": result["grad_norm"]}
+    return Finding(f"loss {result['loss']:.4f}, gradient norm {result['grad_norm']:.4f}", figures)
+
+
+def compared(context: Context, case: Case, ranks: int = 1) -> Finding:
+    """Log-probs and gradients of `case` over `ranks` ranks against the reference."""
+    result = context.nodes.ranks(
+        _GRADIENTS,
+        ranks,
+        170.0,
+        case=case,
+        batch=make_batch(context),
+        compare=reference_path(context.scratch),
+    )[0]
+    precision = context.settings.actor.model.precision
+    difference = mean_difference(result["logprobs"], context.found["logprobs"])
+    figures = {"gradient_error": result["error"], "worst": result["worst"], "logprob_difference": difference}
+    words = (
+        f"gradient error {result['error']:.1e} (most in {result['worst'].removeprefix('model.')}), log-probs "
+        f"{difference:.1e} apart"
+    )
+    if not (result["error"] <= tolerance(precision) and difference <= logprob_tolerance(precision)):
+        raise CheckFailed(
+            f"{words}; allowed {tolerance(precision):.0e} and {logprob_tolerance(precision):.0e}", figures
+        )
+    return Finding(words, figures)
+
+
+def one_at_a_time(context: Context) -> Finding:
+    return compared(context, plain_case(context, packed=False))
+
+
+def layout(**model: Any) -> Callable[[Context], Finding]:
+    """A check of two ranks under this layout."""
+
+    def run(context: Context) -> Finding:
+        config, settings = context.thin_config, context.settings
+        changes = dict(model)
+        if changes.get("tensor_model_parallel_size", 1) > 1:
+            if config.num_kv_heads % 2 or config.vocab_size % 2:
+                raise NotHere(
+                    f"{config.num_kv_heads} key/value heads and {config.vocab_size} words do not halve"
+                )
+            changes["sequence_parallel"] = settings.actor.model.sequence_parallel or config.is_moe
+        if changes.get("expert_model_parallel_size", 1) > 1 and not config.is_moe:
+            raise NotHere("the model has no experts")
+        return compared(context, plain_case(context, **changes), ranks=2)
+
+    return run
+
+
+def engine_layers(context: Context) -> Finding:
+    """TransformerEngine's layers against megatron-core's local ones."""
+    if context.settings.actor.model.transformer_impl == "local":
+        raise NotHere("actor.model.transformer_impl=local")
+    other = context.nodes.ranks("rstar2_megatron.runs.check.subjects.network:implementation", 1, 60.0)[0]
+    if other == "local":
+        raise NotHere("TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine")
+    return compared(context, plain_case(context, transformer_impl="local"))
+
+
+def implementation(job: Job) -> str:
+    """What `transformer_impl: auto` means in this process."""
+    from rstar2_megatron.actor.network.layer_spec import choose_implementation
+
+    return str(choose_implementation("auto", job.device))
+
+
+_BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"
+_AFTER = ("thin model", "one rank")
+CHECKS = [
+    Check("head in chunks", head, _BUG, after=("thin model",)),
+    Check("one rank", reference, _BUG, deadline_s=180.0, after=("thin model",)),
+    Check("packed attention", one_at_a_time, f"actor.model.transformer_impl=local avoids the fused kernel; {_BUG}",
+          deadline_s=180.0, after=_AFTER),
+    Check("TransformerEngine", engine_layers, f"actor.model.transformer_impl=local trains without it; {_BUG}",
+          deadline_s=240.0, after=_AFTER, gpu=True),
+    Check("data parallel", layout(), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+    Check("tensor parallel", layout(tensor_model_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+    Check("pipeline parallel", layout(pipeline_model_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+    Check("context parallel", layout(context_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+    Check("expert parallel", layout(expert_model_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+]  # fmt: skip

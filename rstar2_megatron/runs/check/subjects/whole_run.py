@@ -1,0 +1,266 @@
+"""Checks of the whole: Ray, RLinf, actor, engines, judge and reward come up; every weight route; one training step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.runs.check.agent import ROOT
+from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
+from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+from rstar2_megatron.services.parent_death import die_with_parent
+from rstar2_megatron.services.process import terminate_tree
+from rstar2_megatron.settings.load import print_config
+from rstar2_megatron.settings.planning.times import TRAIN_SHARE
+from rstar2_megatron.settings.schema import Settings
+
+PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program"
+_PARTS = (START, *ROUTES, STEP, CHECKPOINT)
+_PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 256
+_TAIL = 6000
+
+
+class ClusterProgram:
+    """The program that runs the parts. Started anew, with the parts that are left, when one had to be killed."""
+
+    def __init__(self, context: Context, program: str = PROGRAM) -> None:
+        self._program = program
+        self._directory = context.scratch / "run"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._config = self._directory / "config.yaml"
+        self._config.write_text(print_config(run_settings(context)))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._runs = 0
+
+    def part(self, name: str, deadline_s: float) -> dict[str, Any]:
+        """The figures of a part, waiting for it. Raises CheckFailed."""
+        if self._process is None:
+            self._start([part for part in _PARTS if _PARTS.index(part) >= _PARTS.index(name)])
+        assert self._process is not None
+        deadline = time.monotonic() + deadline_s
+        while (event := self._event(name)) is None:
+            if self._process.poll() is not None and self._event(name) is None:
+                code = self._process.returncode
+                self.stop()
+                raise CheckFailed(
+                    f"the run ended with {code} before this part did", details=self._log()[-_TAIL:]
+                )
+            if time.monotonic() > deadline:
+                self.stop()
+                raise CheckFailed(
+                    f"did not end within its deadline of {deadline_s:.0f} s; the run was ended",
+                    details=self._log()[-_TAIL:],
+                )
+            time.sleep(0.1)
+        if event["state"] == "failed":
+            last = event["words"].strip().splitlines() or ["(no words)"]
+            raise CheckFailed(
+                last[0] if len(last) == 1 else f"{last[0]} {last[-1]}",
+                details=f"{event['trace']}\n{self._log()[-_TAIL:]}",
+            )
+        figures: dict[str, Any] = event["figures"]
+        return figures
+
+    def _start(self, parts: list[str]) -> None:
+        self._runs += 1
+        self._events.touch()
+        with (self._directory / f"log-{self._runs}.txt").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", self._program, str(self._config), str(self._events), *parts],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            )
+
+    @property
+    def _events(self) -> Path:
+        return self._directory / f"events-{self._runs}.jsonl"
+
+    def _event(self, name: str) -> dict[str, Any] | None:
+        for line in self._events.read_text().splitlines():
+            event: dict[str, Any] = json.loads(line)
+            if event["part"] == name and event["state"] != "begun":
+                return event
+        return None
+
+    def _log(self) -> str:
+        return (self._directory / f"log-{self._runs}.txt").read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> None:
+        """Let the program end by itself, as it cleans up; kill it when it does not."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.stop()
+
+    def stop(self) -> None:
+        """End the program with everything that it started. Safe to call twice."""
+        if self._process is not None:
+            terminate_tree(self._process.pid, grace_s=30.0)
+            self._process = None
+
+
+def run_settings(context: Context) -> Settings:
+    """The YAML on the thin model: its placement, layout and algorithm, one step of few, short trajectories."""
+    data = context.settings.model_dump()
+    gpu = context.device == "cuda"
+    problems = context.scratch / "problems.jsonl"
+    rows = [
+        {"prompt": f"What is {n} + {n}?", "solutions": [str(2 * n)], "query_id": f"check-{n}"}
+        for n in range(64)
+    ]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runner, algorithm = data["runner"], data["algorithm"]
+    response = min(algorithm["sampling_params"]["max_new_tokens"], _RESPONSE_TOKENS if gpu else 64)
+    prompt = min(max(data["data"]["max_prompt_length"], 64), 2048 if gpu else _PROMPT_TOKENS)
+    runner |= {
+        "task_type": "reasoning",
+        "experiment_name": "run",
+        "output_dir": str(context.scratch),
+        "logger": {**runner["logger"], "log_path": str(context.scratch / "run"), "logger_backends": []},
+        "max_steps": 1,
+        "save_interval": -1,
+        "val_check_interval": -1,
+        "resume_dir": None,
+        "init_checkpoint": None,
+        "replay_rollouts": None,
+        "save_rollouts": False,
+        "save_rollout_tokens": False,
+        "stop_when": [],
+        "seq_length": prompt + response,
+        "max_tokens_per_mbs": min(runner["max_tokens_per_mbs"], 4 * (prompt + response)),
+        "step_timeout_s": 600.0 if gpu else 150.0,
+    }
+    algorithm |= {
+        "group_size": 8 if gpu else 4,
+        "n_minibatches": 1,
+        "sampling_params": {**algorithm["sampling_params"], "max_new_tokens": response, "temperature": 1.0},
+    }
+    algorithm["refill"]["enabled"] = False
+    # A random model solves nothing: groups of equal reward are kept here, so that the step has something to train on.
+    algorithm["down_sampling"]["down_sampling_config"] |= {
+        "reject_equal_reward": False,
+        "min_zero_reward_trace_num": 0,
+        "min_non_zero_reward_trace_num": 0,
+        "down_sample_to_n": algorithm["group_size"] // 2,
+    }
+    data["data"] |= {
+        "train_data_paths": [str(problems)],
+        "val_data_paths": [],
+        "prompt_key": "prompt",
+        "answer_key": "solutions",
+        "max_prompt_length": prompt,
+        "filter_prompt_by_length": False,
+        "rollout_batch_size": max(4, context.slots.count // context.settings.rollout.tensor_parallel_size),
+    }
+    data["rollout"]["model"]["model_path"] = str(context.thin)
+    data["rollout"]["tail"] = "wait"
+    data["actor"]["optim"] |= {"lr": 1e-3, "min_lr": 0.0}
+    data["actor"]["lr_sched"] |= {"lr_warmup_iters": 0, "lr_decay_style": "constant", "lr_decay_iters": None}
+    data["actor"]["weight_sync"]["route"] = "auto"
+    data["cold_start"] |= {"enabled": False, "builder": None, "phases": []}
+    data["evaluation"] |= {"before_and_after": False, "save_trajectories": False, "max_new_tokens": None}
+    if not gpu:
+        data["rollout"]["max_total_tokens"] = 8192
+    return Settings.model_validate(data)
+
+
+def program(context: Context) -> ClusterProgram:
+    found = context.found.get("cluster_program")
+    if found is None:
+        context.nodes.close()  # memory and ports belong to the run now
+        found = context.found["cluster_program"] = ClusterProgram(context)
+    assert isinstance(found, ClusterProgram)
+    return found
+
+
+def start(context: Context) -> Finding:
+    if not any(
+        (context.thin / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
+        raise NotHere(
+            f"rollout.model.model_path={context.settings.rollout.model.model_path} has no tokenizer: the agent loop needs one"
+        )
+    figures = program(context).part(START, 780.0 if context.device == "cuda" else 420.0)
+    context.found["routes"] = figures["routes"]
+    words = (
+        f"{figures['actor_ranks']} actor ranks and {figures['engines']} engines on {figures['device']}; routes "
+        f"{', '.join(figures['routes'])}"
+    )
+    return Finding(words, figures)
+
+
+def route(kind: str) -> Callable[[Context], Finding]:
+    def run(context: Context) -> Finding:
+        if kind not in context.found["routes"]:
+            raise NotHere("not possible with this placement (weights/route.py)")
+        figures = program(context).part(kind, 660.0 if context.device == "cuda" else 180.0)
+        words = (
+            f"{figures['bytes'] / 1e6:.1f} MB in {figures['sync_seconds']:.2f} s, "
+            f"{figures['bytes_per_second'] / 1e9:.3g} GB/s; "
+            f"{figures['tensors']} checksums agree on every engine"
+        )
+        return Finding(words, figures)
+
+    return run
+
+
+def step(context: Context) -> Finding:
+    row = program(context).part(STEP, 900.0 if context.device == "cuda" else 240.0)
+    words = (
+        f"rollout {row.get('time/rollout', 0.0):.1f} s, training {row.get('time/training', 0.0):.1f} s, sync "
+        f"{row.get('time/sync_weights', 0.0):.1f} s; {row.get('rollout/tokens_per_second', 0.0):.0f} tokens/s rolled out"
+    )
+    mfu = row.get("train/actor/mfu")
+    if mfu is not None:
+        words += f"; MFU {mfu:.1%} in this short step, planned {TRAIN_SHARE:.0%} for full ones"
+    return Finding(words, row)
+
+
+def checkpoint(context: Context) -> Finding:
+    figures = program(context).part(CHECKPOINT, 660.0 if context.device == "cuda" else 180.0)
+    program(context).wait(75.0)
+    words = f"{figures['bytes'] / 1e6:.1f} MB, loaded by all ranks in {figures['load_seconds']:.1f} s, every bit as saved"
+    return Finding(words, figures)
+
+
+_NETWORK = "the report names the worker and its traceback; actor.weight_sync.route=disk works where nothing else does"
+CHECKS = [
+    Check(
+        "run starts",
+        start,
+        "the report holds the run's output; rollout.engine_start_timeout_s and the checks above say what is slow or missing",
+        deadline_s=840.0,
+        after=("configuration", "thin model", "engine", "judge"),
+    ),
+    *(
+        Check(f"weights by {kind}", route(kind), _NETWORK, deadline_s=720.0, after=("run starts",))
+        for kind in ROUTES
+    ),
+    Check(
+        "training step",
+        step,
+        "the report holds the traceback of the worker that failed first",
+        deadline_s=960.0,
+        after=("run starts",),
+    ),
+    Check(
+        "checkpoint of the run",
+        checkpoint,
+        "runner.output_dir must be one file system for all nodes",
+        deadline_s=780.0,
+        after=("training step",),
+    ),
+]

@@ -1,0 +1,194 @@
+"""`--check` with its real parts on two CPU slots: a whole run passes, and every check is seen failing by a planted fault."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.runs.check.command import CHECKS, check
+from rstar2_megatron.runs.check.result import Check
+from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.tiny.build import TinyPaths
+from tests.e2e.runs import RunProcess
+from tests.runs.check_faults import FaultyNodes, plant
+
+_LIMIT_S = 900
+_ON_GPUS = {"driver", "toolkit", "GPU memory", "NVLink", "TransformerEngine"}
+_NOT_HERE = _ON_GPUS | {"all-reduce over nodes", "expert parallel", "weights by cuda_ipc"}
+
+
+def words(built: TinyPaths, output: Path) -> list[str]:
+    """The CPU YAML on a model that is there already."""
+    return [
+        "cold_start.enabled=False",
+        "cold_start.builder=null",
+        f"rollout.model.model_path={built.model}",
+        f"data.train_data_paths=[{built.train}]",
+        "data.val_data_paths=[]",
+        f"runner.output_dir={output}",
+    ]
+
+
+def read_report(output: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((output / "rstar2-tiny-cpu.check.json").read_text())
+    return report
+
+
+@pytest.mark.timeout(_LIMIT_S + 60)
+def test_a_whole_check_passes(built: TinyPaths, tmp_path: Path) -> None:
+    run = RunProcess(["rstar2-tiny-cpu", "--check", *words(built, tmp_path)], tmp_path / "check.log").start()
+    code = run.wait(_LIMIT_S)
+    text = run.text()
+    assert code == 0, text[-6000:]
+    run.assert_nothing_left()
+    report = read_report(tmp_path)
+    states = {result["name"]: result["state"] for result in report["checks"]}
+    assert set(states) == {check.name for check in CHECKS}
+    assert {name for name, state in states.items() if state == "skipped"} == _NOT_HERE, text
+    assert set(states.values()) == {"passed", "skipped"}
+    lines = text.splitlines()
+    for result in report["checks"]:  # what is printed is what is reported
+        (line,) = [line for line in lines if line.startswith(f"{result['state']:8}{result['name']:21}  ")]
+        assert " ".join(result["words"].split())[:60] in line
+    assert lines[-1].startswith(f"{len(states) - len(_NOT_HERE)} passed, 0 failed, {len(_NOT_HERE)} skipped")
+    figures = {result["name"]: result["figures"] for result in report["checks"]}
+    assert figures["offload and reload"]["bytes_away"] == 0 < figures["offload and reload"]["bytes_before"]
+    assert figures["checkpoint"]["host_peak_bytes"] > 0
+    for route in ("shared_memory", "broadcast", "disk"):
+        sent = figures[f"weights by {route}"]
+        assert sent["bytes"] > 0 and sent["changed"] > 0 and sent["bytes_per_second"] > 0
+    step = figures["training step"]
+    assert step["step"] == 1 and step["rollout/logprob_diff_max"] < 1e-3
+    assert report["nodes"][0]["packages"]["torch"] and report["config"] and report["plan"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["check.log", "rstar2-tiny-cpu.check.json"]
+
+
+def _planted(name: str, fault: str = "", label: str = "") -> Check:
+    """The check of this name, its programs run with the fault; none: as they are."""
+    (found,) = [check for check in CHECKS if check.name == name]
+
+    def run(context: Any) -> Any:
+        context.nodes.fault = fault
+        try:
+            return found.run(context)
+        finally:
+            context.nodes.fault = ""
+
+    return replace(found, name=label or name, run=run)
+
+
+PLANTED: list[tuple[str, str, str]] = [
+    ("all-reduce in a node", "wrong_sum", "3 of 4194304 sums are wrong"),
+    ("head in chunks", "head_chunk", "relative error"),
+    ("packed attention", "wrong_attention", "gradient error"),
+    ("data parallel", "rank_weights", "gradient error"),
+    ("tensor parallel", "rank_weights", "gradient error"),
+    ("pipeline parallel", "rank_weights", "gradient error"),
+    ("context parallel", "rank_weights", "gradient error"),
+    ("optimizer step", "half_step", "a step is 5.0e-01 from AdamW's formula"),
+    ("optimizer on the host", "half_step", "a step is 5.0e-01 from AdamW's formula"),
+    ("offload and reload", "keeps_gradients", "at least 95% must go"),
+    ("checkpoint", "flipped_byte", "rank 0: "),
+    ("greedy tokens", "other_model", "allowed max 0.001 in fp32"),
+    ("judge", "nobody_listens", "got no right answer from"),
+]
+
+
+@pytest.mark.timeout(_LIMIT_S)
+def test_each_check_of_actor_engine_and_judge_is_seen_failing(built: TinyPaths, tmp_path: Path) -> None:
+    checks = [
+        _planted("nodes"),
+        _planted("thin model", "no_room", "thin model without room"),
+        _planted("thin model"),
+        _planted("one rank"),
+        *(_planted(name, fault) for name, fault, _ in PLANTED if name not in ("greedy tokens", "judge")),
+        _planted("engine", "no_engine", "engine that SGLang refuses"),
+        _planted("engine"),
+        *(_planted(name, fault) for name, fault, _ in PLANTED if name in ("greedy tokens", "judge")),
+    ]
+    lines: list[str] = []
+    assert check(settings(built, tmp_path), checks=checks, say=lines.append, make_nodes=FaultyNodes) == 1
+    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
+    for name, _, expected in PLANTED:
+        assert results[name]["state"] == "failed" and expected in results[name]["words"], (
+            name,
+            results[name],
+        )
+        assert results[name]["remedy"] and results[name]["details"]
+    for name, expected in (
+        ("thin model without room", "/proc/nowhere"),
+        ("engine that SGLang refuses", "EngineLost"),
+    ):
+        assert results[name]["state"] == "failed" and expected in results[name]["details"], results[name]
+    for name in ("nodes", "thin model", "one rank", "engine"):
+        assert results[name]["state"] == "passed", results[name]
+
+
+def settings(built: TinyPaths, output: Path) -> Settings:
+    return load("rstar2-tiny-cpu", words(built, output)).settings
+
+
+WHOLE_RUN = [
+    *(
+        "nodes",
+        "thin model",
+        "run starts",
+        "weights by shared_memory",
+        "weights by broadcast",
+        "weights by disk",
+    ),
+    *("training step", "checkpoint of the run"),
+]
+
+
+@pytest.fixture
+def planted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Plants a fault in every process that is started from now on."""
+    directory = tmp_path_factory.mktemp("faults")
+    monkeypatch.setenv("PYTHONPATH", f"{directory}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"))
+    return lambda **faults: plant(directory, **faults)
+
+
+@pytest.mark.timeout(_LIMIT_S)
+def test_a_corrupted_route_and_a_damaged_checkpoint_are_seen(
+    built: TinyPaths, tmp_path: Path, planted: Callable[..., None]
+) -> None:
+    planted(
+        rstar2_megatron__weights__shared_memory="_corrupt_files",
+        rstar2_megatron__actor__megatron_actor="_flip_before_load",
+    )
+    assert (
+        check(
+            settings(built, tmp_path), checks=[_planted(name) for name in WHOLE_RUN], make_nodes=FaultyNodes
+        )
+        == 1
+    )
+    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
+    failed = {name for name, result in results.items() if result["state"] == "failed"}
+    assert failed == {"weights by disk", "checkpoint of the run"}, results
+    assert "tensors of engine 0 differ from the actor's" in results["weights by disk"]["words"]
+    assert "the checkpoint is damaged" in results["checkpoint of the run"]["details"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(_LIMIT_S)
+def test_a_step_that_fails_its_gates_is_seen(
+    built: TinyPaths, tmp_path: Path, planted: Callable[..., None]
+) -> None:
+    planted(rstar2_megatron__actor__megatron_actor="_shift_log_probs")
+    names = [name for name in WHOLE_RUN if not name.startswith("weights by")]
+    assert (
+        check(settings(built, tmp_path), checks=[_planted(name) for name in names], make_nodes=FaultyNodes)
+        == 1
+    )
+    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
+    assert results["training step"]["state"] == "failed", results
+    assert "actor and engine disagree on the first batch" in results["training step"]["words"]
+    assert results["checkpoint of the run"]["state"] == "skipped"

@@ -1,0 +1,321 @@
+"""Checks that need no process: how results are judged, shown and reported, and what each one calls a fault."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.runs.check import command
+from rstar2_megatron.runs.check.agent import NodeAgent
+from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.nodes import Nodes, values
+from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+from rstar2_megatron.runs.check.runner import run_checks
+from rstar2_megatron.runs.check.subjects import collectives, engine, judge, machine
+from rstar2_megatron.runs.check.subjects.thin_model import thin_config
+from rstar2_megatron.runs.main import main
+from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.placement import Slots
+
+TOPOLOGY = """\
+\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity
+GPU0\t X \tNV18\t{02}\tPIX\t0-47
+GPU1\tNV18\t X \tNV18\tSYS\t0-47
+GPU2\t{02}\tNV18\t X \tSYS\t48-95
+NIC0\tPIX\tSYS\tSYS\t X \t
+"""
+
+
+class OneNode:
+    """Answers `everywhere` with given facts: what a node would say of itself."""
+
+    def __init__(self, facts: list[dict[str, Any]]) -> None:
+        self.facts = facts
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+
+def context(name: str = "rstar2-tiny-cpu", *words: str, gpu: bool = False, facts: Any = None) -> Any:
+    settings = load(name, words).settings
+    slots = Slots(8, 80.0, host_gb=1900.0) if gpu else Slots(2, None)
+    nodes: Any = OneNode(facts or [])
+    found = {"survey": facts} if facts else {}
+    return Context(settings, slots, nodes, Path("/nowhere/scratch"), found)
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    """A healthy node of eight H100s."""
+    gpus = [
+        {
+            "index": str(n),
+            "name": "NVIDIA H100 80GB HBM3",
+            "driver_version": "580.65.06",
+            "memory.total": "81559",
+        }
+        | {"memory.used": "4", "compute_mode": "Default", "pstate": "P0"}
+        for n in range(8)
+    ]
+    return {
+        "host": "node-a",
+        "python": "3.11.9",
+        "host_gb": 2000.0,
+        "host_free_gb": 1900.0,
+        "shared_memory_gb": 900.0,
+        "temporary": {"wanted": None, "problem": "", "room_gb": 500.0, "path": "/tmp"},
+        "room_gb": {"/nowhere": 900.0},
+        "writable": {"/nowhere": ""},
+        "packages": machine.read_pins(machine._REQUIREMENTS, gpu=True),
+        "tools": dict.fromkeys(("nvcc", "ninja", "gcc", "g++"), "/usr/bin/tool"),
+        "environment": {"CUDA_HOME": "/usr/local/cuda"},
+        "nvcc": "Cuda compilation tools, release 13.0, V13.0.88",
+        "gpus": gpus,
+        "topology": TOPOLOGY.replace("{02}", "NV18"),
+        **changes,
+    }
+
+
+def with_gpu(**changes: str) -> list[dict[str, str]]:
+    gpus: list[dict[str, str]] = facts()["gpus"]
+    gpus[3] = gpus[3] | changes
+    return gpus
+
+
+MACHINE = [c for c in machine.CHECKS if c.name not in ("configuration", "nodes", "toolkit")]
+
+
+@pytest.mark.parametrize("check", MACHINE, ids=lambda check: check.name)
+def test_a_healthy_node_passes(check: Check) -> None:
+    assert check.run(context("rstar2-qwen2.5-7b-megatron", gpu=True, facts=[facts()])).words
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "versions",
+            {"packages": facts()["packages"] | {"torch": "2.12.0"}},
+            "torch is 2.12.0, requirements/ pins 2.13.0",
+        ),
+        ("versions", {"packages": facts()["packages"] | {"sglang": None}}, "sglang is not installed"),
+        ("driver", {"gpus": []}, "names no GPU"),
+        ("driver", {"gpus": with_gpu(driver_version="570.12")}, "GPU 3: driver 570.12 is older than 580"),
+        ("driver", {"gpus": with_gpu(compute_mode="Exclusive_Process")}, "Exclusive_Process"),
+        ("driver", {"gpus": facts()["gpus"][:4]}, "4 GPUs, the YAML's placement needs 8"),
+        (
+            "toolkit",
+            {"tools": dict.fromkeys(("nvcc", "gcc", "g++"), "x") | {"ninja": None}},
+            "ninja is not on PATH",
+        ),
+        ("toolkit", {"environment": {}}, "CUDA_HOME is not set"),
+        ("GPU memory", {"gpus": with_gpu(**{"memory.used": "20000"})}, "GPU 3: 19.5 of 79.6 GiB are in use"),
+        ("NVLink", {"topology": TOPOLOGY.replace("{02}", "SYS")}, "no NVLink between GPU0-GPU2 (SYS)"),
+        ("disk", {"writable": {"/nowhere": "Read-only file system"}}, "Read-only file system"),
+        ("host memory", {"host_gb": 64.0}, "64 GB of host memory, the plan needs"),
+        ("host memory", {"shared_memory_gb": 0.06}, "/dev/shm has 0.06 GB"),
+        (
+            "temporary files",
+            {"temporary": {"wanted": "/gone", "problem": "No such file", "room_gb": 1.0, "path": "/gone"}},
+            "TMPDIR=/gone: No such file",
+        ),
+        (
+            "temporary files",
+            {"temporary": {"wanted": None, "problem": "", "room_gb": 0.1, "path": "/tmp"}},
+            "/tmp has 0.10 GB free",
+        ),
+    ],
+)
+def test_a_fault_of_the_second_node_is_found(name: str, change: dict[str, Any], words: str) -> None:
+    (check,) = [c for c in machine.CHECKS if c.name == name]
+    both = [facts(), facts(**change, host="node-b")]
+    here = context("rstar2-qwen2.5-14b-megatron-2nodes", gpu=True, facts=both)
+    here.slots = Slots(16, 80.0, host_gb=1900.0)
+    with pytest.raises(CheckFailed, match="node-b: ") as failure:
+        check.run(here)
+    assert words in failure.value.words and "node-a" not in failure.value.words and check.remedy
+
+
+def test_pins_are_those_of_the_files(tmp_path: Path) -> None:
+    assert machine.read_pins(machine._REQUIREMENTS, gpu=False)["torch"] == "2.13.0"
+    (tmp_path / "constraints.txt").write_text("torch==9.9.9+cpu\nray[default]==1.0\nother==3\n")
+    assert machine.read_pins(tmp_path, gpu=False) == {"torch": "9.9.9", "ray": "1.0"}
+
+
+def test_a_configuration_that_does_not_fit_fails() -> None:
+    with pytest.raises(CheckFailed, match=r"algorithm\.group_size=4"):
+        machine.configuration(context("rstar2-tiny-cpu", "algorithm.group_size=4"))
+
+
+def test_bandwidth_is_judged_against_the_plan() -> None:
+    good = collectives.judge([400e9, 380e9], 360e9, 150e9, gpu=True, what="inside a node")
+    assert "380.0 GB/s inside a node; planned 360" in good.words
+    with pytest.raises(CheckFailed, match=r"40\.0 GB/s.*means a wrong path"):
+        collectives.judge([400e9, 40e9], 360e9, 150e9, gpu=True, what="inside a node")
+    assert "no figure for CPUs" in collectives.judge([1e9], 360e9, 150e9, gpu=False, what="here").words
+
+
+def test_log_probs_of_the_engine_are_judged_as_the_gate_does() -> None:
+    rows = [-1.0] * engine.TOKENS
+    assert engine.judge_logprobs(rows, rows, "fp32").figures["max"] == 0.0
+    off = [*rows[1:], -1.2]
+    with pytest.raises(CheckFailed, match=r"max 2\.0e-01; allowed max 0\.001"):
+        engine.judge_logprobs(rows, off, "fp32")
+    assert engine.judge_logprobs(rows, off, "bf16").words  # one token of 64 is rounding there
+    with pytest.raises(CheckFailed, match="allowed mean"):
+        engine.judge_logprobs(rows, [value - 0.2 for value in rows], "bf16")
+    with pytest.raises(CheckFailed, match="3 tokens of 64"):
+        engine.judge_logprobs(rows[:3], rows[:3], "fp32")
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    gb = 10**9
+    return {
+        "used_bytes": 50 * gb,
+        "freed_bytes": 48 * gb,
+        "taken_again_bytes": 48 * gb,
+        "sleep_seconds": 0.5,
+        "wake_seconds": 0.5,
+        "refused_asleep": True,
+        "decode_tokens_per_s": 9000.0,
+        "requests": 128,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"freed_bytes": 20 * 10**9}, "40%"), ({"refused_asleep": False}, "generated without its memory")],
+)
+def test_an_engine_that_keeps_its_memory_fails(change: dict[str, Any], words: str) -> None:
+    here = context(gpu=True)
+    here.found["engine"] = told()
+    assert "96%" in engine.sleep(here).words
+    here.found["engine"] = told(**change)
+    with pytest.raises(CheckFailed, match=words):
+        engine.sleep(here)
+
+
+def test_a_loopback_judge_of_two_nodes_fails_at_once() -> None:
+    with pytest.raises(CheckFailed, match="loopback address to the other nodes"):
+        judge.judge(context("rstar2-qwen2.5-14b-megatron-2nodes", gpu=True))
+
+
+def test_two_nodes_without_ray_address_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(CheckFailed, match="RAY_ADDRESS is not set"):
+        Nodes("cpu", 1).start_ray(2)
+
+
+def test_a_head_that_does_not_answer_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    started = time.monotonic()
+    with pytest.raises(CheckFailed, match=r"RAY_ADDRESS=127\.0\.0\.1:1 does not answer"):
+        Nodes("cpu", 1).start_ray(1)
+    assert time.monotonic() - started < 60
+
+
+def test_a_known_model_needs_no_directory() -> None:
+    raw = thin_config("/models/Qwen3-30B-A3B", 2)
+    assert (raw["num_hidden_layers"], raw["num_experts"], raw["hidden_size"]) == (2, 128, 2048)
+    with pytest.raises(CheckFailed, match="says nothing of its shape"):
+        thin_config("/models/unheard-of", 2)
+
+
+# --------------------------------------------------------------------------------------------- the runner
+
+
+def finding(words: str) -> Any:
+    return lambda context: Finding(words)
+
+
+def failing(error: Exception) -> Any:
+    def run(context: Context) -> Finding:
+        raise error
+
+    return run
+
+
+def test_a_failure_stops_only_what_depends_on_it() -> None:
+    checks = [
+        Check("a", finding("fine"), "nothing"),
+        Check("b", failing(CheckFailed("broken", {"figure": 3})), "turn the screw"),
+        Check("c", failing(ZeroDivisionError("by zero")), "mend it"),
+        Check("d", finding("fine"), "", after=("b",)),
+        Check("e", finding("fine"), "", after=("d",)),
+        Check("f", failing(NotHere("no experts")), ""),
+        Check("g", finding("fine"), "", gpu=True),
+        Check("h", finding("fine"), "", ranks=4),
+        Check("i", finding("fine"), "", nodes=2),
+        Check("j", finding("fine"), "", after=("a",)),
+    ]
+    lines: list[str] = []
+    results = {result.name: result for result in run_checks(checks, context(), lines.append)}
+    assert "".join(results[name].state[0] for name in "abcdefghij") == "pffsssssSp".lower()
+    assert results["b"].figures == {"figure": 3} and "ZeroDivisionError" in results["c"].details
+    assert "depends on `b`, which failed" in results["d"].words and "was skipped" in results["e"].words
+    assert lines[1].startswith("FAILED  b  broken") and lines[1].endswith("-> turn the screw")
+    assert "needs 4 slots" in results["h"].words and "needs 2 nodes" in results["i"].words
+
+
+def test_a_check_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rstar2_megatron.runs.check.runner._GRACE_S", 0.1)
+    checks = [
+        Check("hangs", lambda context: time.sleep(30), "", deadline_s=0.2),  # type: ignore[arg-type, return-value]
+        Check("next", finding("fine"), ""),
+    ]
+    hung, after = run_checks(checks, context(), lambda line: None)
+    assert (hung.state, after.state) == ("failed", "passed") and "was left behind" in hung.words
+
+
+# ------------------------------------------------------------------------------------- programs of a node
+
+PROGRAMS = "tests.runs.check_faults"
+
+
+def test_programs_that_hang_die_or_raise_are_answers_and_the_next_one_runs() -> None:
+    agent = NodeAgent()
+    jobs = [Job(rank, 2, devices=(rank,)) for rank in range(2)]
+    try:
+        hung = agent.run(f"{PROGRAMS}:one_hangs", jobs, {}, 2.0)
+        assert hung[0].value == 0 and "did not answer within its deadline" in hung[1].error
+        died = agent.run(f"{PROGRAMS}:one_dies", jobs, {}, 20.0)
+        assert died[0].value == 0 and "exit code 7" in died[1].error and "last words" in died[1].log
+        raised = agent.run(f"{PROGRAMS}:one_raises", jobs, {}, 20.0)
+        assert "ValueError: rank 1" in raised[1].error
+        with pytest.raises(CheckFailed, match="node 0 rank 1: ValueError: rank 1"):
+            values(raised)
+        same = [answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 20.0)]
+        assert same == [answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 20.0)]
+    finally:
+        agent.close()
+
+
+def test_a_machine_without_gpus_fails_a_gpu_yaml_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi, whatever machine this is
+    settings = load("rstar2-qwen2.5-7b-megatron", [f"runner.output_dir={tmp_path}"]).settings
+    lines: list[str] = []
+    some = [check for check in command.CHECKS if check.name not in ("nodes", "judge")]  # which start services
+    assert command.check(settings, checks=some, say=lines.append) == 1
+    states = {line[8:29].strip(): line[:8].strip() for line in lines[1:-1] if not line.startswith(" ")}
+    assert states["driver"] == "FAILED" and "names no GPU" in "".join(lines)
+    later = [check.name for check in command.CHECKS if check.name in states and "driver" in check.after]
+    assert later and {states[name] for name in [*later, "one rank", "engine", "run starts"]} == {"skipped"}
+    assert [path.name for path in tmp_path.iterdir()] == ["rstar2-7b.check.json"]
+
+
+def test_the_command_line_knows_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("rstar2_megatron.runs.main.check", lambda settings: seen.append(settings) or 1)
+    assert main(["rstar2-tiny-cpu", "--check", "actor.seed=3"]) == 1
+    assert seen[0].actor.seed == 3
+    assert main(["recipe=rstar2-tiny", "--check"]) == 2
+    assert "proves a machine for one configuration" in capsys.readouterr().err
+    assert main(["--help"]) == 0 and "--check" in capsys.readouterr().out
