@@ -61,7 +61,7 @@ def test_dry_run_refuses_14b_at_tp_1(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["rstar2-qwen2.5-14b-megatron", "--dry-run", *words]) == 2
     captured = capsys.readouterr()
     assert "DOES NOT FIT: Qwen2.5-14B-Instruct at TP 1 needs 111 GB per GPU" in captured.out
-    assert "set actor.model.tensor_model_parallel_size=2" in captured.out and "does not fit" in captured.err
+    assert "set actor.model.tensor_model_parallel_size=4" in captured.out and "does not fit" in captured.err
 
 
 def test_32b_fits_one_machine_of_8_by_80_gb() -> None:
