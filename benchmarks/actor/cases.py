@@ -75,9 +75,15 @@ def make_sequences(lengths: list[int], vocab: int) -> list[TrainSequence]:
 
 
 def settings_for(
-    budget: int, threads: int, precision: str, **model: Any
+    budget: int, threads: int, precision: str, *, host_optimizer: bool = False, **model: Any
 ) -> tuple[ActorSettings, RunnerSettings, AlgorithmSettings]:
-    actor = ActorSettings.model_validate({"model": {"precision": precision, **model}, "cpu_threads": threads})
+    actor = ActorSettings.model_validate(
+        {
+            "model": {"precision": precision, **model},
+            "optim": {"optimizer_cpu_offload": host_optimizer},
+            "cpu_threads": threads,
+        }
+    )
     runner = RunnerSettings.model_validate(
         {
             "experiment_name": "benchmark",

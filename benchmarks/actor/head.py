@@ -63,7 +63,7 @@ def measure(
     if buffered:
         weight.main_grad = torch.empty(WORDS, hidden_size, device=device).fill_(0.0)  # pages are touched
     targets = torch.randint(WORDS, (tokens,), device=device)
-    chunk = ActorSettings.model_fields["log_prob_chunk_tokens"].default
+    chunk = ActorSettings().head_chunk_tokens(cpu=device == "cpu")
     peak = _Peak(device)
     peak.start()
     started = time.perf_counter()

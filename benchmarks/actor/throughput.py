@@ -9,8 +9,9 @@
 
 Both sides get the same trajectories; figures are medians. On a CPU they take turns in one process, on a GPU each has
 a process and the memory of its own; a side that runs out of memory there is reported as null. Training keeps 18 bytes a
-parameter on a single GPU, so a 7B shape needs `--layers 16` (87 GB; the FLOPs are counted for those layers). Prints one
-JSON object and writes it to `--out`, by default benchmarks/results/actor_throughput_{cpu,cuda}.json; a dry run writes
+parameter on a single GPU, so a 7B shape needs `--layers 16` (87 GB; the FLOPs are counted for those layers), and the actor
+keeps its optimizer on the host where the GPU has not the room (`actor_optimizer_on_host`: its update is in the time). Prints
+one JSON object and writes it to `--out`, by default benchmarks/results/actor_throughput_{cpu,cuda}.json; a dry run writes
 nothing. The GPU part has not been run yet.
 """
 
@@ -61,7 +62,8 @@ def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Pat
             if args.recompute
             else {}
         )
-        config = settings_for(args.budget, args.threads, precision, **recompute)
+        on_host = optimizer_on_host(args, path)
+        config = settings_for(args.budget, args.threads, precision, host_optimizer=on_host, **recompute)
         actor = start_actor(0, 1, port, args.device, config, path)
         return lambda: actor.train_step(sequences)
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,6 +78,14 @@ def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Pat
     hf.train()
     adam = torch.optim.AdamW(hf.parameters(), lr=1e-6, fused=True)
     return lambda: transformers_step(hf, adam, sequences, args.budget, args.device)
+
+
+def optimizer_on_host(args: argparse.Namespace, path: Path) -> bool:
+    """Whether the GPU has no room for 18 bytes a parameter and activations: then the CPU updates the weights."""
+    if args.device != "cuda":
+        return False
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return 18 * ModelConfig.from_directory(path).num_parameters > 0.6 * memory
 
 
 def time_sides(
@@ -118,7 +128,8 @@ def against_transformers(args: argparse.Namespace, lengths: list[int], port: int
     else:
         timed.update(time_sides(["actor", "transformers"], args, lengths, port))
     with tempfile.TemporaryDirectory() as directory:
-        model = ModelConfig.from_directory(write_config(Path(directory), shape_of(args)))
+        path = write_config(Path(directory), shape_of(args))
+        model, on_host = ModelConfig.from_directory(path), optimizer_on_host(args, path)
     sequences = make_sequences(lengths, model.vocab_size)
     tokens = sum(s.num_trained_tokens for s in sequences)
     flops = model.train_flops(lengths, tokens)
@@ -126,6 +137,7 @@ def against_transformers(args: argparse.Namespace, lengths: list[int], port: int
     result: dict[str, float | None] = {
         "trained_tokens": float(tokens),
         "all_tokens": float(sum(lengths)),
+        "actor_optimizer_on_host": float(on_host),
     }
     for side, figures in timed.items():
         seconds, peak = figures or (None, None)

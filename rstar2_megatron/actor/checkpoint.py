@@ -31,8 +31,13 @@ from rstar2_megatron.actor.optimizer_state import (
 )
 from rstar2_megatron.settings.schema import ActorSettings
 
-# Handed out as copies: megatron-core writes the process group of the moment into it.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Handed out as copies: megatron-core writes the process group of the moment into it. The distributed optimizer's state is
+# gathered over gloo in host memory, to the first rank of each data-parallel group alone; otherwise every rank would gather
+# it on its GPU.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 _COUNTERS = "counters"
 _RANDOM = "random"
 

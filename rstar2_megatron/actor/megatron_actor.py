@@ -25,7 +25,7 @@ from rstar2_megatron.actor.losses import (
     sft_loss,
     sft_metrics,
 )
-from rstar2_megatron.actor.offload import offload, reload
+from rstar2_megatron.actor.offload import DeviceMemory
 from rstar2_megatron.actor.packing import Plan, make_plan, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.loss import aggregate
@@ -80,6 +80,7 @@ class MegatronActor:
         self.skipped_steps = 0
         self._pending: PendingSave | None = None
         self._reference: FrozenReference | None = None
+        self._memory = DeviceMemory(masters=actor.model.precision == "bf16")
         self._away: set[str] = set()  # parts on the host: weights, grads, state
 
     # ------------------------------------------------------------------------------------------ start, stop
@@ -196,21 +197,17 @@ class MegatronActor:
             **self._speed(sequences, plans, time.monotonic() - started),
         }
 
-    def sft_step(
-        self, sequences: Sequence[TrainSequence], lr: float | None = None, *, denominator: float | None = None
-    ) -> dict[str, float]:
-        """One optimizer step of cross entropy on the tokens of `loss_mask`; collective.
+    def sft_step(self, sequences: Sequence[TrainSequence], lr: float | None = None) -> dict[str, float]:
+        """One optimizer step of mean cross entropy over the tokens of `loss_mask`; collective.
 
-        lr: None takes the schedule's. denominator: what the summed loss is divided by; None takes the number
-        of trained tokens (token mean). Batches bucketed by length want a constant one, so that short
-        conversations do not weigh more.
+        lr: None takes the schedule's.
         """
         started = time.monotonic()
         trained = sum(s.num_trained_tokens for s in sequences)
         if not trained:
             raise ValueError(f"sft_step got {len(sequences)} sequences without a trained token")
         plan = self._plan(sequences)
-        loss = sft_loss(denominator or float(trained))
+        loss = sft_loss(float(trained))
         step = self._update(sequences, plan, loss, temperature=1.0, lr=lr)
         speed = self._speed(sequences, [plan], time.monotonic() - started)
         return sft_metrics(step, trained, self.skipped_steps, speed)
@@ -308,23 +305,13 @@ class MegatronActor:
         }
         parts = {name for name, go in wanted.items() if go} - self._away
         self.policy.finish_gather()
-        offload(self.policy.chunks, self.policy.optimizer, parts, masters=self._has_masters)
+        self._memory.offload(self.policy.chunks, self.policy.optimizer, parts)
         self._away |= parts
 
     def reload(self) -> None:
         """Bring back what `offload` moved away."""
-        reload(
-            self.policy.chunks,
-            self.policy.optimizer,
-            self._away,
-            masters=self._has_masters,
-            device=self.device,
-        )
+        self._memory.reload(self.policy.chunks, self.policy.optimizer, self._away)
         self._away = set()
-
-    @property
-    def _has_masters(self) -> bool:
-        return self.actor.model.precision == "bf16"
 
     # ------------------------------------------------------------------------------- weights and checkpoints
 

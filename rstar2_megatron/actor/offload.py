@@ -1,59 +1,137 @@
 """Free the GPU for the engine between training steps: weights, gradients, optimizer state to host memory.
 
-On CPU the same moves are made (into other host memory), so that the order of a step is exercised there too.
+The copies lie in host memory that is taken once and reused each step, pinned beside a GPU, so that a move runs at the
+link's rate. On a CPU the same moves are made (into other host memory), so that the order of a step is exercised there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
+# Bytes of a slab. torch rounds pinned allocations up to a power of two: larger pieces would waste up to half of the memory.
+_SLAB = 1 << 28
 
 
-def offload(chunks: list[Any], optimizer: Any, parts: set[str], *, masters: bool) -> None:
-    """Move parts ("weights", "grads", "state") to the host and give the memory back to the device.
+class HostSlabs:
+    """Host memory that holds the bytes of a list of tensors, one after the other. It grows and is never given back."""
 
-    Gradient buffers are not copied: they are zeroed before their next use. `masters`: the fp32 master weights
-    are tensors of their own (bf16 training) and go with the state; in fp32 training they are the weights.
+    def __init__(self) -> None:
+        self._slabs: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.numel() for slab in self._slabs)
+
+    def pieces(self, sizes: list[int]) -> Iterator[list[tuple[slice, Tensor]]]:
+        """For each size in bytes: (range of bytes, uint8 host memory of this range), in order."""
+        position = 0
+        for size in sizes:
+            found = []
+            done = 0
+            while done < size:
+                number, offset = divmod(position, _SLAB)
+                length = min(size - done, _SLAB - offset)
+                if number == len(self._slabs):
+                    pinned = torch.cuda.is_available()
+                    self._slabs.append(torch.empty(_SLAB, dtype=torch.uint8, pin_memory=pinned))
+                found.append((slice(done, done + length), self._slabs[number][offset : offset + length]))
+                done += length
+                position += length
+            yield found
+
+
+class DeviceMemory:
+    """Moves what one rank holds on the device to the host and back: "weights", "grads", "state".
+
+    Tensors keep their identity: only their storage shrinks to nothing meanwhile. Gradient buffers are not copied, because
+    they are zeroed before their next use.
     """
-    torch.cuda.synchronize()
-    for buffer in _buffers(chunks):
-        on_host = buffer.param_data is not None and not buffer.param_data.is_cuda
-        if "weights" in parts and on_host and buffer.param_data_cpu is None:
-            # megatron-core would take the tensor itself for its copy on the host.
-            buffer.param_data_cpu = torch.empty_like(buffer.param_data)
-        buffer.offload_to_cpu(move_params="weights" in parts, move_grads="grads" in parts)
-    if "state" in parts:
-        _move_state(optimizer, "cpu", masters)
-    torch.cuda.synchronize()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+
+    def __init__(self, *, masters: bool) -> None:
+        """masters: the fp32 master weights are tensors of their own (bf16 training) and go with the state; in fp32
+        training they are the weights.
+        """
+        self._masters = masters
+        self._slabs = {"weights": HostSlabs(), "state": HostSlabs()}
+        self._sizes: dict[str, list[int]] = {}
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken so far."""
+        return sum(slabs.nbytes for slabs in self._slabs.values())
+
+    def offload(self, chunks: list[Any], optimizer: Any, parts: set[str]) -> None:
+        """Move `parts` to the host and give their memory back to the device."""
+        torch.cuda.synchronize()
+        for buffer in _buffers(chunks):
+            buffer.offload_to_cpu(move_params=False, move_grads="grads" in parts)
+        for part in sorted(parts & self._slabs.keys()):
+            storages = self._storages(part, chunks, optimizer)
+            self._sizes[part] = [storage.nbytes() for storage in storages]
+            self._copy(part, storages, to_host=True)
+            for storage in storages:
+                storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def reload(self, chunks: list[Any], optimizer: Any, parts: set[str]) -> None:
+        """Undo `offload`."""
+        for buffer in _buffers(chunks):
+            buffer.reload_from_cpu(move_params=False, move_grads="grads" in parts)
+        for part in sorted(parts & self._slabs.keys()):
+            storages = self._storages(part, chunks, optimizer)
+            for storage, size in zip(storages, self._sizes[part], strict=True):
+                storage.resize_(size)
+            self._copy(part, storages, to_host=False)
+        torch.cuda.synchronize()
+
+    def _storages(self, part: str, chunks: list[Any], optimizer: Any) -> list[torch.UntypedStorage]:
+        """The storages of a part, each once, in the same order at every call."""
+        weights = _unique(buffer.param_data for buffer in _buffers(chunks) if buffer.param_data is not None)
+        if part == "weights":
+            return list(weights.values())
+        state = _unique(self._state(optimizer))
+        return [storage for address, storage in state.items() if address not in weights]
+
+    def _state(self, optimizer: Any) -> Iterator[Tensor]:
+        for inner in optimizer.chained_optimizers:
+            if inner.optimizer is None:  # nothing to train on this rank
+                continue
+            for state in inner.optimizer.state.values():
+                # torch keeps Adam's step counter on the host, and wants it there.
+                yield from (value for value in state.values() if torch.is_tensor(value) and value.ndim)
+            if self._masters:
+                for group in inner.optimizer.param_groups:
+                    yield from group["params"]
+
+    def _copy(self, part: str, storages: list[torch.UntypedStorage], *, to_host: bool) -> None:
+        pieces = self._slabs[part].pieces(self._sizes[part])
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for storage, found in zip(storages, pieces, strict=True):
+                on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                for place, on_host in found:
+                    if to_host:
+                        on_host.copy_(on_device[place], non_blocking=True)
+                    else:
+                        on_device[place].copy_(on_host, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
-def reload(chunks: list[Any], optimizer: Any, parts: set[str], *, masters: bool, device: str) -> None:
-    """Undo `offload`; `device` is where the state goes ("cuda", "cpu")."""
-    for buffer in _buffers(chunks):
-        buffer.reload_from_cpu(move_params="weights" in parts, move_grads="grads" in parts)
-    if "state" in parts:
-        _move_state(optimizer, device, masters)
-    torch.cuda.synchronize()
+def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of the tensors by their identity, in order."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage for storage in storages}
 
 
 def _buffers(chunks: list[Any]) -> Iterator[Any]:
     for chunk in chunks:
         yield from chunk.buffers
         yield from chunk.expert_parallel_buffers
-
-
-def _move_state(optimizer: Any, device: str, masters: bool) -> None:
-    for part in optimizer.chained_optimizers:
-        for state in part.optimizer.state.values():
-            for name, value in state.items():
-                # torch keeps Adam's step counter on the host, and wants it there.
-                if isinstance(value, torch.Tensor) and value.ndim:
-                    state[name] = value.to(device)
-        if masters:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.data = parameter.data.to(device)

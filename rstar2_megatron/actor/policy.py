@@ -38,7 +38,10 @@ class Policy:
     ) -> None:
         """Build this rank's chunks, read their weights from the Hugging Face directory, make the optimizer."""
         self.model, self.layout, self.device = model, layout, device
-        self.precision, self.chunk_tokens = actor.model.precision, actor.log_prob_chunk_tokens
+        self.precision, self.chunk_tokens = (
+            actor.model.precision,
+            actor.head_chunk_tokens(cpu=device == "cpu"),
+        )
         implementation = choose_implementation(actor.model.transformer_impl, device)
         cpu_megatron.repair_router_without_engine()
         config, chunks = build_chunks(model, actor.model, implementation, device)

@@ -21,8 +21,6 @@ class TrainSequence:
     loss_mask: list[int]
     rollout_logprobs: list[float]
     advantage: float
-    version: int = 0
-    """Oldest weight version that generated a token of this sequence."""
 
     @property
     def length(self) -> int:
@@ -64,7 +62,6 @@ def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
         loss_mask=[0] * prompt_length + list(trajectory.loss_mask),
         rollout_logprobs=[0.0] * prompt_length + [float(x) for x in trajectory.rollout_logprobs],
         advantage=float(advantage),
-        version=min((span.version for span in trajectory.version_spans), default=0),
     )
     try:
         sequence.check()

@@ -65,7 +65,6 @@ class ResampleResult:
     """One per given trajectory, kept or not."""
     num_positive: int = 0
     num_negative: int = 0
-    num_kept_positive: int = 0
 
     @property
     def rejected(self) -> bool:
@@ -81,7 +80,6 @@ class ResampleResult:
             reason=Rejection.NONE if trajectories else Rejection.TOO_FEW,
             num_positive=positives,
             num_negative=len(trajectories) - positives,
-            num_kept_positive=positives,
         )
 
 
@@ -116,7 +114,7 @@ def resample_on_correct(
     kept &= torch.tensor([reason is Rejection.NONE for reason in reasons], dtype=torch.bool)[:, None]
 
     positive = (rewards > 0) & valid
-    counts = [mask.sum(1).tolist() for mask in (positive, valid & ~positive, kept & positive)]
+    counts = [mask.sum(1).tolist() for mask in (positive, valid & ~positive)]
     results = []
     for number, (group, row) in enumerate(zip(groups, kept.tolist())):
         indices = [i for i, is_kept in enumerate(row) if is_kept]
@@ -128,7 +126,6 @@ def resample_on_correct(
                 penalties=penalties[number],
                 num_positive=counts[0][number],
                 num_negative=counts[1][number],
-                num_kept_positive=counts[2][number],
             )
         )
     return results

@@ -7,18 +7,18 @@ import logging
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rstar2_megatron.actor import optimizer
+from rstar2_megatron.actor import offload, optimizer
 from rstar2_megatron.actor.megatron_actor import MegatronActor
-from rstar2_megatron.actor.network import logprob
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
 from rstar2_megatron.weights.checksum import weights_checksum
@@ -55,9 +55,12 @@ def train(
 def train_with_turns(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch]
 ) -> tuple[list[dict[str, float]], bool]:
-    """Like `train`, but the memory goes to an engine after each step; were all parameters away meanwhile?"""
+    """Like `train`, but the memory goes to an engine before each step; was everything away meanwhile, to the same host
+    memory each time?
+    """
+    offload._SLAB = 1 << 12  # pieces smaller than a tensor
     actor = _actor(rank, world_size, init_method, config, model_path)
-    history, away = [], True
+    history, away, taken = [], True, set()
     try:
         for batch in batches:
             weights = actor.weights_checksum()
@@ -66,12 +69,22 @@ def train_with_turns(
             actor.offload()
             actor.offload()  # twice is once
             parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
-            away &= all(p.untyped_storage().size() == 0 for p in parameters)
+            tensors = parameters + [t for t in _optimizer_tensors(actor) if t.ndim]
+            away &= all(t.untyped_storage().size() == 0 for t in tensors)
             actor.reload()
             history.append(actor.train_step(batch))
-        return history, away
+            taken.add(actor._memory.host_bytes)
+        return history, away and len(taken) <= 2  # the first step has no moments yet
     finally:
         actor.close()
+
+
+def _optimizer_tensors(actor: MegatronActor) -> list[Tensor]:
+    inner = [
+        part.optimizer for part in actor.policy.optimizer.chained_optimizers if part.optimizer is not None
+    ]
+    masters = [p for part in inner for group in part.param_groups for p in group["params"]]
+    return masters + [t for part in inner for state in part.state.values() for t in state.values()]
 
 
 def train_with_reference(
@@ -263,82 +276,6 @@ def poisoned(
         actor.close()
 
 
-def heads(rank: int, world_size: int, init_method: str, seed: int) -> dict[str, float]:
-    """Largest differences between the chunked head over `world_size` ranks and torch's log_softmax on all."""
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
-    try:
-        group = dist.group.WORLD
-        torch.manual_seed(seed)
-        hidden, weight = torch.randn(37, 16), torch.randn(24, 16)
-        targets, by_logprob, by_entropy = torch.randint(24, (37,)), torch.randn(37), torch.randn(37)
-        full_hidden, full_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        log_p = (full_hidden @ full_weight.t() / 0.7).log_softmax(-1)
-        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        (chosen @ by_logprob + entropy @ by_entropy).backward()
-        worst: dict[str, float] = {}
-        for smallest, words in ((1, 5), (1 << 24, 1 << 14)):  # many chunks with recompute; one chunk kept
-            logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = smallest, words
-            for buffered in (False, True):
-                own_hidden = hidden.clone().requires_grad_()
-                own_weight = weight.chunk(world_size)[rank].clone().requires_grad_()
-                if buffered:  # as under DDP, after another micro-batch
-                    own_weight.main_grad = torch.ones_like(own_weight)  # type: ignore[attr-defined]
-                out = logprob.log_prob_entropy(
-                    own_hidden, own_weight, targets, temperature=0.7, chunk_tokens=10, group=group
-                )
-                (out[0] @ by_logprob + out[1] @ by_entropy).backward()
-                gradient: Any = own_weight.grad
-                if buffered:
-                    assert own_weight.grad_added_to_main_grad  # type: ignore[attr-defined]
-                    gradient = own_weight.main_grad - 1  # type: ignore[attr-defined]
-                assert own_hidden.grad is not None
-                assert full_hidden.grad is not None and full_weight.grad is not None
-                dist.all_reduce(own_hidden.grad)
-                pairs = {
-                    "log_prob": (out[0], chosen),
-                    "entropy": (out[1], entropy),
-                    "hidden": (own_hidden.grad, full_hidden.grad),
-                    "weight": (gradient, full_weight.grad.chunk(world_size)[rank]),
-                }
-                for name, (mine, right) in pairs.items():
-                    worst[name] = max(worst.get(name, 0.0), float((mine - right).abs().max()))
-        return worst
-    finally:
-        logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = 1 << 24, 1 << 14
-        dist.destroy_process_group()
-
-
-def head_gradient_in_bf16(rank: int, world_size: int, init_method: str, shared: bool) -> tuple[float, float]:
-    """Relative error of the weight's gradient over 512 chunks of the same tokens; the largest value left for DDP."""
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
-    logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = 1, 7
-    try:
-        torch.manual_seed(0)
-        few, targets = torch.randn(4, 16).bfloat16(), torch.randint(24, (4,))
-        weight: Any = torch.randn(24, 16).bfloat16().requires_grad_()
-        weight.main_grad = torch.zeros(24, 16)
-        weight.zero_out_wgrad = shared
-        out = logprob.log_prob_entropy(
-            few.repeat(512, 1),
-            weight,
-            targets.repeat(512),
-            temperature=1.0,
-            chunk_tokens=4,
-            group=dist.group.WORLD,
-        )
-        out[0].sum().backward()
-        right = weight.detach().float().requires_grad_()
-        log_p = (few.float() @ right.t()).log_softmax(-1)
-        (512 * log_p.gather(-1, targets[:, None]).sum()).backward()
-        assert right.grad is not None
-        error = (weight.main_grad - right.grad).norm() / right.grad.norm()
-        return float(error), float(weight.grad.abs().max())
-    finally:
-        logprob._MIN_CHUNK_LOGITS, logprob._GRADIENT_WORDS = 1 << 24, 1 << 14
-        dist.destroy_process_group()
-
-
 class _LocalGroup:
     """The actor of this rank where `sft.training` expects a worker group."""
 
@@ -399,6 +336,50 @@ def save_and_go_on(
         actor.train_step(batches[0])
         actor.save_checkpoint(directory)
         return actor.weights_checksum(), actor.train_step(batches[1])
+    finally:
+        actor.close()
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations inside have made and that still live: at most, by kind of device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs and storage._cdata not in self._live:
+                    self._live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._live.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+def save_and_count(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    model_path: Path,
+    directory: Path,
+    batch: Batch,
+    bucket_size: int,
+) -> int:
+    """Bytes that a save took at most on this rank, beside model and optimizer."""
+    with _bucket_size(bucket_size if config[0].optim.overlap_grad_reduce else None):
+        actor = _actor(rank, world_size, init_method, config, model_path)
+    try:
+        actor.train_step(batch)
+        with _LiveBytes() as count:
+            actor.save_checkpoint(directory, wait=False)
+        actor.finish_checkpoint()
+        return count.peak
     finally:
         actor.close()
 

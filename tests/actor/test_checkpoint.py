@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from rstar2_megatron.actor.convert import checkpoint_weights
 from rstar2_megatron.actor.optimizer import learning_rate
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.settings.planning.host_memory import save_bytes
 from rstar2_megatron.settings.schema import LrSchedSettings
 from tests.actor import programs
 from tests.actor.ranks import RankPool
@@ -170,6 +171,40 @@ def test_a_kept_optimizers_schedule_survives_a_resume(
     assert rates == [learning_rate(4 + 2 * i + 1, actor.optim, cosine, 6, start=4) for i in range(3)]
     assert rates[0] > 0.9e-3 and rates[-1] < 1e-4
     assert resumed == rates[1:]
+
+
+@pytest.mark.parametrize(
+    "ranks, model, optim, which",
+    [
+        (2, BF16, {}, "qwen2"),
+        (2, {**BF16, **TP2}, {}, "qwen2"),
+        (2, BF16, {**OVERLAP, **HOST}, "qwen2"),
+        (2, {**BF16, **EP2}, {}, "moe"),
+        (2, {}, {"use_distributed_optimizer": False}, "qwen2"),
+    ],
+    ids=["DP2", "TP2", "DP2 overlap, host optimizer", "EP2", "plain optimizer"],
+)
+def test_a_save_takes_the_bytes_of_the_plan(
+    pool: RankPool,
+    models: dict[str, Path],
+    tmp_path: Path,
+    ranks: int,
+    model: dict[str, Any],
+    optim: dict[str, Any],
+    which: str,
+) -> None:
+    """Bytes of all tensors that live at once beside model and optimizer: on the first rank, which gathers, and the last."""
+    config = settings(model=model, optim=optim)
+    arguments = (config, models[which], tmp_path / "actor", BATCHES[0], 20_000)
+    counted = pool.run(programs.save_and_count, ranks, *arguments)
+    shape = ModelConfig.from_directory(models[which])
+    planned = save_bytes(config[0], shape, ranks, bucket=20_000)
+    assert 0.95 * planned < counted[0] <= 1.02 * planned
+    if (
+        model == BF16 and not optim
+    ):  # two data-parallel ranks: the second one sends its shard and keeps nothing
+        last = save_bytes(config[0], shape, ranks, first=False, bucket=20_000)
+        assert counted[1] <= 1.02 * last < 0.5 * planned
 
 
 def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:

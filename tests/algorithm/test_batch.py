@@ -5,7 +5,7 @@ import torch
 
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.correction import tis_weights
-from rstar2_megatron.trajectory import FinishReason, VersionSpan
+from rstar2_megatron.trajectory import FinishReason
 from tests.algorithm.trajectories import trajectory
 
 
@@ -13,13 +13,12 @@ def test_prompt_is_not_trained_and_lists_cover_every_token() -> None:
     t = trajectory(tokens=4)
     t.loss_mask = [1, 0, 0, 1]
     t.rollout_logprobs = [-0.1, 0.0, 0.0, -0.4]
-    t.version_spans = [VersionSpan(0, 1, 7), VersionSpan(3, 4, 6)]
     sequence = train_sequence(t, -0.5)
     assert sequence.input_ids == [1, 2, 3, 10, 11, 12, 13]
     assert sequence.loss_mask == [0, 0, 0, 1, 0, 0, 1]
     assert sequence.rollout_logprobs == [0.0, 0.0, 0.0, -0.1, 0.0, 0.0, -0.4]
     assert (sequence.length, sequence.num_trained_tokens) == (7, 2)
-    assert (sequence.advantage, sequence.version) == (-0.5, 6)
+    assert sequence.advantage == -0.5
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

@@ -13,7 +13,7 @@ from rstar2_megatron.algorithm.loss import aggregate, policy_loss
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import ToolOutcome
-from tests.algorithm.trajectories import trajectory
+from tests.algorithm.trajectories import num_kept_positive, trajectory
 
 OK, ERROR = ToolOutcome.OK, ToolOutcome.ERROR
 
@@ -41,7 +41,7 @@ def advantages() -> list[float]:
     (result,) = resample_on_correct([GROUP], config, [""])
     assert [p.error + p.answer_format for p in result.penalties] == [0, 1.5, 0, 0, 1, 1.5, 0.5, 0]
     assert result.indices == KEPT
-    assert (result.num_positive, result.num_negative, result.num_kept_positive) == (4, 4, 2)
+    assert (result.num_positive, result.num_negative, num_kept_positive(result)) == (4, 4, 2)
     return group_advantages([[t.reward or 0.0 for t in result.kept]])[0]
 
 
@@ -93,5 +93,5 @@ def test_order_of_rollouts_changes_no_quota_of_the_papers_mode() -> None:
     for seed in range(50):
         shuffled = rng.sample(GROUP, len(GROUP))
         result = resample_on_correct([shuffled], config, [str(seed)])[0]
-        assert (len(result.kept), result.num_kept_positive) == (4, 2)
+        assert (len(result.kept), num_kept_positive(result)) == (4, 2)
         assert {id(t) for t in result.kept} <= {id(t) for t in GROUP} and len(set(result.indices)) == 4

@@ -26,7 +26,7 @@ from rstar2_megatron.algorithm.roc import (
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome, Trajectory
 from tests.algorithm.slow_roc import slow_paper, slow_paper_quotas, slow_released, slow_released_quotas
-from tests.algorithm.trajectories import group, trajectory
+from tests.algorithm.trajectories import group, num_kept_positive, trajectory
 
 OK, ERROR, TIMEOUT = ToolOutcome.OK, ToolOutcome.ERROR, ToolOutcome.TIMEOUT
 MALFORMED, INFRASTRUCTURE = ToolOutcome.MALFORMED, ToolOutcome.INFRASTRUCTURE
@@ -164,7 +164,7 @@ def test_odd_targets_have_a_rule_where_the_public_code_asserts() -> None:
     cfg = config(7, mode="released", min_zero_reward_trace_num=0, min_non_zero_reward_trace_num=0)
     assert sum(released_quotas(torch.tensor([7]), torch.tensor([7]), cfg)).item() == 8
     result = resample(group([0, 1] * 7), cfg)
-    assert len(result.kept) == 7 and result.num_kept_positive == 7
+    assert len(result.kept) == 7 and num_kept_positive(result) == 7
 
 
 # -------------------------------------------------------------------------------------- paper selection
@@ -227,11 +227,11 @@ def test_paper_mode_invariants(trajectories, n, seed) -> None:
         return
     assert not result.rejected
     assert len(result.kept) == min(n, len(trajectories))
-    negatives = len(result.kept) - result.num_kept_positive
-    assert negatives >= 1 and result.num_kept_positive >= 1
+    negatives = len(result.kept) - num_kept_positive(result)
+    assert negatives >= 1 and num_kept_positive(result) >= 1
     if len(trajectories) > n:
         half = result.num_negative * n // len(trajectories)
-        assert negatives == max(half, 1) or result.num_kept_positive == result.num_positive
+        assert negatives == max(half, 1) or num_kept_positive(result) == result.num_positive
     assert resample(trajectories, cfg, seed).indices == result.indices  # a seed decides everything
 
 
@@ -278,8 +278,8 @@ def test_plain_halves_of_the_paper_without_minimum_counts() -> None:
     cfg = config(16, min_zero_reward_trace_num=0, min_non_zero_reward_trace_num=0)
     for positives in range(1, 32):
         result = resample(group([1.0] * positives + [0.0] * (32 - positives)), cfg)
-        assert len(result.kept) - result.num_kept_positive == (32 - positives) // 2
-        assert result.num_kept_positive == 16 - (32 - positives) // 2
+        assert len(result.kept) - num_kept_positive(result) == (32 - positives) // 2
+        assert num_kept_positive(result) == 16 - (32 - positives) // 2
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_equal_rewards_are_kept_when_rejection_is_off() -> None:
 
 def test_without_down_sampling_everything_is_kept() -> None:
     result = ResampleResult.keep_all(group([1, 0, 1]))
-    assert result.indices == [0, 1, 2] and result.num_kept_positive == 2 and not result.rejected
+    assert result.indices == [0, 1, 2] and num_kept_positive(result) == 2 and not result.rejected
     assert ResampleResult.keep_all([]).rejected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.trajectory import FinishReason, ToolCall, ToolOutcome, Trajectory
 
 RESPONSES = {
@@ -49,3 +50,8 @@ def trajectory(
 def group(rewards: Sequence[float]) -> list[Trajectory]:
     """Clean trajectories with one good call each."""
     return [trajectory(r, [ToolOutcome.OK], index=i) for i, r in enumerate(rewards)]
+
+
+def num_kept_positive(result: ResampleResult) -> int:
+    """Trajectories with a positive reward among those that resampling kept."""
+    return sum((t.reward or 0.0) > 0 for t in result.kept)

@@ -11,7 +11,8 @@ from rstar2_megatron.runs.filter_command import main
 from rstar2_megatron.trajectory import Problem
 
 PROBLEMS = [
-    Problem(name, [{"role": "user", "content": name}], ["1"]) for name in ("easy", "middle", "hard", "spoiled")
+    Problem(name, [{"role": "user", "content": name}], ["1"])
+    for name in ("easy", "middle", "hard", "spoiled")
 ]
 REWARDS = [
     *[("easy", 1.0)] * 4,

@@ -1,13 +1,18 @@
 """Log-prob and entropy of chosen tokens over a vocabulary split across tensor-parallel ranks, in chunks.
 
 The head's logits are the largest tensor of a training step (16,384 tokens x 151,936 words x 4 bytes = 10 GB).
-Here they exist for one chunk of tokens at a time, in the forward pass and again in the backward pass, which
-computes them anew. The gradient of the weight, as large as the weight twice over, is added where it belongs: to the fp32
-gradient buffer of megatron-core's DDP. Shapes: n predicted tokens, H hidden size, V/tp words of this rank.
+Here they exist for one chunk of tokens at a time, in the forward pass and again in the backward pass, which computes
+them a second time. The gradient of the weight is added to the fp32 gradient buffer of megatron-core's DDP.
+
+In low precision on CUDA matrix products return fp32, so logits are never rounded to bf16. A chunk is large there, because
+each chunk reads the whole weight; all else runs over blocks of its rows, and the gradient of the logits takes the memory
+of the logits. Shapes: n predicted tokens, H hidden size, V/tp words of this rank.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +28,8 @@ from torch import Tensor
 _MIN_CHUNK_LOGITS = 1 << 24
 # Words of the weight whose low-precision gradient of a chunk is made at a time, before it is added in fp32.
 _GRADIENT_WORDS = 1 << 14
+# Rows of a block (156 MB of fp32 logits at 151,936 words).
+_BLOCK_ROWS = 256
 
 
 class _LogProbEntropy(torch.autograd.Function):
@@ -51,15 +58,14 @@ class _LogProbEntropy(torch.autograd.Function):
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             z.sub_(largest[:, None])
             target_z = z.gather(-1, local[rows, None]).squeeze(-1).mul_(mine[rows])
-            e = z.exp()
-            sums = torch.stack([e.sum(-1), torch.linalg.vecdot(e, z), target_z])
+            sums = torch.stack([*_exponential_sums(z, _in_blocks(hidden)), target_z])
             if group.size() > 1:
                 dist.all_reduce(sums, group=group)
             log_sum = sums[0].log()
             log_sums[rows] = log_sum + largest
             out[0, rows] = sums[2] - log_sum
             out[1, rows] = log_sum - sums[1] / sums[0]
-            if chunk >= hidden.size(0) and ctx.needs_input_grad[0]:
+            if chunk >= hidden.size(0) and ctx.needs_input_grad[0] and not _in_blocks(hidden):
                 kept = z.sub_(
                     log_sum[:, None]
                 )  # everything fits in one chunk: keep it, compute nothing twice
@@ -88,20 +94,21 @@ class _LogProbEntropy(torch.autograd.Function):
                 log_p = kept[0]
             else:
                 log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_sums[rows, None])
-            # In place where nothing else needs log_p: this is the largest tensor there is.
-            p = log_p.exp() if kept or use_entropy else log_p.exp_()
-            if use_entropy:
-                log_p = log_p + entropy[rows, None] if kept else log_p.add_(entropy[rows, None])
-                grad_z = p.mul_(log_p.mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])).neg_()
+            gradient = functools.partial(_gradient_of_logits, use_entropy, bool(kept), ctx.temperature)
+            per_token = by_logprob[rows], by_entropy[rows], entropy[rows], local[rows], mine[rows]
+            if _in_blocks(hidden):
+                grad_logits = log_p.view(hidden.dtype)[
+                    :, : weight.size(0)
+                ]  # the first half of each row's memory
+                for block in _row_blocks(log_p):
+                    grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(
+                        hidden.dtype
+                    )
             else:
-                grad_z = p.mul_(-by_logprob[rows, None])
-            grad_z.scatter_add_(-1, local[rows, None], (by_logprob[rows] * mine[rows])[:, None])
-            if ctx.temperature != 1.0:
-                grad_z.div_(ctx.temperature)
-            grad_logits = grad_z.to(hidden.dtype)
+                grad_logits = gradient(log_p, *per_token).to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             _add_outer(grad_weight, grad_logits, hidden[rows])
-            del log_p, p, grad_z, grad_logits
+            del log_p, grad_logits
         if parameter is None:
             return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
         # DDP waits for a gradient, and adds it only where this says that nothing was added, or where an embedding shares
@@ -112,19 +119,64 @@ class _LogProbEntropy(torch.autograd.Function):
         return grad_hidden, placeholder, None, None, None, None
 
 
+def _in_blocks(hidden: Tensor) -> bool:
+    """Whether chunks are large and matrix products return fp32: low precision on CUDA."""
+    return hidden.is_cuda and hidden.dtype != torch.float32
+
+
+def _row_blocks(z: Tensor) -> Iterator[slice]:
+    return (slice(start, start + _BLOCK_ROWS) for start in range(0, z.size(0), _BLOCK_ROWS))
+
+
+def _exponential_sums(z: Tensor, in_blocks: bool) -> tuple[Tensor, Tensor]:
+    """Sums of exp(z) and of exp(z) z over the words, [n] each."""
+    if in_blocks:
+        parts = [_exponential_sums(z[block], False) for block in _row_blocks(z)]
+        return torch.cat([e for e, _ in parts]), torch.cat([ez for _, ez in parts])
+    e = z.exp()
+    return e.sum(-1), torch.linalg.vecdot(e, z)
+
+
+def _gradient_of_logits(
+    use_entropy: bool,
+    keep: bool,
+    temperature: float,
+    log_p: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor,
+    entropy: Tensor,
+    local: Tensor,
+    mine: Tensor,
+) -> Tensor:
+    """fp32 gradient of logits [n, V/tp] from that of log-probs and entropies [n]; in place of `log_p` unless `keep`."""
+    p = log_p.exp() if keep or use_entropy else log_p.exp_()
+    if use_entropy:
+        log_p = log_p + entropy[:, None] if keep else log_p.add_(entropy[:, None])
+        grad_z = p.mul_(log_p.mul_(by_entropy[:, None]).add_(by_logprob[:, None])).neg_()
+    else:
+        grad_z = p.mul_(-by_logprob[:, None])
+    grad_z.scatter_add_(-1, local[:, None], (by_logprob * mine)[:, None])
+    return grad_z if temperature == 1.0 else grad_z.div_(temperature)
+
+
 def _add_outer(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     """total [V/tp, H] += grad_logits^T hidden, in the precision of `total`."""
     if total.dtype == hidden.dtype:
         total.addmm_(grad_logits.t(), hidden)
-        return
-    for start in range(0, total.size(0), _GRADIENT_WORDS):
-        words = slice(start, start + _GRADIENT_WORDS)
-        total[words].add_(torch.mm(grad_logits[:, words].t(), hidden))
+    elif _in_blocks(hidden):
+        torch.addmm(total, grad_logits.t(), hidden, out_dtype=torch.float32, out=total)
+    else:
+        for start in range(0, total.size(0), _GRADIENT_WORDS):
+            words = slice(start, start + _GRADIENT_WORDS)
+            total[words].add_(torch.mm(grad_logits[:, words].t(), hidden))
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """fp32 logits over temperature, [n, V/tp]; a fresh tensor that the caller may overwrite."""
-    logits = torch.mm(hidden, weight.t()).float()
+    """fp32 logits over temperature, [n, V/tp]; a new tensor that the caller may overwrite."""
+    if _in_blocks(hidden):
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = torch.mm(hidden, weight.t()).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

@@ -1,12 +1,14 @@
-"""Bytes of one actor rank while it trains, and of a node's host.
+"""Bytes of one actor rank on its GPU while it trains (`host_memory.py`: of a node's host).
 
 N parameters, world = data x tensor x pipeline x context ranks, GB = 1e9 bytes:
 - weights 2N/(TP PP) in bf16, gradients 4N/(TP PP) in fp32, optimizer 12N/world (fp32 master, two moments,
   sharded by the distributed optimizer); fp32 training: 4N, 4N and 8N; experts are divided by EP instead of TP;
-- with optim.optimizer_cpu_offload the optimizer takes no GPU memory and 12N/world of the host for each rank;
+- with optim.optimizer_cpu_offload the optimizer takes no GPU memory;
 - activations with full recompute: one input per layer, plus one layer at work; without: every layer's;
-- vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP, 12 bytes a logit (two in fp32, two in bf16), and the
-  placeholder for its weight's gradient, which itself goes to the buffer that counts as gradients.
+- vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP in fp32 and two blocks of 256 rows, and the placeholder for its
+  weight's gradient, which itself goes to the buffer that counts as gradients.
+
+A save takes nothing on the GPU: the distributed optimizer's state is gathered in host memory.
 """
 
 from __future__ import annotations
@@ -14,11 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 GB = 1e9
 CUDA_OVERHEAD_GB = 5.0  # context, NCCL buffers, workspaces, fragmentation
-PROCESS_GB = 8.0  # host memory of a process with CUDA: libraries, pinned buffers
+HEAD_BLOCK_ROWS = 256  # actor/network/logprob.py
+# What an engine keeps on its GPU while it sleeps, and has beside its static share while it generates. An estimate: context
+# and libraries' workspaces 1.5, CUDA graphs of the decoding batch sizes 2, NCCL and its all-reduce buffers 1.5 at TP > 1.
+# None of these is under SGLang's memory saver. Reports of SGLang on H100 lie between 3 and 6.
+ENGINE_RESIDUE_GB, ENGINE_NCCL_GB = 3.5, 1.5
+ENGINE_WORK_GB = 2.0  # activations and logits of an engine at work, beside its static share
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +56,35 @@ def parameters_of_largest_stage(model: ModelConfig, pipeline: int) -> float:
     return layers + matrices * matrix if pipeline == 1 else layers / pipeline + matrix
 
 
-def parameters_of_rank(settings: Settings, model: ModelConfig, world: int) -> tuple[float, float]:
-    """(held, updated by its shard of the optimizer): parameters of the fullest actor rank of `world`."""
-    parallel = settings.actor.model
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    ep = parallel.expert_model_parallel_size
-    dense, experts = parameters_of_largest_stage(model, pp) / tp, model.expert_parameters / (ep * pp)
-    held = dense + experts
-    if not settings.actor.optim.use_distributed_optimizer:
-        return held, held
-    return held, dense / max(world // (tp * pp), 1) + experts / max(world // (ep * pp), 1)
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Parameters of one rank that one distributed optimizer shards, dense ones or experts."""
+
+    held: float
+    updated: float
+    """Its shard: held / data-parallel ranks."""
+    model_ranks: int
+    """Ranks that together hold all of them."""
+
+
+def rank_parameters(actor: ActorSettings, model: ModelConfig, world: int) -> tuple[Share, Share]:
+    """(dense, experts) of the fullest actor rank of `world`."""
+    parallel = actor.model
+    pp = parallel.pipeline_model_parallel_size
+    shares = []
+    for parameters, split in (
+        (parameters_of_largest_stage(model, pp), parallel.tensor_model_parallel_size),
+        (model.expert_parameters / pp, parallel.expert_model_parallel_size),
+    ):
+        held, ranks = parameters / split, split * pp
+        data = max(world // ranks, 1) if actor.optim.use_distributed_optimizer else 1
+        shares.append(Share(held, held / data, ranks))
+    return shares[0], shares[1]
+
+
+def engine_residue_gb(settings: Settings) -> float:
+    """GB that an engine takes on each of its GPUs beside its static share, awake or asleep."""
+    return ENGINE_RESIDUE_GB + (ENGINE_NCCL_GB if settings.rollout.tensor_parallel_size > 1 else 0.0)
 
 
 def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: bool) -> Memory:
@@ -68,7 +94,8 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     cp = parallel.context_parallel_size
     bf16 = parallel.precision == "bf16"
     width = 2 if bf16 else 4
-    per_rank, sharded = parameters_of_rank(settings, model, world)
+    dense, experts = rank_parameters(settings.actor, model, world)
+    per_rank, sharded = dense.held + experts.held, dense.updated + experts.updated
     state = 0 if optim.optimizer_cpu_offload else 12 if bf16 else 8
 
     tokens = settings.runner.max_tokens_per_mbs
@@ -93,7 +120,8 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
             activations = in_flight * (-(-layers // every)) * hidden + every * layer
     else:
         activations = in_flight * layers * layer
-    head = 3 * 4 * settings.actor.log_prob_chunk_tokens * model.vocab_size / tp
+    rows = settings.actor.head_chunk_tokens(cpu=cpu)
+    head = 4 * (rows + 2 * HEAD_BLOCK_ROWS if not cpu else 3 * rows) * model.vocab_size / tp
     head += width * model.vocab_size * model.hidden_size / tp
     return Memory(
         weights=width * per_rank / GB,
@@ -102,37 +130,4 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
         activations=activations / GB,
         head=head / GB,
         overhead=0.0 if cpu else CUDA_OVERHEAD_GB,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """GB of one node's host that the actor's ranks there take."""
-
-    optimizer: float
-    """Masters and moments: always there with optimizer_cpu_offload, while engines generate with offload_optimizer."""
-    weights: float
-    """The copy that actor.offload_weight keeps, pinned."""
-    checkpoint: float
-    """While one is written: this rank's shard of the state and the state that is gathered from them."""
-    processes: float
-
-    @property
-    def total(self) -> float:
-        return self.optimizer + self.weights + self.checkpoint + self.processes
-
-
-def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemory:
-    """Host memory of a node whose ranks are all as full as the fullest."""
-    actor = settings.actor
-    bf16 = actor.model.precision == "bf16"
-    ranks = max(world // settings.cluster.num_nodes, 1)
-    held, updated = parameters_of_rank(settings, model, world)
-    state = 12 if bf16 or actor.optim.optimizer_cpu_offload else 8
-    on_host = actor.optim.optimizer_cpu_offload or actor.offload_optimizer
-    return HostMemory(
-        optimizer=state * updated * ranks / GB if on_host else 0.0,
-        weights=(2 if bf16 else 4) * held * ranks / GB if actor.offload_weight else 0.0,
-        checkpoint=12 * (updated + held) * ranks / GB,
-        processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's
     )

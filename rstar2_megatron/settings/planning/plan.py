@@ -19,8 +19,9 @@ from rstar2_megatron.settings.placement import (
     visible_host_gb,
 )
 from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_sft
+from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memory
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
-from rstar2_megatron.settings.planning.memory import GB, HostMemory, Memory, host_memory, training_memory
+from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
 from rstar2_megatron.settings.planning.table import Plan, parameters_text
 from rstar2_megatron.settings.planning.times import plan_times

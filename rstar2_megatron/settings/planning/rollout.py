@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.placement import Slots
+from rstar2_megatron.settings.placement import Slots, collocated
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
-from rstar2_megatron.settings.planning.memory import GB
+from rstar2_megatron.settings.planning.memory import ENGINE_WORK_GB, GB, engine_residue_gb
 from rstar2_megatron.settings.planning.table import Plan, gb_text
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 
 def plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, num_slots: int) -> None:
@@ -22,11 +22,14 @@ def plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConfi
             f"rollout.max_total_tokens={max(65536, 8 * longest)}"
         )
         return
-    capacity = kv_capacity(settings, model, slots.memory_gb)
+    free = slots.memory_gb
+    if free is not None and collocated(settings.cluster, slots):
+        free = max(free - _actor_beside_engines(plan, settings), 0.0)
+    capacity = kv_capacity(settings, model, free)
     plan.kv_capacity_tokens = capacity
     if capacity < longest:
         weights = model.num_parameters * (2 if rollout.model.precision == "bf16" else 4) / GB
-        memory = "" if slots.memory_gb is None else f" and {slots.memory_gb:.0f} GB per GPU"
+        memory = "" if free is None else f" of {free:.0f} GB free per GPU"
         plan.problems.append(
             f"an engine of TP {rollout.tensor_parallel_size} has room for {max(capacity, 0)} KV tokens "
             f"beside {weights:.1f} GB of weights, a trajectory may need {longest} (gpu_memory_utilization="
@@ -50,44 +53,64 @@ def plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConfi
     )
 
 
+def _actor_beside_engines(plan: Plan, settings: Settings) -> float:
+    """GB of the actor on a GPU while an engine there generates: its context, and what is not offloaded."""
+    memory, actor = plan.actor_memory, settings.actor
+    if memory is None:
+        return 0.0
+    if not takes_turns(actor):
+        return memory.total
+    stays = memory.overhead
+    stays += 0 if actor.offload_weight else memory.weights
+    stays += 0 if actor.offload_grad else memory.gradients
+    return stays + (0 if actor.offload_optimizer else memory.optimizer)
+
+
+def takes_turns(actor: ActorSettings) -> bool:
+    """Whether the actor leaves memory to engines on the same GPUs."""
+    return actor.offload_weight or actor.offload_grad or actor.offload_optimizer
+
+
 def plan_sharing(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig) -> None:
     """Actor and engines on the same GPUs: what each phase of a step needs of one."""
     memory, gpu_gb, rollout = plan.actor_memory, slots.memory_gb, settings.rollout
     if memory is None or gpu_gb is None:
         return
-    actor = settings.actor
-    engine = rollout.gpu_memory_utilization * gpu_gb
-    stays = memory.overhead
-    stays += 0 if actor.offload_weight else memory.weights
-    stays += 0 if actor.offload_grad else memory.gradients
-    stays += 0 if actor.offload_optimizer else memory.optimizer
+    actor, residue = settings.actor, engine_residue_gb(settings)
+    stays = _actor_beside_engines(plan, settings)
+    engine = rollout.gpu_memory_utilization * max(gpu_gb - stays, 0.0) + residue + ENGINE_WORK_GB
     width = 2 if rollout.model.precision == "bf16" else 4
     weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
-    turns = actor.offload_weight or actor.offload_grad or actor.offload_optimizer
+    turns = takes_turns(actor)
     if turns:
-        sync = stays + (memory.weights if actor.offload_weight else 0) + weights
+        buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # one is filled while the other is read
+        of_actor = stays + (memory.weights if actor.offload_weight else 0) + buckets
+        sync = of_actor + weights + residue
+        plan.gpu_peak_gb = max(plan.gpu_peak_gb, sync)
         plan.add(
             "sharing a GPU",
             "GB in turns",
-            f"training {gb_text(memory.total)}, weight sync {gb_text(sync)}, rollout {gb_text(engine + stays)} (engine "
-            f"{gb_text(engine)} + actor {gb_text(stays)})",
+            f"training {gb_text(memory.total + residue)}, weight sync {gb_text(sync)}, rollout {gb_text(engine + stays)} "
+            f"(engine {gb_text(engine)} + actor {gb_text(stays)})",
         )
         if sync > gpu_gb:
             plan.problems.append(
-                f"the weight sync needs {sync:.0f} GB per GPU ({sync - weights:.0f} of the actor, {weights:.0f} of the "
-                f"engine's weights), has {gpu_gb:.0f}; set actor.offload_grad=True actor.offload_optimizer=True or "
+                f"the weight sync needs {sync:.0f} GB per GPU ({of_actor:.0f} of the actor, {weights + residue:.0f} of the "
+                f"engine), has {gpu_gb:.0f}; set actor.offload_grad=True actor.offload_optimizer=True or "
                 "raise rollout.tensor_parallel_size"
             )
     else:
-        stays = memory.total
         plan.add("sharing a GPU", "GB at all times", f"{gb_text(engine + stays)} (nothing is offloaded)")
+    plan.gpu_peak_gb = max(plan.gpu_peak_gb, engine + stays)
     if engine + stays > gpu_gb:
+        share = 1 - (residue + ENGINE_WORK_GB) / (gpu_gb - stays) if stays < gpu_gb else 0.0
         plan.problems.append(
             f"collocated: the engine takes {engine:.0f} GB (rollout.gpu_memory_utilization="
-            f"{rollout.gpu_memory_utilization}) beside {stays:.0f} GB of the actor, has {gpu_gb:.0f}; set "
+            f"{rollout.gpu_memory_utilization} of what is free, and {residue + ENGINE_WORK_GB:.1f}) beside {stays:.0f} GB of "
+            f"the actor, has {gpu_gb:.0f}; set "
             + (
-                f"rollout.gpu_memory_utilization={int(100 * (1 - stays / gpu_gb)) / 100}"
-                if turns and stays < gpu_gb
+                f"rollout.gpu_memory_utilization={int(100 * share) / 100}"
+                if turns and share > 0
                 else "actor.offload_weight=True actor.offload_grad=True actor.offload_optimizer=True"
             )
         )

@@ -17,6 +17,8 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     actor_memory: Memory | None = None
     kv_capacity_tokens: int | None = None
+    gpu_peak_gb: float = 0.0
+    """The most that a phase of a step takes of one GPU."""
 
     @property
     def fits(self) -> bool:

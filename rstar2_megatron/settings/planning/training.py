@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.placement import Slots
-from rstar2_megatron.settings.planning.memory import host_memory, training_memory
+from rstar2_megatron.settings.placement import Slots, collocated
+from rstar2_megatron.settings.planning.host_memory import host_memory
+from rstar2_megatron.settings.planning.memory import engine_residue_gb, training_memory
 from rstar2_megatron.settings.planning.table import Plan, gb_text
 from rstar2_megatron.settings.schema import Settings
 
@@ -15,13 +16,20 @@ from rstar2_megatron.settings.schema import Settings
 def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
     memory = training_memory(settings, model, world, cpu=slots.is_cpu)
     plan.actor_memory = memory
+    shares_gpu = (
+        settings.runner.task_type == "reasoning" and not slots.is_cpu and collocated(settings.cluster, slots)
+    )
+    engine = engine_residue_gb(settings) if shares_gpu else 0.0
+    plan.gpu_peak_gb = total = memory.total + engine
     parts = (
         f"weights {gb_text(memory.weights)} + gradients {gb_text(memory.gradients)} + optimizer {gb_text(memory.optimizer)} "
         f"+ activations {gb_text(memory.activations)} + vocabulary head {gb_text(memory.head)}"
     )
     if memory.overhead:
         parts += f" + CUDA {memory.overhead:.0f}"
-    plan.add("training", "GB per rank", f"{gb_text(memory.total)} = {parts}")
+    if engine:
+        parts += f" + sleeping engine {engine:.1f}"
+    plan.add("training", "GB per rank", f"{gb_text(total)} = {parts}")
     flops = model.train_flops([settings.runner.seq_length]) / settings.runner.seq_length
     plan.add(
         "training",
@@ -30,26 +38,30 @@ def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConf
     )
     if slots.memory_gb is None:
         return
-    if memory.total <= slots.memory_gb:
+    if total <= slots.memory_gb:
         plan_host(plan, settings, slots, model, world)
         return
     name = Path(settings.rollout.model.model_path).name
     tp = settings.actor.model.tensor_model_parallel_size
-    if memory.static + memory.overhead > slots.memory_gb:
+    if memory.static + memory.overhead + engine > slots.memory_gb:
         cause = f"{memory.static:.0f} GB per GPU for weights, gradients and optimizer"
+        if memory.static <= slots.memory_gb:
+            cause += f" beside {memory.overhead + engine:.0f} GB of CUDA and sleeping engines"
     else:
         tokens = settings.runner.max_tokens_per_mbs
-        cause = f"{memory.total:.0f} GB per GPU with the activations of {tokens} tokens"
+        cause = f"{total:.0f} GB per GPU with the activations of {tokens} tokens"
+        if engine:
+            cause += f" and {engine:.1f} GB that a sleeping engine keeps"
     plan.problems.append(
         f"{name} at TP {tp} needs {cause}, has {slots.memory_gb:.0f}; "
-        f"{_remedy(settings, model, world, slots.memory_gb)}"
+        f"{_remedy(settings, model, world, slots.memory_gb - engine)}"
     )
 
 
 def plan_host(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
     """What waits or works in the memory of a node's host."""
     host = host_memory(settings, model, world)
-    on_host = "updated there" if settings.actor.optim.optimizer_cpu_offload else "while engines generate"
+    on_host = "updated there" if settings.actor.optim.optimizer_cpu_offload else "pinned"
     plan.add(
         "host",
         "GB per node",

@@ -76,8 +76,14 @@ class ActorSettings(Section):
     optim: OptimSettings = OptimSettings()
     lr_sched: LrSchedSettings = LrSchedSettings()
     weight_sync: WeightSyncSettings = WeightSyncSettings()
-    log_prob_chunk_tokens: int = Field(512, ge=1)
-    """Tokens of the vocabulary head computed at a time, so that no full fp32 logits exist."""
+    log_prob_chunk_tokens: int | None = Field(None, ge=1)
+    """Tokens of the vocabulary head computed at a time, so that no full fp32 logits exist; null: 2048 on a GPU, where a
+    chunk's matrix products must outweigh the weight that each of them reads, 512 on a CPU.
+    """
     distributed_timeout_minutes: float = Field(30.0, gt=0)
     cpu_threads: int = Field(1, ge=1)
     """Threads of a rank that runs on CPU."""
+
+    def head_chunk_tokens(self, *, cpu: bool) -> int:
+        """`log_prob_chunk_tokens`, or its default on this kind of device."""
+        return self.log_prob_chunk_tokens or (512 if cpu else 2048)
