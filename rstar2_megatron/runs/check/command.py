@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import tempfile
 import time
@@ -26,6 +27,7 @@ from rstar2_megatron.runs.check.subjects import (
     whole_run,
 )
 from rstar2_megatron.services.close_deadline import close_deadline
+from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.plan import make_plan
@@ -68,6 +70,8 @@ def check(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     started = time.monotonic()
+    tmpdir = os.environ.get("TMPDIR")  # as the user has it
+    files = RunTemporary()
     output = Path(settings.runner.output_dir).resolve()
     output.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".check-{settings.runner.experiment_name}-", dir=output))
@@ -75,7 +79,7 @@ def check(
     slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
     per_node = max(1, slots.count // settings.cluster.num_nodes)
     nodes = make_nodes("cpu" if slots.is_cpu else "cuda", per_node)
-    context = Context(settings, slots, nodes, scratch)
+    context = Context(settings, slots, nodes, scratch, {"tmpdir": tmpdir})
     results: list[Result] = []
     signals = StopSignals()
     signals.install()
@@ -91,6 +95,7 @@ def check(
         remove = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
         with close_deadline(_CLOSE_LIMIT_S, 1, remove, output / "check-close.log"):
             _close(context)
+            files.remove()
         signals.restore()
     path = report_path(settings)
     write_report(

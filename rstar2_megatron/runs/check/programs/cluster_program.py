@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.records.metrics_file import MetricsFile
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.check.case import random_batch
 from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
@@ -111,7 +110,7 @@ class CheckRun(RLRun):
         self.trainer.choose_route(self.settings.actor.weight_sync.route)
         self._cold_start()  # there is none: the first sync, the gate on the weights, a fresh optimizer
         self._train_steps(0)
-        row = MetricsFile(self.directory / "metrics.jsonl").rows()[-1]
+        row = self.files.metrics.rows()[-1]
         if row.get("train/actor/skipped_update") or row.get("actor/skipped_update"):
             raise RuntimeError("no trajectory was left to train on: see the engines' logs and the judge")
         return {key: value for key, value in row.items() if isinstance(value, int | float)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -260,7 +259,7 @@ def host(context: Context) -> Finding:
 
 def temporary(context: Context) -> Finding:
     """RLinf copies the driver's TMPDIR to all nodes, where it must be as well."""
-    ours = os.environ.get("TMPDIR")
+    ours = context.found.get("tmpdir")
 
     def find(fact: Facts) -> Iterable[str]:
         where = fact["temporary"]
@@ -274,13 +273,13 @@ def temporary(context: Context) -> Finding:
         find,
         lambda fact: f"{fact['temporary']['path']}, {fact['temporary']['room_gb'] or 0:.0f} GB free",
     )
-    if ours and len(context.nodes) > 1:
+    if ours:
         answers = context.nodes.everywhere(
             "rstar2_megatron.runs.check.programs.survey:survey", 60.0, paths=[ours], pins=[]
         )
         missing = [fact["host"] for fact in values(answers) if fact["writable"][ours]]
         if missing:
-            raise CheckFailed(f"TMPDIR={ours} of this node is absent on {', '.join(missing)}")
+            raise CheckFailed(f"TMPDIR={ours} of this node cannot be written on {', '.join(missing)}")
     return finding
 
 

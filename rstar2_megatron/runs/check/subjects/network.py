@@ -98,7 +98,7 @@ def head(context: Context) -> Finding:
         110.0,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
-        chunk_tokens=actor.log_prob_chunk_tokens,
+        chunk_tokens=actor.head_chunk_tokens(cpu=context.device == "cpu"),
         precision=actor.model.precision,
     )[0]
     allowed = 1e-3 if actor.model.precision == "fp32" else 0.02
