@@ -1,7 +1,7 @@
-"""What a program costs without a judge: a bare fork of a warm Python that runs it, no walls, no HTTP, no Redis.
+"""What a program costs without a judge: a bare fork of a warm Python that runs it, no isolation, no HTTP, no Redis.
 
-The yardstick of `benchmarks.judge.calls`: CPU time of the same work differs between machines, and between hours on a shared
-one, so its lines carry this number too, measured just before with as many loops as there are cores.
+The CPU time of the same work differs between machines, and between hours on a shared one. So the lines of
+`benchmarks.judge.calls` carry this number too, measured just before, with one loop for each core.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Closed-loop benchmark of the Code Judge: `python -m benchmarks.judge.calls`.
 
 Starts the service and drives it with 1, 32, 256 and 2,000 clients; one JSON line for each case. CPU is that of
-the service's whole process tree, the clients' own left out. `overhead` leaves the sandbox out: a worker that
-answers at once, so that HTTP and Redis are left. `--against URL` then drives another server the same way (its
-CPU is not seen; cases that only ours has are left out).
+the service's whole process tree, without the clients'. The case `overhead` has no sandbox: its worker answers at once, which
+leaves HTTP and Redis. `--against URL` then drives another server with the same cases, as far as it supports them; its CPU is
+not measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CALLS_A_SESSION = 8
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """0 for a process that ended while it was looked at."""
+    """CPU seconds of a process; 0 when it has just ended."""
     try:
         return float(sum(process.cpu_times()[:4]))
     except psutil.Error:
@@ -99,7 +99,7 @@ def quantile(values: list[float], q: float) -> float | None:
 
 
 async def one_turn(client: JudgeClient, case: str, numbers: Iterator[int]) -> list[tuple[JudgeResult, float]]:
-    """What a client does before it begins again: results, each with its latency in seconds."""
+    """One round of a client: its results, each with the latency in seconds."""
     if case == "batch":
         codes = [program(case, next(numbers)) for _ in range(BATCH_SIZE)]
         sent = time.monotonic()

@@ -1,4 +1,4 @@
-"""A judge worker that answers at once and runs nothing: what is left is the cost of HTTP and Redis.
+"""A judge worker that answers at once without running programs, to measure the cost of HTTP and Redis.
 
     python -m benchmarks.judge.echo_worker REDIS_URI
 
@@ -22,7 +22,7 @@ from rstar2_megatron.judge.worker.worker import Worker
 
 
 class EchoSlot(Slot):
-    """Says what a printing program would have said."""
+    """Answers as if a program had printed 1."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -44,7 +44,7 @@ _GROWTH_MB = 10.0
 
 
 def memory_is_flat(samples: list[float]) -> bool:
-    """Whether MB sampled at even distances did not grow. Too few samples tell nothing: False."""
+    """Whether memory, sampled in MB at even intervals, did not grow. False with too few samples."""
     quarter = len(samples) // 4
     if quarter < 2:
         return False
@@ -53,7 +53,7 @@ def memory_is_flat(samples: list[float]) -> bool:
 
 
 class Soak:
-    """Clients, faults, and what became of them."""
+    """The clients, the faults, and the counts of both."""
 
     def __init__(self, service: JudgeService, seconds: float, fault_every_s: float) -> None:
         assert service.process is not None
@@ -70,7 +70,7 @@ class Soak:
         self.family: dict[int, float] = {self.root.pid: self.root.create_time()}
 
     def remember_family(self) -> None:
-        """All processes of the service, with their start times: none may be there at the end."""
+        """Record all processes of the service with their start times: none of them may exist at the end."""
         for process in self.root.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 self.family[process.pid] = process.create_time()
@@ -186,7 +186,7 @@ def _pid_namespace(pid: int) -> str:
 
 
 def left_behind(family: dict[int, float], mounts_before: set[str]) -> dict[str, list[str]]:
-    """What the service's processes (id -> start time) left on this machine. Others may run beside it."""
+    """Remains of the service's processes (id -> start time) on this machine, on which other services may run."""
     owners = {str(pid) for pid in family}
     prefixes = ("rstar2-judge-", "rstar2-redis-")
     groups = list(Path("/sys/fs/cgroup").glob("**/rstar2-judge-*"))

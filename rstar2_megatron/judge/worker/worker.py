@@ -204,12 +204,8 @@ class Worker:
 
         jobs = await until_redis_answers("exchange", step, self.stopping)
         if not certain:
-            held = [
-                *self.running,
-                *self.prefetched,
-                *(key for key, _ in self._done),
-                *(job.key for job in jobs),
-            ]
+            held = [*self.running, *self.prefetched]
+            held += [key for key, _ in self._done] + [job.key for job in jobs]
             again = await self.queue.reclaim(self.name, held)
             log.warning("Redis is back; %d jobs that never reached this worker are queued again", again)
         return jobs
@@ -294,8 +290,7 @@ class Worker:
                     except (SlotDied, TimeoutError) as error:
                         log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
                         if must_exist or not is_new:
-                            why = f"the process of session {name} died"
-                            return self._failed(request, Outcome.SESSION_LOST, why)
+                            return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
                 self.pool.free.put_nowait(held)

@@ -1,4 +1,4 @@
-"""Nobody starves: clients take turns, and a call that uses much CPU steps back."""
+"""Nobody starves: clients take turns, and a call that uses much CPU is demoted."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_a_slot_holds_no_descriptor_of_other_slots(narrow: JudgeService) -
     assert max(held) < 20
 
 
-async def test_leaves_go_first_to_those_who_wait() -> None:
+async def test_permits_go_first_to_waiting_calls() -> None:
     permits = Permits(1)
     first = permits.take()
     waiting = [asyncio.create_task(permits.acquire()) for _ in range(2)]

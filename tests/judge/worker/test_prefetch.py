@@ -16,7 +16,7 @@ from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge.in_process import Judge, judge
 from tests.judge.waiting import until
 
-soon = partial(until, every_s=0.001)  # what is leased ahead is begun within a tenth of a second
+soon = partial(until, every_s=0.001)  # a prefetched job begins within a tenth of a second
 
 # Longer than anything that a test puts behind it takes to be noticed, shorter than a slice.
 BURN = "import time\nwhile time.process_time() < 0.08: pass"
@@ -42,7 +42,7 @@ def after(per_s: float) -> PrefetchedJobs:
         (420, -1, 3, 0),  # more wait for a slot than there are
     ],
 )
-def test_ahead_is_what_begins_within_a_round_trip(
+def test_jobs_that_begin_within_a_round_trip_are_prefetched(
     per_s: float, slots: int, permits: int, expected: int
 ) -> None:
     assert ROUND_TRIP_S == 0.02
@@ -93,7 +93,7 @@ async def test_one_that_nobody_waits_for_any_more_never_begins(redis: RedisServe
         calls = there.worker.calls
         *kept, left = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         assert left.key is not None
-        await soon(lambda: left.key in there.worker.prefetched, "it is leased ahead")
+        await soon(lambda: left.key in there.worker.prefetched, "it is prefetched")
         await there.broker.abandon([left])
         await soon(lambda: left.key not in there.worker.prefetched, "it is dropped")
         assert left.key not in there.worker.running
@@ -109,7 +109,7 @@ async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(redis: Redis
     async with judge(redis, permits=1) as there:
         running, *waiting = await there.submit(BURN, BURN, BURN, "print(1)", "print(2)")
         keys = {ticket.key for ticket in waiting}
-        await soon(lambda: keys & set(there.worker.prefetched) != set(), "they are leased ahead")
+        await soon(lambda: keys & set(there.worker.prefetched) != set(), "they are prefetched")
         await soon(lambda: running.key in there.worker.running, "the first one runs")
         begun = keys & set(there.worker.running)
         await there.worker.stop()
