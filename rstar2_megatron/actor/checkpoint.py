@@ -1,7 +1,7 @@
-"""Sharded checkpoints that appear whole or not at all, load at another layout, and write in the background.
+"""Sharded checkpoints: atomic, written in the background, loadable under another parallel layout.
 
-A directory holds megatron-core's torch_dist files (model, optimizer, step counters) and `random/`, one file
-of generator states per rank, which is used when the number of ranks is the same.
+A directory holds megatron-core's torch_dist files (model, optimizer, step counters) and `random/`, one file of
+generator states per rank. The generator states are loaded only when the number of ranks is the same.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from rstar2_megatron.actor.optimizer_state import (
 )
 from rstar2_megatron.settings.schema import ActorSettings
 
-# Handed out as copies: megatron-core writes the process group of the moment into it. The distributed optimizer's state is
-# gathered over gloo in host memory, to the first rank of each data-parallel group alone; otherwise every rank would gather
-# it on its GPU.
+# megatron-core writes a process group into this dict, so callers pass copies. With the memory-efficient flag the first rank
+# of each data-parallel group gathers the optimizer state over gloo in host memory. Otherwise every rank gathers it on its GPU.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -45,9 +44,8 @@ _RANDOM = "random"
 class _ThreadedSave(TorchDistSaveShardedStrategy):
     """megatron-core's torch_dist format, written by threads.
 
-    megatron-core forks a process per file and keeps a manager process for their results: forking a process
-    that has gloo or CUDA threads may hang, a killed rank leaves the manager behind, and a process marked
-    daemonic may not start either.
+    megatron-core forks a process per file and keeps a manager process for the results. A fork may hang in a process
+    with gloo or CUDA threads, a killed rank leaves the manager running, and a daemonic process may start neither.
     """
 
     def __init__(self) -> None:
@@ -56,7 +54,7 @@ class _ThreadedSave(TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
         filesystem_async._results_queue = (
             queue.Queue()
-        )  # asked for while planning; otherwise made in a process
+        )  # megatron-core's planning reads it, and would create one in a manager process
         request = super().async_save(sharded_state_dict, checkpoint_dir)
         if request.async_fn is None:  # nothing to write on this rank
             return request
@@ -99,13 +97,13 @@ class PendingSave:
     """A checkpoint whose tensors are copied and whose files are being written by a thread of this rank."""
 
     def __init__(self, request: AsyncRequest, partial: Path, final: Path, live: set[int]) -> None:
-        """live: storages (by address) that training goes on to change."""
+        """live: addresses of the storages that training changes while the files are written."""
         self._request, self._partial, self._final = request, partial, final
         self._failure: BaseException | None = None
         arguments = list(request.async_fn_args)
         if request.async_fn is not None:
-            # Training would change the live ones under the writer. The distributed optimizer's are gathered for this
-            # checkpoint alone: a second copy would cost the host 12 bytes a parameter.
+            # Live tensors are copied, because training would change them during the write. Tensors of the distributed
+            # optimizer were gathered for this checkpoint only: a copy would waste 12 bytes of host memory a parameter.
             arguments[1] = [
                 (file, key, (data, [(item, _kept(tensor, live)) for item, tensor in tensors]))
                 for file, key, (data, tensors) in arguments[1]
@@ -121,13 +119,13 @@ class PendingSave:
             self._failure = error
 
     def written_everywhere(self) -> bool:
-        """True when `finish` will not wait on any rank; collective."""
+        """True when the files of all ranks are written, so that `finish` does not wait; collective."""
         waiting = torch.tensor([int(self._thread.is_alive())])
         dist.all_reduce(waiting, group=_host_group())
         return not int(waiting)
 
     def finish(self) -> None:
-        """Wait for the files and put the directory in its place; collective. Raises what a writer raised."""
+        """Wait for the files and rename the directory to its final name; collective. Raises the writer's error."""
         self._thread.join()
         failed = torch.tensor([int(self._failure is not None)])
         dist.all_reduce(failed, group=_host_group())
@@ -144,7 +142,7 @@ class PendingSave:
 
 
 def _kept(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
-    """The tensor on the host, in memory that nobody else writes."""
+    """A host copy of the tensor; the tensor itself when it is on the host and not live."""
     if not tensor.is_cpu:
         return tensor.cpu()
     return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
@@ -164,12 +162,12 @@ def _live_storages(chunks: list[Any], optimizer: Any) -> set[int]:
 
 
 def _host_group() -> Any:
-    """A group that reduces CPU tensors: the world one, which has a gloo part on either device."""
+    """The world group: it reduces CPU tensors, because it has a gloo backend also on CUDA."""
     return dist.group.WORLD
 
 
 def replace_directory(partial: Path, final: Path) -> None:
-    """Rename `partial` to `final`, whose old content is kept until the new one is in place."""
+    """Rename `partial` to `final`. The previous `final` is deleted only after the rename."""
     previous = final.with_name(final.name + ".old")
     shutil.rmtree(previous, ignore_errors=True)
     if final.exists():
@@ -196,9 +194,9 @@ def _model_key(chunks: list[Any], number: int) -> str:
 def start_save(
     directory: str | Path, chunks: list[Any], optimizer: Any, counters: dict[str, Any]
 ) -> PendingSave:
-    """Copy everything and start writing; collective. The directory appears when `finish` returns.
+    """Copy model and optimizer state and start writing; collective. `PendingSave.finish` makes the directory appear.
 
-    A kill at any moment leaves the old directory, the new one, or the old one under the name "{name}.old".
+    A kill at any moment leaves the old directory, the new directory, or the old one renamed to "{name}.old".
     """
     final = Path(directory)
     partial = final.with_name(final.name + ".tmp")
@@ -217,7 +215,7 @@ def start_save(
 
 
 def read_counters(directory: str | Path) -> dict[str, Any]:
-    """What `start_save` got as `counters`. Local. Raises ValueError when the directory is not a complete checkpoint."""
+    """The `counters` given to `start_save`. Local. Raises ValueError when the directory is not a complete checkpoint."""
     path = Path(directory)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"{path} is not a complete checkpoint: choose another global_step_N or start anew")
@@ -227,7 +225,7 @@ def read_counters(directory: str | Path) -> dict[str, Any]:
 
 
 def form_of(actor: ActorSettings) -> dict[str, Any]:
-    """Settings that decide how a checkpoint is stored, whatever the layout."""
+    """Settings that determine the format of a checkpoint; the parallel layout is not among them."""
     return {
         "actor.model.precision": actor.model.precision,
         "actor.optim.use_distributed_optimizer": actor.optim.use_distributed_optimizer,
@@ -235,7 +233,7 @@ def form_of(actor: ActorSettings) -> dict[str, Any]:
 
 
 def check_form(directory: str | Path, counters: dict[str, Any], actor: ActorSettings) -> None:
-    """Raises ValueError when the checkpoint was written under settings that give it another form."""
+    """Raises ValueError when the checkpoint was saved under settings that give it another format (`form_of`)."""
     form = form_of(actor)
     for key, saved in counters.get("form", {}).items():
         if saved != form[key]:
@@ -248,8 +246,8 @@ def check_form(directory: str | Path, counters: dict[str, Any], actor: ActorSett
 def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     """Restore model and optimizer in place; collective.
 
-    Raises ValueError when the optimizer state of the checkpoint does not belong to its weights. Random states are
-    restored only under the number of ranks that saved them.
+    Raises ValueError when the optimizer state does not match the weights. Random states are restored only when the
+    number of ranks is that of the save.
     """
     path = Path(directory)
     state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(path))

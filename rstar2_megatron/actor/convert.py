@@ -1,11 +1,11 @@
-"""A training checkpoint to a Hugging Face directory, on one process, without a GPU, tensor by tensor.
+"""Convert a training checkpoint to a Hugging Face directory: one process, no GPU, one tensor at a time.
 
     python -m rstar2_megatron.actor.convert CHECKPOINT/actor MODEL OUTPUT
 
-MODEL is the Hugging Face directory that training started from: config and tokenizer come from it. One layer's
-part of a parameter is read at a time, so peak memory is three times the embedding (as stored, as read, and in the
-output shard: 4.7 GB for a 14B model in bf16, `benchmarks.actor.conversion`) whatever the number of layers; the layout that
-saved the checkpoint does not matter.
+MODEL is the Hugging Face directory that training started from; config and tokenizer are copied from it. A checkpoint of any
+parallel layout can be converted. Parameters are read one layer at a time, so peak memory does not grow with the number of
+layers. It is three times the embedding (stored tensor, read tensor, output shard): 4.7 GB for a 14B model in bf16
+(`benchmarks.actor.conversion`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.weights.checksum import check_same_weights, tensor_checksum
 
 _LAYERS = "decoder.layers."
-_EXPERTS = "mlp.experts.experts."  # as megatron-core names the experts of all ranks, stacked
+_EXPERTS = "mlp.experts.experts."  # megatron-core's checkpoint key of all experts, stacked in one tensor
 
 
 class _Slice(DefaultLoadPlanner):
-    """Reads one slice of one stored tensor: index numbers in its leading dimensions, the rest whole."""
+    """Reads one slice of a stored tensor: `leading` indexes its first dimensions, the other dimensions are read whole."""
 
     def __init__(self, entry: TensorStorageMetadata, leading: tuple[int, ...]) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ class _Slice(DefaultLoadPlanner):
 
 
 def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Stream (Hugging Face name, tensor) of a checkpoint that `MegatronActor.save_checkpoint` wrote.
+    """Stream (Hugging Face name, tensor) from a checkpoint written by `MegatronActor.save_checkpoint`.
 
-    Raises ValueError when the directory is no checkpoint, lacks a weight, or holds other weights than were saved.
+    Raises ValueError when the directory is no checkpoint, a weight is missing, or a checksum differs from the saved one.
     """
     try:
         reader = torch_checkpoint.FileSystemReader(checkpoint)
@@ -89,7 +89,7 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
             found += piece.numel()
             checksums[hf_name] = tensor_checksum(piece)
             yield hf_name, piece
-        del parameter, pieces, piece  # before the next one is read
+        del parameter, pieces, piece  # free the memory before the next read
     if found != config.num_parameters:
         raise ValueError(
             f"{checkpoint} holds {found} weights, the model of the given config.json {config.num_parameters}: "
@@ -101,7 +101,7 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
 
 
 def _parameters(config: ModelConfig, metadata: Any, read: Any) -> Iterator[tuple[Tensor, Mapping, int]]:
-    """(parameter, its mapping, number of the expert) of every weight, layer by layer."""
+    """(parameter, mapping, expert index) of every weight, layer by layer."""
     for name in OUTER_NAMES:
         if name in metadata and not (name == "output_layer.weight" and config.tie_word_embeddings):
             yield read(name), Mapping.of(name, None), 0
@@ -115,7 +115,7 @@ def _parameters(config: ModelConfig, metadata: Any, read: Any) -> Iterator[tuple
 
 
 def convert(checkpoint: Path, model: Path, output: Path) -> None:
-    """Write the Hugging Face directory `output`, whole or not at all. Raises ValueError."""
+    """Write the Hugging Face directory `output` atomically. Raises ValueError as `checkpoint_weights` does."""
     config = ModelConfig.from_directory(model)
     write_hf_directory(checkpoint_weights(checkpoint, config), output, model, dtype=None, write=True)
 

@@ -1,7 +1,7 @@
-"""Hugging Face safetensors to megatron-core parameters and back, tensor by tensor.
+"""Hugging Face safetensors to megatron-core parameters and back, one tensor at a time.
 
-Works for the parameter names of the local and of TransformerEngine's layer spec, for any tensor, pipeline and
-expert parallel size. A rank reads only its own rows, columns or experts and never holds the whole model.
+Both layer specs (local, TransformerEngine) and all tensor, pipeline and expert parallel sizes are supported. A rank reads
+only its own rows, columns or experts and never holds the whole model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_SHARD_BYTES = 2 * 1024**3
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and generation config
 _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
-# megatron-core name inside a layer -> (names in a Hugging Face layer, what a tensor-parallel rank holds)
+# megatron-core name inside a layer -> (names in a Hugging Face layer, how tensor parallelism splits the weight)
 LAYER_NAMES: dict[str, tuple[tuple[str, ...], Kind]] = {
     "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
     "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "whole"),
@@ -44,12 +44,12 @@ LAYER_NAMES: dict[str, tuple[tuple[str, ...], Kind]] = {
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "columns"),
     "mlp.router.weight": (("mlp.gate.weight",), "whole"),
 }
-# The same for the weights of one expert, which no tensor-parallel rank cuts; {} is the expert's number.
+# The same for the weights of one expert. Tensor parallelism does not split experts. {} is the expert's index.
 EXPERT_NAMES: dict[str, tuple[str, ...]] = {
     "linear_fc1": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
     "linear_fc2": ("mlp.experts.{}.down_proj.weight",),
 }
-# local spec: experts.local_experts.3.linear_fc1.weight; TransformerEngine: experts.linear_fc1.weight3
+# Expert 3 is experts.local_experts.3.linear_fc1.weight in the local spec, experts.linear_fc1.weight3 in TransformerEngine's.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)")
 OUTER_NAMES: dict[str, tuple[str, Kind]] = {
     "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "rows"),
@@ -60,17 +60,17 @@ OUTER_NAMES: dict[str, tuple[str, Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One megatron-core parameter and the Hugging Face tensors it is made of."""
+    """One megatron-core parameter and the Hugging Face tensors that it holds."""
 
     hf_names: tuple[str, ...]
     kind: Kind
     is_qkv: bool = False
     expert: int | None = None
-    """Number among this rank's experts; `hf_names` then have a place for the number in the layer."""
+    """Index among this rank's experts. `hf_names` then contain {} for the expert's index in the layer."""
 
     @classmethod
     def of(cls, name: str, layer: int | None) -> Mapping:
-        """Mapping of parameter `name`; `layer` is its layer's number in the whole model, from 0."""
+        """Mapping of parameter `name`; `layer` is the index of its layer in the whole model, from 0."""
         if layer is None:
             hf_name, kind = OUTER_NAMES[name]
             return cls((hf_name,), kind)
@@ -84,15 +84,15 @@ class Mapping:
         return cls(tuple(f"model.layers.{layer}.{x}" for x in names), kind, is_qkv)
 
     def names(self, first_expert: int) -> tuple[str, ...]:
-        """`hf_names` on the rank whose first expert has this number in the layer."""
+        """`hf_names` on a rank whose first expert has index `first_expert` in the layer."""
         if self.expert is None:
             return self.hf_names
         return tuple(name.format(first_expert + self.expert) for name in self.hf_names)
 
     def fuse(self, parts: list[Tensor], head_dim: int, local_groups: int) -> Tensor:
-        """This rank's part of each Hugging Face tensor -> the parameter.
+        """Join this rank's parts of the Hugging Face tensors into the parameter.
 
-        Queries, keys and values are interleaved by KV group, as megatron-core expects: [q..q k v] per group.
+        Queries, keys and values are interleaved by KV group, as megatron-core expects: [q..q k v] in each group.
         """
         if self.is_qkv:
             grouped = [x.reshape(local_groups, -1, head_dim, *x.shape[1:]) for x in parts]
@@ -110,7 +110,7 @@ class Mapping:
 
 
 class HFReader:
-    """Tensors of a Hugging Face directory by name, sharded or not; reads only the part asked for."""
+    """Reads tensors, or parts of them, by name from the safetensors files of a Hugging Face directory."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -132,7 +132,7 @@ class HFReader:
         return name in self._file_of
 
     def read(self, name: str, kind: Kind, part: int, parts: int) -> Tensor:
-        """Part `part` of `parts` of tensor `name`, cut along rows or columns, or the whole."""
+        """Part `part` of `parts` of tensor `name`, split by `kind`: rows, columns, or not split."""
         if name not in self._file_of:
             raise ValueError(
                 f"{self.directory} has no tensor {name}: the checkpoint does not fit its config.json"
@@ -148,7 +148,7 @@ class HFReader:
 
 
 def _parameters(model: Any) -> Iterator[tuple[Mapping, torch.nn.Parameter]]:
-    """Parameters of one model chunk with their mappings; layers are numbered over the whole model."""
+    """(mapping, parameter) of one model chunk; layer indices count over the whole model."""
     for name, parameter in model.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
         layer = model.decoder.layers[int(match.group(1))].layer_number - 1 if match else None
@@ -182,14 +182,14 @@ def load_hf_weights(chunks: list[Any], config: ModelConfig, directory: str | Pat
 def iter_hf_weights(chunks: list[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor) of every weight. Collective: every rank must exhaust it.
 
-    All ranks of a pipeline see all tensors; one parameter is gathered at a time. The tensors may share memory
-    with the model: copy what must outlive the next weight update. A tied head is not repeated.
+    Every rank receives every tensor; one parameter is gathered at a time. A tensor may share memory with the model: copy
+    it to keep it beyond the next weight update. A tied head is not streamed again.
     """
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     pp_ranks = dist.get_process_group_ranks(pp_group)
     ep_group = parallel_state.get_expert_model_parallel_group()
-    experts = config.num_experts // ep_group.size()  # of one rank
+    experts = config.num_experts // ep_group.size()  # per rank
     groups = config.num_kv_heads // tp_group.size()
     own = [
         (mapping, parameter)
@@ -228,7 +228,7 @@ def iter_hf_weights(chunks: list[Any], config: ModelConfig) -> Iterator[tuple[st
 
 
 def _all_gathered(piece: Tensor, group: Any) -> list[Tensor]:
-    """The tensor of each rank of `group`, all of one shape."""
+    """The tensors of all ranks of `group`; all have the same shape."""
     if group.size() == 1:
         return [piece]
     pieces = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -245,8 +245,8 @@ def write_hf_directory(
 ) -> None:
     """Write a Hugging Face directory: safetensors shards of at most 2 GB, config and tokenizer of `source`.
 
-    Collective through `weights`; only the rank with `write` touches the disk. The directory appears whole or
-    not at all. `dtype` ("float32", "bfloat16"; None: that of the first weight) is noted in config.json.
+    Collective, because reading `weights` is; only the rank with `write` writes files. The directory appears by a rename.
+    `dtype` ("float32", "bfloat16"; None: that of the first weight) is written to config.json.
     """
     final, source = Path(directory), Path(source)
     partial = final.with_name(final.name + ".tmp")
@@ -277,7 +277,7 @@ def write_hf_directory(
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         held_bytes += size
         total_bytes += size
-        del tensor  # before the next one is made
+        del tensor  # free the memory before the next tensor
     flush()
     names = ["model.safetensors"]
     if len(shards) > 1:

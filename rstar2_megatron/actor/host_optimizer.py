@@ -1,12 +1,12 @@
 """The optimizer step on the host: fp32 master weights and Adam's moments never enter GPU memory.
 
-`actor.optim.optimizer_cpu_offload` (Megatron's and RLinf's name). megatron-core's own HybridDeviceOptimizer works
-only beside a GPU and pins all of its memory. This one is an inner optimizer with the interface that megatron-core's
-distributed optimizer has for optimizers that own their master weights (gradients in `.decoupled_grad`, state by
-`get_unscaled_state` and `set_scaled_state`): sharding, overlap, gradient norm and checkpoint format stay as they are.
+`actor.optim.optimizer_cpu_offload` (Megatron's and RLinf's name) turns it on. megatron-core's own HybridDeviceOptimizer
+needs a GPU and pins all of its memory. HostAdamW implements megatron-core's interface for inner optimizers that own their
+master weights: gradients in `.decoupled_grad`, state by `get_unscaled_state` and `set_scaled_state`. Sharding, overlap,
+gradient norm and checkpoint format therefore do not change.
 
-A GPU keeps 2 bytes a parameter of weights and 4 of gradients; the host keeps 12 bytes of each parameter that this rank
-updates. Gradients come over slice by slice through two pinned buffers while the slice before is updated.
+A GPU holds 2 bytes of weight and 4 of gradient a parameter. The host holds 12 bytes for each parameter that this rank
+updates. Gradients are copied slice by slice through two pinned buffers while the previous slice is updated.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-# Elements of a slice: 64 MB of gradients, large beside a transfer's latency, small beside the state.
+# Elements of a slice (64 MB of gradients): large enough to hide a transfer's latency, small compared with the state.
 SLICE = 1 << 24
 
 
 class HostAdamW(torch.optim.Optimizer):
-    """AdamW over device weights [n] each, whose fp32 master copy and moments [n] lie in host memory."""
+    """AdamW for flat device weights [n]; their fp32 master copies and moments [n] are in host memory."""
 
     def __init__(self, groups: list[dict[str, Any]], threads: int | None = None) -> None:
-        """groups: AdamW's, with "params" as the flat device shards of the weights, fp32 or bf16.
+        """groups: AdamW's parameter groups; "params" are flat device shards of the weights, fp32 or bf16.
 
-        threads: CPU threads of the update; None keeps those of the process.
+        threads: CPU threads of the update; None uses the process's number of threads.
         """
         super().__init__([torch.empty(0)], {})
-        self.param_groups = groups  # not through the base class: a shard is a view, which it refuses
+        self.param_groups = groups  # the base class refuses shards, because they are views
         self._threads = threads
         self._transfers: _Transfers | None = None
         for parameter in self._parameters():
@@ -54,7 +54,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the masters by the gradients in `decoupled_grad` (fp32, on the device) and the device weights."""
+        """Update master weights from the gradients in `decoupled_grad` (fp32, on the device), then the device weights."""
         slices = list(self._slices())
         with _cpu_threads(self._threads):
             if any(part.weight.is_cuda for part in slices):
@@ -68,7 +68,7 @@ class HostAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] += 1
-                group["step"] = int(state["step"])  # where TransformerEngine's Adam keeps it
+                group["step"] = int(state["step"])  # in the group, as TransformerEngine's Adam has it
 
     def _slices(self) -> Iterator[_Slice]:
         for group in self.param_groups:
@@ -89,22 +89,22 @@ class HostAdamW(torch.optim.Optimizer):
                         group,
                     )
 
-    # ------------------------------------------------------------- what the distributed optimizer asks for
+    # ------------------------------------------------------- interface of the distributed optimizer
 
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
-        """The state tensor of this name: master_param, exp_avg, exp_avg_sq, step."""
+        """The state tensor `name`: master_param, exp_avg, exp_avg_sq or step."""
         value = self.state[parameter][name]
         assert isinstance(value, Tensor)
         return value
 
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """Set a state tensor, named as in a checkpoint ("param") or as here."""
+        """Set the state tensor `name`; "param", the checkpoint's name, means master_param."""
         self.state[parameter]["master_param" if name == "param" else name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters and step count; tensors come by `set_scaled_state`.
+        """Restore hyper-parameters and step count. Tensors are restored by `set_scaled_state`.
 
-        The base class would cast the state to the device and precision of the weights.
+        The method of the base class would cast the state to the device and precision of the weights.
         """
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
@@ -114,7 +114,7 @@ class HostAdamW(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Views of the same elements [n]: weight and gradient on the device, the rest on the host."""
+    """Views of the same elements [n]: weight and gradient on the device, master and moments on the host."""
 
     weight: Tensor
     gradient: Tensor
@@ -134,7 +134,7 @@ def _update(part: _Slice, gradient: Tensor) -> None:
         [part.exp_avg],
         [part.exp_avg_sq],
         [],
-        [part.step.clone()],  # counted once a parameter, not once a slice
+        [part.step.clone()],  # a copy: the step counts once for a parameter, not once for a slice
         fused=True,
         amsgrad=False,
         beta1=beta1,
@@ -147,7 +147,7 @@ def _update(part: _Slice, gradient: Tensor) -> None:
 
 
 class _Transfers:
-    """Gradients to the host and weights back through pinned buffers, two slices in flight. Not run yet: no GPU."""
+    """Copies gradients to the host and weights back through two pinned buffers. Not run on a GPU yet."""
 
     def __init__(self) -> None:
         self._down, self._up = torch.cuda.Stream(), torch.cuda.Stream()
@@ -156,7 +156,7 @@ class _Transfers:
         self._uploaded: list[Any] = [None, None]
 
     def run(self, slices: list[_Slice], update: Any) -> None:
-        """update(slice, its gradient on the host) for each, then the new weights to the device."""
+        """Call update(slice, its gradient on the host) for each slice, then copy the new weights to the device."""
         self._down.wait_stream(torch.cuda.current_stream())
         self._up.wait_stream(torch.cuda.current_stream())
         arriving = self._download(slices[0], 0)
@@ -164,7 +164,7 @@ class _Transfers:
             place = number % 2
             gradient, arrived = arriving
             arrived.synchronize()
-            if number + 1 < len(slices):  # into the other buffer, whose slice has been updated
+            if number + 1 < len(slices):  # the other buffer is free: its slice was updated
                 arriving = self._download(slices[number + 1], 1 - place)
             update(part, gradient)
             self._upload(part, place)
@@ -178,7 +178,7 @@ class _Transfers:
             return gradient, self._down.record_event()
 
     def _upload(self, part: _Slice, place: int) -> None:
-        """Cast on the host, so that half the bytes travel."""
+        """The cast to bf16 runs on the host, which halves the bytes of the copy."""
         dtype = part.weight.dtype
         if dtype not in self._weights:
             self._weights[dtype] = [torch.empty(SLICE, dtype=dtype, pin_memory=True) for _ in range(2)]
@@ -203,16 +203,16 @@ def _cpu_threads(number: int | None) -> Iterator[None]:
 
 
 def threads_of_this_rank() -> int:
-    """An equal share of the node's cores for each rank on it; collective. Ray starts every worker with one thread."""
+    """This rank's equal share of its node's cores; collective. Ray starts every worker with one thread."""
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return max(1, len(os.sched_getaffinity(0)) // names.count(socket.gethostname()))
 
 
 def move_to_host(optimizer: Any, *, threads: int | None) -> None:
-    """Give every part of a chained distributed optimizer a HostAdamW; before the first step.
+    """Replace the inner optimizer of every distributed optimizer by a HostAdamW; call it before the first step.
 
-    The fp32 master weights that megatron-core made on the device are freed.
+    The fp32 master weights that megatron-core allocated on the device are freed.
     """
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:  # nothing to train on this rank
@@ -223,8 +223,8 @@ def move_to_host(optimizer: Any, *, threads: int | None) -> None:
                 part.optimizer.param_groups, part.shard_fp32_groups, part.shard_float16_groups, strict=True
             )
         ]
-        # From here on megatron-core leaves the masters to the inner optimizer; otherwise it derives this flag from
-        # settings that want TransformerEngine's Adam.
+        # With this flag megatron-core leaves the master weights to the inner optimizer. It is set here, because the
+        # settings from which megatron-core derives it need TransformerEngine's Adam.
         part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         part.shard_fp32_from_float16_groups = [[None] * len(group) for group in part.shard_float16_groups]
         for group in part.model_float16_groups:

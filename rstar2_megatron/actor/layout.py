@@ -1,6 +1,6 @@
-"""Is this parallel layout possible? Decided before anything starts. Pure: no torch, no megatron.
+"""Checks a parallel layout before anything starts. Pure: no torch, no megatron.
 
-Every refusal names the operands and what to set instead.
+Every error names the operands and the value to set.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Layout:
     data: int
     virtual: int = 1
     expert: int = 1
-    """Ranks that share a layer's experts; they are taken out of tensor x context x data."""
+    """Ranks that a layer's experts are spread over. They are part of tensor x context x data, not a further factor."""
 
 
 def check_layout(
     settings: ActorSettings, model: ModelConfig, world_size: int, runner: RunnerSettings | None = None
 ) -> Layout:
-    """The layout of `world_size` ranks. Raises ValueError, one line per problem, when it cannot train."""
+    """The layout of `world_size` ranks. Raises ValueError with one line per problem."""
     parallel = settings.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp, vp = parallel.context_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
@@ -43,7 +43,7 @@ def check_layout(
         ("MLP width", model.intermediate_size),
     ):
         if what == "MLP width" and model.is_moe:
-            continue  # experts are not cut
+            continue  # tensor parallelism does not split experts
         if size % tp:
             fitting = [n for n in range(1, tp) if size % n == 0]
             problems.append(

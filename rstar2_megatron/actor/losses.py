@@ -1,8 +1,8 @@
-"""The losses of a micro-batch as the pipeline calls them, and what a step reports of them.
+"""Loss functions for the pipeline schedule, and the metrics of a step.
 
-A loss function gets the micro-batch and the model's output, fp32 [2, n]: log-probs and entropies of the tokens
-it asked for. It returns the loss, already divided by its global denominator, and named sums to be added up over
-micro-batches and ranks (maxima to be maximised).
+A loss function gets the micro-batch and the model's output, fp32 [2, n]: log-probs and entropies of the wanted tokens. It
+returns the loss, already divided by its global denominator, and named values. The values of SUMS are summed over
+micro-batches and ranks, those of MAXIMA are reduced by maximum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rstar2_megatron.settings.schema import AlgorithmSettings
 
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
-# Summed over micro-batches and ranks; a rank that has no part of one contributes zero.
+# A rank without a value contributes zero.
 SUMS = (
     "loss", "tokens", "ratio", "clipped", "dual_clipped", "approx_kl", "pg_loss", "entropy",
     "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl", "reference_kl",
@@ -73,9 +73,9 @@ def rl_loss(
 ) -> LossFunction:
     """The policy loss of a mini-batch whose first sequence is number `first` of the step's batch.
 
-    `old`: recomputed log-probs of the step's sequences. Without them, `recompute_logprobs` takes the current
-    ones, which is right when the mini-batch is the only one: nothing has been updated since.
-    `reference`: log-probs of the frozen reference, for the KL term; weighed like the policy loss.
+    `old`: recomputed log-probs of the step's sequences. Without `old`, `recompute_logprobs` uses the current log-probs,
+    which is exact for a single mini-batch: the weights have not been updated since.
+    `reference`: log-probs of the frozen reference for the KL term, which has the token weights of the policy loss.
     """
     per_sequence = weights.sequence_weights.to(device, torch.float32)
 
@@ -112,10 +112,10 @@ def rl_loss(
 
 
 def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool) -> dict[str, float]:
-    """Metrics of a training step from its mini-batches' reduced sums: token means over all of them.
+    """Metrics of a training step from the reduced sums of its mini-batches: means over the tokens of all mini-batches.
 
-    Engine-actor differences are those of the first mini-batch, before any update. with_reference: there is a
-    KL term to report.
+    Differences between engine and actor are measured on the first mini-batch, before any update. with_reference: report
+    the KL term.
     """
     tokens = max(sum(s["tokens"] for s in steps), 1.0)
     first, first_tokens = steps[0], max(steps[0]["tokens"], 1.0)
@@ -146,7 +146,7 @@ def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool) -> dict[s
 def sft_metrics(
     step: dict[str, float], trained: int, skipped: int, speed: dict[str, float]
 ) -> dict[str, float]:
-    """Metrics of a supervised step from its reduced sums; `speed` holds `actor/...` figures."""
+    """Metrics of a supervised step from its reduced sums; `speed` holds metrics named `actor/...`."""
     return {
         "sft/loss": step["loss"],
         "sft/token_loss": step["pg_loss"] / trained,

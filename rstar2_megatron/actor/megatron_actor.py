@@ -1,7 +1,7 @@
-"""The policy under training: one object per Megatron rank, all ranks called with the same arguments.
+"""The policy under training: one MegatronActor per Megatron rank.
 
-Needs neither Ray nor RLinf: it joins torch.distributed by the address it is given. Every method that touches
-the model is collective, so all ranks must call it. A step reads from top to bottom in `train_step`.
+It needs neither Ray nor RLinf; it joins torch.distributed at a given address. Every method that touches the model is
+collective: all ranks must call it with the same arguments. `train_step` is the training step, from top to bottom.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from rstar2_megatron.settings.schema import (
 )
 from rstar2_megatron.weights.checksum import check_same_weights, weights_checksum
 
-# Policy, reference, optimizer, checkpoint and hf_weights import megatron-core, and so are imported inside methods: on a CPU
-# `process_groups.join` must have installed its stand-ins first.
+# Policy, reference, optimizer, checkpoint and hf_weights import megatron-core. They are imported inside methods, because on a
+# CPU `process_groups.join` must install the stand-ins for CUDA first.
 if TYPE_CHECKING:
     from rstar2_megatron.actor.checkpoint import PendingSave
     from rstar2_megatron.actor.reference import FrozenReference
@@ -62,7 +62,7 @@ class MegatronActor:
         init_method: str,
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
-        """Only remembers its arguments and checks the layout; `initialize` starts things.
+        """Store the arguments and check the layout; `initialize` builds the model.
 
         init_method: e.g. "tcp://127.0.0.1:29500", the same on all ranks. device "cuda" uses the current CUDA
         device. Raises ValueError for a model or layout that cannot be trained.
@@ -76,7 +76,7 @@ class MegatronActor:
         self.max_optimizer_steps = runner.max_steps * algorithm.n_minibatches
         self.optimizer_steps = 0
         self.schedule_start = 0
-        """Optimizer step at which this run's cosine begins; 0 unless it goes on with another run's optimizer."""
+        """Optimizer step at which this run's cosine begins; 0 unless the optimizer comes from another run."""
         self.skipped_steps = 0
         self._pending: PendingSave | None = None
         self._reference: FrozenReference | None = None
@@ -108,9 +108,9 @@ class MegatronActor:
     def reset_optimizer(
         self, optim: OptimSettings, lr_sched: LrSchedSettings, max_optimizer_steps: int
     ) -> None:
-        """Forget moments and step count and go on with new settings (between SFT phases and RL); collective.
+        """Replace the optimizer by a new one with other settings, at step 0 (between SFT phases and RL); collective.
 
-        The overlap flags, `use_distributed_optimizer` and `optimizer_cpu_offload` stay as they were at `initialize`.
+        The overlap flags, `use_distributed_optimizer` and `optimizer_cpu_offload` keep their values from `initialize`.
         """
         fixed = {
             name: getattr(self.actor.optim, name)
@@ -128,16 +128,16 @@ class MegatronActor:
         self.policy.reset_optimizer(self.optim)
 
     def keep_optimizer(self) -> None:
-        """Moments and step count of a loaded checkpoint go on in a run of its own, whose cosine begins here.
+        """Start this run's cosine at the step count of the loaded optimizer, whose moments are kept.
 
         The warm-up is not repeated.
         """
         self.schedule_start = self.optimizer_steps
 
     def freeze_reference(self) -> None:
-        """Keep the present weights as the reference of the KL term (`algorithm.kl_beta`), if there is one.
+        """Copy the current weights as the reference of the KL term; nothing happens when `algorithm.kl_beta` is 0.
 
-        Call it where RL starts: after SFT, or before the checkpoint of a resumed run is loaded.
+        Call it where RL starts: after SFT. A resumed run calls it before it loads the checkpoint.
         """
         if self.algorithm.kl_beta:
             from rstar2_megatron.actor.reference import FrozenReference
@@ -157,10 +157,10 @@ class MegatronActor:
     ) -> dict[str, float]:
         """One step of GRPO-RoC on the whole global batch: `n_minibatches` optimizer steps; collective.
 
-        Every rank gets all sequences and picks its share. The loss is normalised over the mini-batch's
-        trained tokens on all ranks: neither the micro-batching nor the number of ranks changes the gradient.
+        Every rank gets all sequences and selects its share. The loss is normalised by the trained tokens of the
+        mini-batch on all ranks, so neither packing nor the number of ranks changes the gradient.
         mini_batch_rows: only for loss_agg_func "released-verl" (see `algorithm.loss.aggregate`).
-        Returns metrics, identical on all ranks; log-prob differences to the engine are those before the first
+        Returns metrics, identical on all ranks. Log-prob differences to the engine are measured before the first
         update of the step. Raises ValueError for an empty batch.
         """
         if not sequences:
@@ -170,7 +170,7 @@ class MegatronActor:
         minibatches = split_minibatches(len(sequences), algorithm.n_minibatches)
         old: FlatLogProbs | None = None
         if algorithm.recompute_logprobs and len(minibatches) > 1:
-            # With one mini-batch the policy that is scored is the one being trained: see rl_loss.
+            # A single mini-batch needs no separate scoring pass: see rl_loss.
             old = self._score(sequences, "trained")
         reference = self._score_reference(sequences)
 
@@ -200,7 +200,7 @@ class MegatronActor:
     def sft_step(self, sequences: Sequence[TrainSequence], lr: float | None = None) -> dict[str, float]:
         """One optimizer step of mean cross entropy over the tokens of `loss_mask`; collective.
 
-        lr: None takes the schedule's.
+        lr: None uses the schedule's rate.
         """
         started = time.monotonic()
         trained = sum(s.num_trained_tokens for s in sequences)
@@ -220,14 +220,14 @@ class MegatronActor:
     def compute_logprobs(self, sequences: Sequence[TrainSequence]) -> list[list[float]]:
         """Log-prob of every token under the current weights, at the sampling temperature; collective.
 
-        One list per sequence with one entry per token; token 0 has no predecessor and gets 0.0. The same on
-        all ranks.
+        Returns a list for each sequence with one entry per token, identical on all ranks. Token 0 has no predecessor
+        and gets 0.0.
         """
         return self._score(sequences, "all").to_lists()
 
     @property
     def _temperature(self) -> float:
-        """What the engine divides logits by before it samples and reports log-probs; greedy reports at 1."""
+        """The temperature of the log-probs that the engine reports; 1 for greedy decoding."""
         return self.algorithm.sampling_params.temperature or 1.0
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> Plan:
@@ -261,7 +261,7 @@ class MegatronActor:
         temperature: float,
         lr: float | None = None,
     ) -> dict[str, float]:
-        """One optimizer step at `lr` (None: the schedule's), counted."""
+        """One optimizer step at rate `lr` (None: the schedule's); advances the step counters."""
         from rstar2_megatron.actor.optimizer import learning_rate
 
         if lr is None:
@@ -292,15 +292,15 @@ class MegatronActor:
     # ---------------------------------------------------------------------------------- memory of the device
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move to the host what `actor.offload_*` name, so that an engine on the same GPU can use the memory.
+        """Move the parts that `actor.offload_*` name to the host, so that an engine on the same GPU can use the memory.
 
-        With keep_weights they stay, which is enough to send or export them; for anything else call `reload`
-        first. What is away already stays away.
+        keep_weights: the weights stay on the device, which is enough to send or export them. All other methods need
+        `reload` first. Parts that are on the host already stay there.
         """
         wanted = {
             "weights": self.actor.offload_weight and not keep_weights,
             "grads": self.actor.offload_grad,
-            # with optimizer_cpu_offload the state is on the host already
+            # With optimizer_cpu_offload the state is always on the host.
             "state": self.actor.offload_optimizer and not self.actor.optim.optimizer_cpu_offload,
         }
         parts = {name for name, go in wanted.items() if go} - self._away
@@ -309,7 +309,7 @@ class MegatronActor:
         self._away |= parts
 
     def reload(self) -> None:
-        """Bring back what `offload` moved away."""
+        """Move the parts that `offload` moved back to the device."""
         self._memory.reload(self.policy.chunks, self.policy.optimizer, self._away)
         self._away = set()
 
@@ -318,7 +318,7 @@ class MegatronActor:
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream every weight as (Hugging Face name, full tensor); collective, every rank must exhaust it.
 
-        Valid on all ranks. A tensor may share memory with the model: copy it to keep it beyond an update.
+        Every rank receives the tensors. A tensor may share memory with the model: copy it to keep it beyond an update.
         """
         return self.policy.iter_hf_weights()
 
@@ -337,8 +337,8 @@ class MegatronActor:
     def save_checkpoint(self, directory: str | Path, *, wait: bool = True) -> None:
         """Write model, optimizer, schedule and random states; collective.
 
-        The directory appears whole or not at all. With wait=False training goes on while threads write; the
-        directory then appears at the end of a later `train_step`, or in `finish_checkpoint`.
+        The directory appears atomically. With wait=False threads write during the next steps, and the directory appears
+        at the end of a later `train_step` or in `finish_checkpoint`.
         """
         from rstar2_megatron.actor import checkpoint
 
@@ -356,7 +356,7 @@ class MegatronActor:
             self.finish_checkpoint()
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint being written is in place; collective. Raises OSError when it failed."""
+        """Wait until the pending checkpoint has its final name; collective. Raises OSError when writing failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish()
@@ -368,8 +368,8 @@ class MegatronActor:
     def load_checkpoint(self, directory: str | Path) -> None:
         """Restore what `save_checkpoint` wrote, also under another parallel layout; collective.
 
-        Raises ValueError when the directory is not a complete checkpoint, was written under settings that give it another
-        form, or when the weights are then not, bit by bit, those that were saved.
+        Raises ValueError when the directory is not a complete checkpoint, when it was saved under settings that give it
+        another format, or when a loaded weight differs in any bit from the saved one.
         """
         from rstar2_megatron.actor import checkpoint
 

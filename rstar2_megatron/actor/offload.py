@@ -1,7 +1,7 @@
-"""Free the GPU for the engine between training steps: weights, gradients, optimizer state to host memory.
+"""Moves weights, gradients and optimizer state to host memory, so that an engine can use the GPU between training steps.
 
-The copies lie in host memory that is taken once and reused each step, pinned beside a GPU, so that a move runs at the
-link's rate. On a CPU the same moves are made (into other host memory), so that the order of a step is exercised there too.
+The host memory is allocated once and reused each step. With a GPU it is pinned, so that copies run at the link's rate. On a
+CPU the same copies are made into other host memory, so that tests run the same sequence of a step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes of a slab. torch rounds pinned allocations up to a power of two: larger pieces would waste up to half of the memory.
+# Bytes of a slab. torch rounds a pinned allocation up to a power of two; an allocation of any size may waste half of it.
 _SLAB = 1 << 28
 
 
 class HostSlabs:
-    """Host memory that holds the bytes of a list of tensors, one after the other. It grows and is never given back."""
+    """Host memory for the bytes of a list of tensors, one after the other. It grows and is never freed."""
 
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
@@ -27,7 +27,7 @@ class HostSlabs:
         return sum(slab.numel() for slab in self._slabs)
 
     def pieces(self, sizes: list[int]) -> Iterator[list[tuple[slice, Tensor]]]:
-        """For each size in bytes: (range of bytes, uint8 host memory of this range), in order."""
+        """For each size, in order: the ranges of bytes and the uint8 host memory of each range."""
         position = 0
         for size in sizes:
             found = []
@@ -45,15 +45,16 @@ class HostSlabs:
 
 
 class DeviceMemory:
-    """Moves what one rank holds on the device to the host and back: "weights", "grads", "state".
+    """Moves the parts of one rank ("weights", "grads", "state") between device and host.
 
-    Tensors keep their identity: only their storage shrinks to nothing meanwhile. Gradient buffers are not copied, because
-    they are zeroed before their next use.
+    Tensor objects stay the same; their storages are resized to 0 and back. Gradient buffers are not copied, because they
+    are zeroed before their next use.
     """
 
     def __init__(self, *, masters: bool) -> None:
-        """masters: the fp32 master weights are tensors of their own (bf16 training) and go with the state; in fp32
-        training they are the weights.
+        """masters: fp32 master weights are separate tensors (bf16 training), moved as part of the state.
+
+        In fp32 training the weights are the masters.
         """
         self._masters = masters
         self._slabs = {"weights": HostSlabs(), "state": HostSlabs()}
@@ -62,11 +63,11 @@ class DeviceMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken so far."""
+        """Bytes of host memory allocated so far."""
         return sum(slabs.nbytes for slabs in self._slabs.values())
 
     def offload(self, chunks: list[Any], optimizer: Any, parts: set[str]) -> None:
-        """Move `parts` to the host and give their memory back to the device."""
+        """Copy `parts` to the host and free their device memory."""
         torch.cuda.synchronize()
         for buffer in _buffers(chunks):
             buffer.offload_to_cpu(move_params=False, move_grads="grads" in parts)
@@ -80,7 +81,7 @@ class DeviceMemory:
             torch.cuda.empty_cache()
 
     def reload(self, chunks: list[Any], optimizer: Any, parts: set[str]) -> None:
-        """Undo `offload`."""
+        """Copy `parts` back to the device."""
         for buffer in _buffers(chunks):
             buffer.reload_from_cpu(move_params=False, move_grads="grads" in parts)
         for part in sorted(parts & self._slabs.keys()):
@@ -91,7 +92,7 @@ class DeviceMemory:
         torch.cuda.synchronize()
 
     def _storages(self, part: str, chunks: list[Any], optimizer: Any) -> list[torch.UntypedStorage]:
-        """The storages of a part, each once, in the same order at every call."""
+        """The distinct storages of a part, in the same order at every call."""
         weights = _unique(buffer.param_data for buffer in _buffers(chunks) if buffer.param_data is not None)
         if part == "weights":
             return list(weights.values())
@@ -103,7 +104,7 @@ class DeviceMemory:
             if inner.optimizer is None:  # nothing to train on this rank
                 continue
             for state in inner.optimizer.state.values():
-                # torch keeps Adam's step counter on the host, and wants it there.
+                # torch's Adam needs its step counter, a 0-dim tensor, on the host.
                 yield from (value for value in state.values() if torch.is_tensor(value) and value.ndim)
             if self._masters:
                 for group in inner.optimizer.param_groups:
@@ -126,7 +127,7 @@ class DeviceMemory:
 
 
 def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages of the tensors by their identity, in order."""
+    """The distinct storages of the tensors by address, in order."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage for storage in storages}
 

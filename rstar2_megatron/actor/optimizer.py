@@ -23,9 +23,9 @@ def learning_rate(
 ) -> float:
     """Rate of optimizer step `step`, counted from 0 over the optimizer's life.
 
-    Warm-up is linear and ends at the full rate on step `lr_warmup_iters - 1`; no step is spent at rate 0 (in
-    Megatron-LM and verl the first is). Then constant, or a cosine that reaches min_lr `lr_decay_iters` steps (null:
-    max_steps) after `start`, the step at which this run took over the optimizer of another: its cosine begins anew.
+    The warm-up is linear and reaches the full rate on step `lr_warmup_iters - 1`. No step has rate 0, unlike the first step
+    of Megatron-LM and verl. Then the rate is constant, or a cosine that reaches min_lr `lr_decay_iters` steps (null:
+    max_steps) after `start`. `start` is the step at which this run took over the optimizer of another run.
     """
     if step < schedule.lr_warmup_iters:
         return optim.lr * (step + 1) / schedule.lr_warmup_iters
@@ -37,7 +37,7 @@ def learning_rate(
 
 
 def wrap_ddp(config: TransformerConfig, chunks: list[Any], optim: OptimSettings) -> list[Any]:
-    """Wrap the model chunks for data parallelism and tell the pipeline schedules how to synchronise them."""
+    """Wrap the model chunks in DDP and give the pipeline schedules its synchronisation functions."""
     distributed = optim.use_distributed_optimizer
     gather = optim.overlap_param_gather and distributed
     ddp = DistributedDataParallelConfig(
@@ -53,7 +53,7 @@ def wrap_ddp(config: TransformerConfig, chunks: list[Any], optim: OptimSettings)
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])  # type: ignore[assignment]
         if len(wrapped) > 1:
             config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]  # type: ignore[assignment]
-    # The loss of every micro-batch is already divided by the global token count: nothing is left to scale.
+    # The loss of every micro-batch is already divided by the global token count, so gradients are not scaled.
     config.finalize_model_grads_func = _finalize_without_scaling  # type: ignore[assignment]
     return wrapped
 
@@ -67,9 +67,9 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> Any:
-    """AdamW over the wrapped chunks; state sharded over data-parallel ranks, fp32 master weights for bf16; collective.
+    """AdamW for the wrapped chunks, with state sharded over data-parallel ranks and fp32 masters for bf16; collective.
 
-    With `optim.optimizer_cpu_offload` masters and moments lie in host memory and the CPU updates them.
+    With `optim.optimizer_cpu_offload` master weights and moments are in host memory, and the CPU updates them.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -93,9 +93,9 @@ def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> 
 
 
 def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[bool, float]:
-    """Clip and step; a norm that is not finite skips. Returns (stepped, gradient norm before clipping).
+    """Clip gradients and step. Returns (stepped, gradient norm before clipping); a norm that is not finite skips the step.
 
-    Weight decay spares biases and norm weights, as Megatron does.
+    Biases and norm weights have no weight decay, as in Megatron.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -106,7 +106,7 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
         return False, norm
     if norm > optim.clip_grad:
         scale = optim.clip_grad / (norm + 1e-6)
-        for part in optimizer.chained_optimizers:  # one of the dense weights, one of experts that EP shards
+        for part in optimizer.chained_optimizers:  # one for dense weights, one for experts under EP
             for parameter in part.get_parameters():
                 gradient = _gradient(parameter)
                 if gradient is not None:
@@ -116,6 +116,6 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
 
 
 def _gradient(parameter: Any) -> Any:
-    """`decoupled_grad` where the step is on the host: torch wants `.grad` on the parameter's device."""
+    """The gradient: `decoupled_grad` with the optimizer on the host, because `.grad` must have the parameter's dtype."""
     decoupled = getattr(parameter, "decoupled_grad", None)
     return parameter.grad if decoupled is None else decoupled

@@ -1,6 +1,6 @@
-"""Optimizer state in checkpoints: where megatron-core's gathered state really lies, and whether it fits the weights.
+"""Optimizer state in checkpoints: corrected positions for megatron-core's gathered state, and a check against the weights.
 
-Line numbers in comments are of megatron-core 0.16.1.
+Line numbers refer to megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Position = tuple[int, int, int]
 
 @contextmanager
 def positions_without_padding(chunks: list[Any]) -> Iterator[None]:
-    """Inside, megatron-core cuts gathered optimizer state where each parameter really lies.
+    """Context in which megatron-core splits gathered optimizer state at the correct positions.
 
-    The distributed optimizer gathers a buffer's masters and moments without the padding between its buckets
-    (distrib_optimizer.py:1090), then cuts them at positions that count this padding (:1494). Without this context every
-    parameter behind a padded bucket would be saved shifted, and a resumed run would train shifted weights. A tied
-    embedding of a pipeline has a bucket of its own, and overlapped communication makes many buckets: both can be padded.
+    The distributed optimizer gathers a buffer's masters and moments without the padding between buckets
+    (distrib_optimizer.py:1090), but splits them at positions that include this padding (:1494). Without this context every
+    parameter after a padded bucket would be saved shifted, and a resumed run would train shifted weights. Several buckets
+    exist with overlapped communication and with a tied embedding in a pipeline.
     """
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     padded = [buffer.param_index_map for buffer in buffers]
@@ -41,7 +41,7 @@ def positions_without_padding(chunks: list[Any]) -> Iterator[None]:
 
 
 def _unpadded_positions(buffer: Any) -> dict[Any, Position]:
-    """Position of each parameter of the buffer, not counting the padding at the end of each bucket."""
+    """Position of each parameter in the buffer without the padding at the end of each bucket."""
     padding_before, gathered = [], 0
     for bucket, (start, _) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
         padding_before.append(start - gathered)
@@ -53,16 +53,16 @@ def _unpadded_positions(buffer: Any) -> dict[Any, Position]:
 
 
 def local_checksums(chunks: list[Any]) -> dict[str, int]:
-    """Checksum of each parameter of this rank by its name and chunk. Local."""
+    """Checksum of each parameter of this rank by chunk and name. Local."""
     return {name: tensor_checksum(parameter) for name, parameter in _parameters(chunks)}
 
 
 def check_state_fits_weights(source: str, chunks: list[Any], optimizer: Any, loaded: dict[str, int]) -> None:
-    """The optimizer state just loaded must belong to the weights just loaded; collective.
+    """Check that the loaded optimizer state matches the loaded weights; collective.
 
-    loaded: `local_checksums` after the weights were loaded and before the optimizer state was. Raises ValueError on
-    every rank when loading the state changed a weight, or when a master weight does not round to its weight: the
-    next step would train other weights than were saved.
+    loaded: `local_checksums` taken between loading the weights and loading the state. Raises ValueError on every rank when
+    loading the state changed a weight, or when a master weight does not round to its weight. The next step would then
+    train other weights than the saved ones.
     """
     wrong = [name for name, checksum in local_checksums(chunks).items() if checksum != loaded[name]]
     names = {parameter: name for name, parameter in _parameters(chunks)}
@@ -88,7 +88,7 @@ def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(parameter, flat part of it that this rank updates, fp32 master of this part) for each that has a master."""
+    """(parameter, flat part that this rank updates, fp32 master of the part) for each parameter with a master."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:  # nothing to train on this rank
             continue

@@ -1,4 +1,4 @@
-"""Which trajectory goes to which data-parallel rank and into which micro-batch. Pure, no torch."""
+"""Assigns trajectories to data-parallel ranks and micro-batches. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 
 def split_minibatches(num_sequences: int, n_minibatches: int) -> list[range]:
-    """Cut the step's sequences, in order, into at most `n_minibatches` non-empty runs of near-equal count."""
+    """Split the step's sequences, in order, into at most `n_minibatches` non-empty ranges of near-equal count."""
     parts = max(1, min(n_minibatches, num_sequences))
     edges = [num_sequences * i // parts for i in range(parts + 1)]
     return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Distribute sequences over `parts` ranks so that the ranks' token sums are close; indices per rank.
+    """Distribute sequences over `parts` ranks with near-equal token sums. Returns the indices of each rank.
 
-    Longest first, each to the rank with the fewest tokens: the maximum is at most 4/3 of the best possible.
-    Every index appears exactly once; ranks may stay empty. The same on every rank: ties break by index.
+    Greedy: the longest sequence first, each to the rank with the fewest tokens, so the maximum is at most 4/3 of the
+    optimum. Every index appears exactly once; ranks may stay empty. Ties break by index, so all ranks get the same result.
     """
     heap = [(0, rank) for rank in range(parts)]
     assigned: list[list[int]] = [[] for _ in range(parts)]
@@ -31,11 +31,11 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut `indices` into micro-batches of at most `max_tokens` tokens, as few as first-to-last filling needs.
+    """Split `indices` into micro-batches of at most `max_tokens` tokens; as many as greedy filling by length needs.
 
-    Neighbours in length stay together (attention pads a micro-batch to its longest member), and the
-    micro-batches are made as even as that allows (pipeline stages wait for the largest). Longest first, so
-    that memory peaks at once. Raises ValueError for a sequence longer than `max_tokens`.
+    Sequences of similar length share a micro-batch, because attention pads it to its longest sequence. The micro-batches
+    are then evened out, because pipeline stages wait for the largest. The longest come first, so that memory peaks at the
+    start. Raises ValueError for a sequence longer than `max_tokens`.
     """
     order = sorted(indices, key=lambda i: (-lengths[i], i))
     if not order:
@@ -77,24 +77,24 @@ def pack_by_count(indices: Sequence[int], lengths: Sequence[int], count: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who trains what in one mini-batch: `microbatches[rank]` are lists of sequence indices."""
+    """Assignment of a mini-batch: `microbatches[rank]` are lists of sequence indices."""
 
     microbatches: list[list[list[int]]]
     tokens_per_rank: list[int]
 
     @property
     def imbalance(self) -> float:
-        """Tokens of the fullest rank over the mean; 1.0 is perfect."""
+        """Tokens of the fullest rank divided by the mean; 1.0 is perfect balance."""
         total = sum(self.tokens_per_rank)
         return max(self.tokens_per_rank) * len(self.tokens_per_rank) / total if total else 1.0
 
     @property
     def num_microbatches(self) -> int:
-        """Over all ranks, the empty ones that idle ranks run included."""
+        """Micro-batches of all ranks, including empty ones."""
         return sum(len(own) for own in self.microbatches)
 
     def microbatch_of(self, num_sequences: int) -> list[int]:
-        """Globally unique micro-batch number of every sequence."""
+        """Globally unique micro-batch index of every sequence."""
         result = [0] * num_sequences
         number = 0
         for own in self.microbatches:
@@ -114,11 +114,12 @@ def make_plan(
     multiple: int = 1,
     equal: bool = False,
 ) -> Plan:
-    """Plan of a mini-batch over `ranks` data-parallel ranks; the same on every rank that computes it.
+    """Plan of a mini-batch over `ranks` data-parallel ranks; every rank computes the same plan.
 
-    max_tokens: budget of a micro-batch; None packs `count` sequences each instead. Every rank gets at least
-    one micro-batch, and a multiple of `multiple` (interleaved pipelines), empty ones added where needed.
-    equal: the same number on every rank (expert parallelism, whose ranks exchange tokens in every layer).
+    max_tokens: token budget of a micro-batch; None packs `count` sequences into each instead.
+    multiple: the number of micro-batches of a rank is a positive multiple of it (interleaved pipelines); empty ones are
+        added where needed.
+    equal: all ranks get the same number (expert parallelism: ranks exchange tokens in every layer).
     """
     microbatches = []
     assigned = balance(lengths, ranks)

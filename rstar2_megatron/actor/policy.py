@@ -1,6 +1,6 @@
-"""One rank's share of the policy: model chunks, optimizer, and how micro-batches run through them.
+"""One rank's share of the policy: model chunks, optimizer, forward and backward passes.
 
-All methods are collective over the actor's ranks unless they say otherwise.
+Methods are collective over the actor's ranks unless their docstring says "Local".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Policy:
     def __init__(
         self, model: ModelConfig, layout: Layout, actor: ActorSettings, model_path: str, device: str
     ) -> None:
-        """Build this rank's chunks, read their weights from the Hugging Face directory, make the optimizer."""
+        """Build this rank's chunks, read their weights from the Hugging Face directory, build the optimizer."""
         self.model, self.layout, self.device = model, layout, device
         self.precision, self.chunk_tokens = (
             actor.model.precision,
@@ -62,9 +62,9 @@ class Policy:
         )
 
     def reset_optimizer(self, optim: OptimSettings) -> None:
-        """A fresh optimizer over the current weights."""
+        """Build a new optimizer for the current weights."""
         self.optim = optim
-        self.optimizer: Any = None  # the old state is freed before the new one is made
+        self.optimizer: Any = None  # free the old state before the new one is allocated
         self.optimizer = build_optimizer(self.chunks, optim, self.precision)
 
     @property
@@ -85,8 +85,8 @@ class Policy:
     ) -> tuple[bool, dict[str, float]]:
         """Forward, backward and optimizer step on one mini-batch.
 
-        Returns whether the step was taken (a gradient that is not finite skips it) and the reduced sums and
-        maxima of the loss function, with `grad_norm` before clipping and `lr`.
+        Returns whether the optimizer stepped (it skips a gradient that is not finite), and the reduced sums and maxima of
+        the loss function with `grad_norm` (before clipping) and `lr`.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -110,7 +110,7 @@ class Policy:
     def score(
         self, sequences: Sequence[TrainSequence], plan: Plan, wanted: Wanted, *, temperature: float
     ) -> FlatLogProbs:
-        """Log-probs of the wanted tokens, 0.0 for others, the same on all ranks."""
+        """Log-probs of the wanted tokens, 0.0 for other tokens, identical on all ranks."""
         scores = FlatLogProbs([s.length for s in sequences], self.device)
         for chunk in self.chunks:
             chunk.eval()
@@ -121,7 +121,7 @@ class Policy:
 
         self._run(sequences, plan, keep, wanted, temperature, forward_only=True)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
-            scores.values.zero_()  # tensor-parallel ranks hold the same: count one of them
+            scores.values.zero_()  # tensor-parallel ranks hold equal values: count only rank 0
         dist.all_reduce(scores.values)
         return scores
 
@@ -135,10 +135,10 @@ class Policy:
         *,
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
-        """Run this rank's micro-batches through the pipeline; the sums that `loss` returned for each."""
+        """Run this rank's micro-batches through the pipeline. Returns the named values of `loss` for each micro-batch."""
         own = plan.microbatches[parallel_state.get_data_parallel_rank()]
         batches = [build_microbatch(sequences, members, self.context, wanted) for members in own]
-        no_tokens = torch.zeros([], dtype=torch.int, device=self.device)  # the loss is normalised already
+        no_tokens = torch.zeros([], dtype=torch.int, device=self.device)  # the loss is already normalised
 
         def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
@@ -164,12 +164,12 @@ class Policy:
         return results
 
     def _reduced(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sums and maxima over micro-batches and ranks, the same on all ranks."""
+        """Sums and maxima over micro-batches and ranks, identical on all ranks."""
         zero = torch.zeros((), device=self.device)
         sums = torch.stack([sum((r.get(k, zero).float() for r in results), zero) for k in SUMS]).double()
         maxima = torch.stack([max((r.get(k, zero).float() for r in results), default=zero) for k in MAXIMA])
         if parallel_state.get_tensor_model_parallel_rank() != 0:
-            sums.zero_()  # tensor-parallel ranks hold the same: count one of them
+            sums.zero_()  # tensor-parallel ranks hold equal values: count only rank 0
         dist.all_reduce(sums)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         return dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()]))
@@ -177,12 +177,12 @@ class Policy:
     # -------------------------------------------------------------------------------------- weights
 
     def finish_gather(self) -> None:
-        """Finish a pending overlapped parameter gather: until then weights read outside a step are stale."""
+        """Finish a pending overlapped parameter gather; before that, weights read outside a step are stale."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream every weight as (Hugging Face name, full tensor); every rank must exhaust it."""
+        """Stream every weight as (Hugging Face name, full tensor); every rank must exhaust the iterator."""
         self.finish_gather()
         return iter_hf_weights([bare(chunk) for chunk in self.chunks], self.model)

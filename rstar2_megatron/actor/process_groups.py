@@ -1,4 +1,4 @@
-"""Joins and leaves torch.distributed and Megatron's process groups."""
+"""Creates and destroys the process groups of torch.distributed and Megatron."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rstar2_megatron.actor.layout import Layout
 from rstar2_megatron.cpu import megatron as cpu_megatron
 from rstar2_megatron.settings.schema import ActorSettings
 
-# megatron-core is imported inside functions: `join` installs what lets it be imported without a GPU.
+# megatron-core is imported inside functions: without a GPU `join` must install stand-ins for CUDA before the import.
 
 
 def join(
     actor: ActorSettings, layout: Layout, *, rank: int, world_size: int, init_method: str, device: str
 ) -> None:
-    """Join the ranks of the actor and make the groups of `layout`; collective."""
+    """Initialise torch.distributed for the actor's ranks and create the groups of `layout`; collective."""
     if device == "cpu":
         torch.set_num_threads(actor.cpu_threads)
         cpu_megatron.install()
-        # What is absent here is known, and one line per rank and call about it drowns the log.
+        # Every rank would warn at every call that Apex and TransformerEngine are absent.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # orders TP and SP collectives before GEMMs
@@ -51,7 +51,7 @@ def join(
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generators; tensor-parallel ranks get different streams where Megatron wants them so."""
+    """Seed the generators. Megatron's tracker gives tensor-parallel ranks different streams."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(seed)

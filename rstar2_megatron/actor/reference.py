@@ -1,7 +1,7 @@
-"""The policy that RL started from, for the KL term: its weights on the host, swapped in to score a batch.
+"""The reference policy of the KL term: the weights at the start of RL, kept on the host and swapped in to score a batch.
 
-No second model: scoring under it costs one copy of this rank's weights to the device and one back a step, and
-works under every layout, because what is swapped is what the rank holds.
+There is no second model on the device. Scoring copies this rank's weights to the host and back once a step. It works under
+every layout, because each rank swaps the weights that it holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rstar2_megatron.actor.policy import Policy
 
 
 class FrozenReference:
-    """This rank's share of the policy's weights at the moment of construction; collective like `Policy`."""
+    """A copy of this rank's weights, taken at construction; collective like `Policy`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -28,7 +28,7 @@ class FrozenReference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The policy holds the reference weights inside, and its own again afterwards, bit by bit."""
+        """Inside the context the policy has the reference weights; afterwards its own are restored bit by bit."""
         self._policy.finish_gather()
         own = [_to_host(p) for p in self._parameters()]
         try:

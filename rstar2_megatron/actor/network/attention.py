@@ -1,7 +1,7 @@
-"""The parts of a transformer layer that run without TransformerEngine, on CPU and GPU.
+"""Rotary embedding and packed attention of the local layer spec, which runs without TransformerEngine on CPU and GPU.
 
-They plug into megatron-core's layer spec (`layer_spec.py`). `PackedBatch` travels with a micro-batch through
-every layer, also through activation recompute and pipeline stages, and holds all index arithmetic, done once.
+`PackedBatch` holds the indices of a micro-batch. They are computed once and passed to every layer, also through activation
+recompute and pipeline stages.
 
 Shapes: t tokens of this rank's micro-batch, n segments (trajectories), L longest segment, h heads and g KV
 heads of this rank, d head size.
@@ -22,10 +22,10 @@ from torch import Tensor
 
 @dataclass
 class PackedBatch(PackedSeqParams):
-    """Where the segments of a micro-batch lie, for `PackedAttention`.
+    """Positions of the segments in a micro-batch, for `PackedAttention`.
 
-    `qkv_format` stays "sbhd": megatron-core then hands the layers [t, 1, ...] tensors and leaves rotary
-    embeddings and segments to the core attention, instead of looping over the segments in every layer.
+    `qkv_format` is "sbhd" although segments are packed. megatron-core then passes [t, 1, ...] tensors to the layers, and
+    PackedAttention handles rotary embeddings and segments. Otherwise every layer would loop over the segments.
     """
 
     cos: Tensor | None = None  # [t, 1, 1, d/2], in the compute dtype
@@ -47,7 +47,7 @@ def rotary_tables(
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding (the two halves of a head form the pairs); its gradient is the opposite rotation."""
+    """Rotary embedding that pairs the two halves of a head. The backward pass rotates the gradient by the negative angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,10 +69,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 class _Rearrange(torch.autograd.Function):
-    """Rows of x by `index`; the gradient's rows by `inverse`.
+    """Select rows of x by `index`; the backward pass selects rows of the gradient by `inverse`.
 
-    Right where each row of x goes to exactly one row that counts: the padded rows must get zero gradient,
-    which causal attention gives them. About five times faster on CPU than scattering with index_add.
+    This is correct when each row of x goes to exactly one row without padding and padded rows get zero gradient, as causal
+    attention gives them. It is about five times faster on CPU than index_add.
     """
 
     @staticmethod
@@ -87,7 +87,7 @@ class _Rearrange(torch.autograd.Function):
 
 
 class _ScatterBack(torch.autograd.Function):
-    """Tokens out of padded slots; the gradient of slots without a token is zero."""
+    """Select the tokens from the padded slots. Slots without a token get zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_slot: Tensor) -> Tensor:
@@ -105,9 +105,9 @@ class _ScatterBack(torch.autograd.Function):
 class PackedAttention(MegatronModule):
     """Rotary embedding and causal grouped-query attention over packed segments, by torch's fused kernels.
 
-    Segments are laid out as one [n, L] batch and attended to in a single call: causality alone keeps padding
-    out, because padded keys come after every real query. With context parallelism keys and values are
-    gathered over the CP ranks and masked by position.
+    On CPU, and in fp32, the segments form one padded [n, L] batch for a single call. It needs no padding mask: padded keys
+    come after every real query, so the causal mask excludes them. On CUDA in low precision torch's varlen kernel reads the
+    packed segments. With context parallelism keys and values are gathered over the CP ranks and masked by position.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class PackedAttention(MegatronModule):
         return x.view(segments, -1, *x.shape[1:]).transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # here: it needs a GPU build of torch
+        from torch.nn.attention.varlen import varlen_attn  # imported here, because it needs a CUDA build of torch
 
         longest = batch.max_seqlen_q
         out = varlen_attn(
@@ -190,7 +190,7 @@ class PackedAttention(MegatronModule):
             gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)
         )
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, t, d]
-        if query.is_cuda:  # torch's kernel that takes a mask and stores no scores knows no grouped heads
+        if query.is_cuda:  # torch's memory-efficient kernel with a mask does not support grouped heads
             copies = query.size(1) // key.size(1)
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
         out = F.scaled_dot_product_attention(

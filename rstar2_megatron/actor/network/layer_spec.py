@@ -1,4 +1,4 @@
-"""What a transformer layer is made of: our modules, or TransformerEngine's on CUDA where installed."""
+"""The layer spec: the modules of a transformer layer, our own or TransformerEngine's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Implementation = Literal["local", "transformer_engine"]
 
 
 def choose_implementation(wanted: str, device: str) -> Implementation:
-    """Resolve `actor.model.transformer_impl`. Raises ValueError when a wanted engine is absent or does not import."""
+    """Resolve `actor.model.transformer_impl`. Raises ValueError when it asks for a TransformerEngine that cannot be used."""
     if wanted == "local" or (wanted == "auto" and not (device == "cuda" and torch.cuda.is_available())):
         return "local"
     missing = _why_no_engine(device)
@@ -38,7 +38,7 @@ def choose_implementation(wanted: str, device: str) -> Implementation:
 
 
 def _why_no_engine(device: str) -> str | None:
-    """None where TransformerEngine can be used. Its extension for torch is built apart, so the import is tried."""
+    """Why TransformerEngine cannot be used, or None. Its torch extension is built separately, so the import is tried."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "not installed"
     if device != "cuda" or not torch.cuda.is_available():
@@ -47,7 +47,7 @@ def _why_no_engine(device: str) -> str | None:
         importlib.import_module("transformer_engine.pytorch")
     except (
         Exception
-    ) as error:  # a missing library or symbol is an OSError, a missing extension whatever it likes
+    ) as error:  # OSError for a missing library or symbol; a missing extension can raise anything
         return f"installed, but does not import ({type(error).__name__}: {error})"
     return None
 
@@ -55,7 +55,7 @@ def _why_no_engine(device: str) -> str | None:
 def block_spec(config: TransformerConfig, implementation: Implementation, vp_stage: int | None) -> Any:
     """Spec of this pipeline stage's layers and final norm."""
     if implementation == "transformer_engine":
-        # Here, because it needs TransformerEngine.
+        # Imported here, because it needs TransformerEngine.
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)

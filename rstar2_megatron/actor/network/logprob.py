@@ -1,12 +1,12 @@
 """Log-prob and entropy of chosen tokens over a vocabulary split across tensor-parallel ranks, in chunks.
 
-The head's logits are the largest tensor of a training step (16,384 tokens x 151,936 words x 4 bytes = 10 GB).
-Here they exist for one chunk of tokens at a time, in the forward pass and again in the backward pass, which computes
-them a second time. The gradient of the weight is added to the fp32 gradient buffer of megatron-core's DDP.
+Full logits would be the largest tensor of a training step (16,384 tokens x 151,936 words x 4 bytes = 10 GB). Only the logits
+of one chunk of tokens exist at a time; the backward pass computes them again. The gradient of the weight is added to the
+fp32 gradient buffer of megatron-core's DDP.
 
-In low precision on CUDA matrix products return fp32, so logits are never rounded to bf16. A chunk is large there, because
-each chunk reads the whole weight; all else runs over blocks of its rows, and the gradient of the logits takes the memory
-of the logits. Shapes: n predicted tokens, H hidden size, V/tp words of this rank.
+In low precision on CUDA the matrix products return fp32, so logits are never rounded to bf16. Each chunk reads the whole
+weight, so chunks are large there. All other arithmetic runs over blocks of a chunk's rows, and the gradient of the logits
+overwrites the logits. Shapes: n predicted tokens, H hidden size, V/tp words of this rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-# A chunk is never made smaller than this many logits (64 MB in fp32): a small vocabulary gains nothing by it.
+# Least logits of a chunk (64 MB in fp32): with a small vocabulary smaller chunks save no memory worth the time.
 _MIN_CHUNK_LOGITS = 1 << 24
-# Words of the weight whose low-precision gradient of a chunk is made at a time, before it is added in fp32.
+# Words whose weight gradient is computed in low precision at a time, before it is added in fp32.
 _GRADIENT_WORDS = 1 << 14
 # Rows of a block (156 MB of fp32 logits at 151,936 words).
 _BLOCK_ROWS = 256
@@ -68,12 +68,12 @@ class _LogProbEntropy(torch.autograd.Function):
             if chunk >= hidden.size(0) and ctx.needs_input_grad[0] and not _in_blocks(hidden):
                 kept = z.sub_(
                     log_sum[:, None]
-                )  # everything fits in one chunk: keep it, compute nothing twice
+                )  # a single chunk is kept for the backward pass
         ctx.save_for_backward(
             hidden, weight, local, mine, log_sums, out[1], *([] if kept is None else [kept])
         )
         ctx.temperature, ctx.chunk = temperature, chunk
-        # DDP's gradient buffer hangs on the parameter.
+        # DDP's gradient buffer is an attribute of the parameter.
         ctx.parameter = weight if getattr(weight, "main_grad", None) is not None else None
         return out
 
@@ -99,7 +99,7 @@ class _LogProbEntropy(torch.autograd.Function):
             if _in_blocks(hidden):
                 grad_logits = log_p.view(hidden.dtype)[
                     :, : weight.size(0)
-                ]  # the first half of each row's memory
+                ]  # bf16 in the first half of each fp32 row's memory
                 for block in _row_blocks(log_p):
                     grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(
                         hidden.dtype
@@ -111,8 +111,8 @@ class _LogProbEntropy(torch.autograd.Function):
             del log_p, grad_logits
         if parameter is None:
             return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
-        # DDP waits for a gradient, and adds it only where this says that nothing was added, or where an embedding shares
-        # the weight: its gradient comes added to ours.
+        # DDP waits for the gradient returned here. The flag tells DDP that the buffer has it already. A tied embedding's
+        # gradient is added by DDP all the same.
         parameter.grad_added_to_main_grad = True
         shared = getattr(parameter, "zero_out_wgrad", False)
         placeholder = torch.zeros_like(weight) if shared else torch.empty_like(weight)
@@ -120,7 +120,7 @@ class _LogProbEntropy(torch.autograd.Function):
 
 
 def _in_blocks(hidden: Tensor) -> bool:
-    """Whether chunks are large and matrix products return fp32: low precision on CUDA."""
+    """True in low precision on CUDA: chunks are large, and matrix products return fp32."""
     return hidden.is_cuda and hidden.dtype != torch.float32
 
 
@@ -129,7 +129,7 @@ def _row_blocks(z: Tensor) -> Iterator[slice]:
 
 
 def _exponential_sums(z: Tensor, in_blocks: bool) -> tuple[Tensor, Tensor]:
-    """Sums of exp(z) and of exp(z) z over the words, [n] each."""
+    """Sums over the words of exp(z) and of z exp(z), [n] each."""
     if in_blocks:
         parts = [_exponential_sums(z[block], False) for block in _row_blocks(z)]
         return torch.cat([e for e, _ in parts]), torch.cat([ez for _, ez in parts])
@@ -148,7 +148,10 @@ def _gradient_of_logits(
     local: Tensor,
     mine: Tensor,
 ) -> Tensor:
-    """fp32 gradient of logits [n, V/tp] from that of log-probs and entropies [n]; in place of `log_p` unless `keep`."""
+    """fp32 gradient of the logits [n, V/tp] from the gradients of log-probs and entropies [n].
+
+    It overwrites `log_p` unless `keep`.
+    """
     p = log_p.exp() if keep or use_entropy else log_p.exp_()
     if use_entropy:
         log_p = log_p + entropy[:, None] if keep else log_p.add_(entropy[:, None])
@@ -172,7 +175,7 @@ def _add_outer(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """fp32 logits over temperature, [n, V/tp]; a new tensor that the caller may overwrite."""
+    """fp32 logits divided by the temperature, [n, V/tp]; a new tensor that the caller may overwrite."""
     if _in_blocks(hidden):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
@@ -185,8 +188,8 @@ def log_prob_entropy(
 ) -> Tensor:
     """Log-probs (row 0) and entropies (row 1), fp32 [2, n], equal on every tensor-parallel rank.
 
-    hidden [n, H] is the same on all ranks of `group`, weight [V/tp, H] is this rank's rows, targets [n] are
-    global token ids. The gradient of hidden is this rank's part: the caller reduces it over the group.
+    hidden [n, H] is equal on all ranks of `group`, weight [V/tp, H] holds this rank's rows, targets [n] are global token
+    ids. The gradient of hidden is this rank's summand; the caller reduces it over the group.
     """
     chunk = max(chunk_tokens, _MIN_CHUNK_LOGITS // weight.size(0), 1)
     result = _LogProbEntropy.apply(hidden, weight, targets, temperature, chunk, group)
@@ -195,9 +198,9 @@ def log_prob_entropy(
 
 
 class LogProbHead(ColumnParallelLinear):
-    """The vocabulary head: megatron-core's output layer, but it answers log-probs instead of logits.
+    """The vocabulary head: megatron-core's output layer, returning log-probs and entropies instead of logits.
 
-    Being the module that owns the weight, it is where DDP's overlapped parameter gather waits for it.
+    It is a module that owns the weight, because DDP's overlapped parameter gather waits in the owner's forward hook.
     """
 
     def forward(  # type: ignore[override]

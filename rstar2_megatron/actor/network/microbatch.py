@@ -1,6 +1,6 @@
-"""One packed micro-batch as tensors: tokens, segment layout, and the tokens whose log-probs are wanted.
+"""A packed micro-batch as tensors: tokens, segment layout, and the wanted tokens, whose log-probs are computed.
 
-Shapes: t tokens on this rank (of t * cp in all), n wanted tokens on this rank.
+Shapes: t tokens on this rank (t * cp on all CP ranks), n wanted tokens on this rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class MicroBatch:
     input_ids: Tensor  # [1, t]
     positions: Tensor  # [1, t]
     packed: PackedSeqParams
-    rows: Tensor  # [n] place in [t] whose output predicts the wanted token
+    rows: Tensor  # [n] row in [t] whose output predicts the wanted token
     targets: Tensor  # [n] the wanted token's id
-    sequence: Tensor  # [n] index of its sequence in the list given
+    sequence: Tensor  # [n] index of the token's sequence in the list of sequences
     place: Tensor  # [n] index of the token in its sequence
     advantages: Tensor  # [n]
     rollout_logprobs: Tensor  # [n]
@@ -34,7 +34,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackContext:
-    """What a micro-batch's layout depends on besides its sequences."""
+    """Model and layout settings that determine how a micro-batch is built."""
 
     head_dim: int
     rope_theta: float
@@ -48,17 +48,17 @@ class PackContext:
 
     @property
     def segment_multiple(self) -> int:
-        """Context parallelism cuts a segment into 2 * cp chunks: each rank gets a front and a back one."""
+        """Context parallelism splits a segment into 2 * cp chunks; each rank gets one of the front and one of the back."""
         return 2 * self.context_parallel if self.context_parallel > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """Sequence parallelism cuts a rank's tokens into equal parts."""
+        """Sequence parallelism splits a rank's tokens into equal parts."""
         return self.context_parallel * self.tensor_parallel if self.sequence_parallel else 1
 
 
 def padded_lengths(lengths: Sequence[int], context: PackContext) -> list[int]:
-    """Segment lengths with the padding that CP and SP need; SP's goes to the last segment."""
+    """Segment lengths with the padding for CP and SP; the padding for SP is added to the last segment."""
     multiple = context.segment_multiple
     padded = [-(-n // multiple) * multiple for n in lengths]
     while sum(padded) % context.total_multiple:
@@ -88,8 +88,8 @@ def build_microbatch(
 ) -> MicroBatch:
     """Pack `sequences[i] for i in indices`; `wanted` "all" asks for every token that has a predecessor.
 
-    Without indices the result is the smallest legal micro-batch with nothing wanted: a rank that has no work
-    runs it to join the collectives of those that have.
+    Without indices the result is the smallest valid micro-batch without wanted tokens. A rank without work runs it to take
+    part in the collectives of the other ranks.
     """
     members = [sequences[i] for i in indices]
     tokens = [m.input_ids for m in members] or [[0]]
@@ -164,7 +164,7 @@ def _layout(lengths: list[int], positions: Tensor, context: PackContext) -> Pack
     if device == "cuda":
         packed.cu_seqlens_q = edges.to(device)
     longest = max(lengths)
-    if min(lengths) != longest:  # equal lengths are a batch as they stand
+    if min(lengths) != longest:  # segments of equal length need no padding
         starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
         segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         slot = segment * longest + positions
@@ -175,7 +175,7 @@ def _layout(lengths: list[int], positions: Tensor, context: PackContext) -> Pack
 
 
 def _context_mask(lengths: list[int], context: PackContext) -> Tensor:
-    """[t, t * cp] True where this rank's query may see a key; keys in the order of the CP gather."""
+    """[t, t * cp], True where this rank's query attends to a key; keys are in the order of the CP gather."""
     cp = context.context_parallel
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor([n // cp for n in lengths]))
     places = [torch.cat([local_places(n, cp, rank) for n in lengths]) for rank in range(cp)]

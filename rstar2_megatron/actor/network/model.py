@@ -23,14 +23,14 @@ from rstar2_megatron.settings.schema import ActorModelSettings
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage answers log-probs and entropies of the trained tokens, never full logits."""
+    """GPTModel whose last stage returns log-probs and entropies of the wanted tokens, never full logits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _output_layer_without_apex():
             super().__init__(*args, **kwargs)
         if self.post_process:
-            # Same parameters, names, sharding and tied-embedding marks, another forward: GPTModel offers no
-            # way to choose the class of its output layer.
+            # GPTModel has no option for the class of its output layer. LogProbHead replaces only the forward; parameters,
+            # names, sharding and tied-embedding marks stay.
             self.output_layer.__class__ = LogProbHead
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -38,7 +38,7 @@ class PolicyModel(GPTModel):
             return hidden_states
         head: dict[str, Any] = kwargs[
             "loss_mask"
-        ]  # the one keyword GPTModel.forward passes through untouched
+        ]  # the only keyword that GPTModel.forward passes through unchanged
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         )
@@ -49,10 +49,10 @@ class PolicyModel(GPTModel):
 
 @contextmanager
 def _output_layer_without_apex() -> Iterator[None]:
-    """Let megatron-core build its output layer where `gradient_accumulation_fusion` is on and Apex is absent.
+    """Let megatron-core build its output layer with `gradient_accumulation_fusion` and without Apex.
 
-    It refuses otherwise (tensor_parallel/layers.py:924, 0.16.1), for a kernel of its own backward pass. Here that pass is
-    LogProbHead's, which adds to DDP's buffer itself; all other fused layers are TransformerEngine's.
+    megatron-core 0.16.1 raises an error (tensor_parallel/layers.py:924), because its backward pass needs Apex's kernel.
+    That pass is not used: LogProbHead adds to DDP's buffer itself, and all other fused layers are TransformerEngine's.
     """
     available = layers._grad_accum_fusion_available
     layers._grad_accum_fusion_available = True
@@ -71,9 +71,9 @@ def transformer_config(
     interleaved = (settings.virtual_pipeline_model_parallel_size or 1) > 1
     fused = device == "cuda"
     engine = implementation == "transformer_engine"
-    recomputes_layers = settings.recompute_granularity == "full"  # the two keys beside it are only for that
+    recomputes_layers = settings.recompute_granularity == "full"  # method and num_layers apply only to "full"
 
-    def leave(weight: Tensor) -> Tensor:  # every weight is read from the Hugging Face directory
+    def leave(weight: Tensor) -> Tensor:  # weights are not initialised: all are read from the Hugging Face directory
         return weight
 
     return TransformerConfig(
@@ -108,8 +108,8 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         calculate_per_token_loss=True,  # DDP then sums gradients; the loss arrives normalised
-        # Packed micro-batches differ in length, so stages tell each other shapes. megatron-core wants this
-        # dispatcher named for it even in dense models; interleaving is silently wrong with batched p2p.
+        # Packed micro-batches differ in length, so pipeline stages send each other shapes. megatron-core requires this
+        # dispatcher for it even in dense models. Interleaving with batched p2p gives silently wrong losses.
         variable_seq_lengths=pipeline > 1,
         moe_token_dispatcher_type="alltoall",
         **_expert_fields(model, settings, grouped=engine),
@@ -129,11 +129,11 @@ def transformer_config(
 
 
 def _expert_fields(model: ModelConfig, settings: ActorModelSettings, *, grouped: bool) -> dict[str, Any]:
-    """Mixture of experts as Qwen3 has it: softmax over all experts in fp32, the best k, no dropped token.
+    """Settings for Qwen3's mixture of experts: softmax over all experts in fp32, top k, no dropped token.
 
-    mcore takes the softmax over the chosen k alone, which is the same as rescaling (`norm_topk_prob`).
-    grouped: one GEMM for all experts of a rank, and one kernel that sorts tokens by expert (TransformerEngine); otherwise
-    one expert after the other.
+    megatron-core computes the softmax over the chosen k only, which equals rescaling (`norm_topk_prob`).
+    grouped: TransformerEngine's GEMM over all experts of a rank and its kernel that sorts tokens by expert. Otherwise the
+    experts run one after the other.
     """
     if not model.is_moe:
         return {}
@@ -170,7 +170,7 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=model.tie_word_embeddings,
-            # The local spec rotates inside its attention (see PackedBatch).
+            # In the local spec PackedAttention applies the rotary embedding.
             position_embedding_type="rope" if implementation == "transformer_engine" else "none",
             rotary_base=model.rope_theta,  # type: ignore[arg-type]
             vp_stage=vp_stage,
@@ -178,8 +178,8 @@ def build_chunks(
         chunk.to(device)
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." in name:
-                # Their gradients are summed over the expert data-parallel group, also where EP is 1, which
-                # makes checkpoints of all layouts alike (megatron-core marks them so at EP > 1 only).
+                # The gradients of experts are summed over the expert data-parallel group. megatron-core marks experts so
+                # only at EP > 1; with the mark at EP 1 too, checkpoints of all layouts have the same structure.
                 parameter.allreduce = False
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     return config, chunks
@@ -193,7 +193,7 @@ def bare(chunk: Any) -> Any:
 
 
 def forward_log_probs(chunk: Any, batch: MicroBatch, temperature: float, chunk_tokens: int) -> Tensor:
-    """Run a stage: hidden states, or on the last one fp32 [2, n], log-probs and entropies of the targets."""
+    """Run a pipeline stage. Returns hidden states, or on the last stage fp32 [2, n]: log-probs and entropies."""
     head = {
         "rows": batch.rows,
         "targets": batch.targets,

@@ -1,4 +1,4 @@
-"""Root-mean-square norm for the local layer spec: knows sequence parallelism, quick on CPU."""
+"""Root-mean-square norm for the local layer spec: supports sequence parallelism, fast on CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _HostRMSNorm(torch.autograd.Function):
-    """fp32 norm with its gradient written out: torch's own backward takes five times as long on CPU.
+    """fp32 norm with an explicit backward pass: torch's own takes five times as long on CPU.
 
     y = x r w with r = (mean(x^2) + eps)^-1/2; with g the gradient of y and u = x r:
     dw = sum_tokens(g u), dx = r (g w - u mean(g w u)).
@@ -34,14 +34,14 @@ class _HostRMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """The norm as megatron-core's layer spec builds it (its own torch norm refuses sequence parallelism)."""
+    """RMSNorm with the constructor of megatron-core's layer spec, whose own torch norm has no sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
         device = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # finalize_model_grads sums these over the TP ranks, each of which saw a part of the tokens.
+        # finalize_model_grads sums the gradients of marked weights over the TP ranks, which see different tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
