@@ -1,4 +1,4 @@
-"""What the actor is timed on: model shapes, trajectories as rollouts have them, an actor with random weights."""
+"""Inputs of the actor's benchmarks: model shapes, random trajectories, an actor with random weights."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def rollout_lengths(count: int, mean: int, seed: int = 0) -> list[int]:
-    """Lengths as rollouts have them: log-normal, cut at four times the mean."""
+    """Log-normal lengths, similar to those of rollouts, cut at four times the mean."""
     rng = random.Random(seed)
     return [min(4 * mean, max(16, int(rng.lognormvariate(0, 0.6) * mean / 1.2))) for _ in range(count)]
 
 
 def make_sequences(lengths: list[int], vocab: int) -> list[TrainSequence]:
-    """Random tokens; the first fifth is prompt, of the rest four fifths are trained."""
+    """Random tokens. The first fifth is the prompt; four fifths of the rest are trained."""
     rng = random.Random(1)
     result = []
     for n in lengths:
@@ -113,7 +113,7 @@ def write_config(directory: Path, shape: dict[str, Any]) -> Path:
 def start_actor(
     rank: int, world: int, port: int, device: str, config: Any, model_path: Path
 ) -> MegatronActor:
-    """An actor with random weights: nothing of the model's size lies on disk."""
+    """An actor with random weights; it needs no weights on disk."""
     from rstar2_megatron.cpu.megatron import install
 
     install()
@@ -142,7 +142,7 @@ def start_actor(
 def transformers_step(
     model: Any, adam: Any, sequences: list[TrainSequence], budget: int, device: str
 ) -> None:
-    """What a trainer on transformers does: padded micro-batches, full logits, the same loss and optimizer."""
+    """A training step with transformers: padded micro-batches, full logits, the same loss and optimizer."""
     trained = sum(s.num_trained_tokens for s in sequences)
     adam.zero_grad()
     waiting = list(sequences)

@@ -1,12 +1,12 @@
-"""Memory and time of turning a checkpoint into a Hugging Face directory, and of loading that on one rank.
+"""Memory and time of converting a checkpoint to a Hugging Face directory, and of loading the directory on one rank.
 
     python -m benchmarks.actor.conversion --directory /large/disk                    # 14B: needs 60 GB of disk
     python -m benchmarks.actor.conversion --directory /large/disk --layers 16        # the same tensors, a third of the layers
 
-Writes a checkpoint as `MegatronActor.save_checkpoint` does (random bf16 weights, the same ones in every layer, without an
-optimizer, which conversion does not read), runs `rstar2_megatron.actor.convert` on it, then loads the result as rank 0 of
-`--tensor-parallel` ranks. Each part is a process of its own; `own_peak_gb` is what it took at most beyond what it held
-before, files that are mapped included. Prints one JSON object, writes it to `--out`, and removes what it wrote.
+Writes a checkpoint in the format of `MegatronActor.save_checkpoint`: random bf16 weights, equal in every layer, without an
+optimizer, which conversion does not read. Then runs `rstar2_megatron.actor.convert` on it and loads the result as rank 0 of
+`--tensor-parallel` ranks. Each part runs in its own process. `own_peak_gb` is the peak above the memory held before, mapped
+files included. Prints one JSON object, writes it to `--out`, and removes checkpoint and output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rstar2_megatron.services.process import free_port
 
 
 def tensor_shapes(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes in megatron-core's names: outside the layers, and of one layer."""
+    """Shapes by megatron-core name: (outside the layers, of one layer)."""
     hidden, words, wide = config.hidden_size, config.vocab_size, config.intermediate_size
     heads = config.num_heads * config.head_dim
     queries_keys_values = heads + 2 * config.num_kv_heads * config.head_dim
@@ -91,7 +91,7 @@ def converted(model: Path, checkpoint: Path, output: Path) -> dict[str, float]:
 
 
 def loaded(output: Path, tensor_parallel: int) -> dict[str, float]:
-    """Rank 0 of `tensor_parallel` builds its part of the model and reads its weights; the other ranks do not exist."""
+    """Build rank 0's part of the model and read its weights, without starting the other ranks."""
     from rstar2_megatron.cpu.megatron import install
 
     install()
@@ -112,14 +112,14 @@ def loaded(output: Path, tensor_parallel: int) -> dict[str, float]:
     _, chunks = build_chunks(config, actor.model, "local", "cpu")
     parts = [bare(chunk) for chunk in chunks]
     for parameter in parts[0].parameters():
-        parameter.data.fill_(1.0)  # pages are touched: they are the rank's own, not loading's
+        parameter.data.fill_(1.0)  # touch the pages, so that loading is not charged for them
     figures = resident_peak_gb(lambda: load_hf_weights(parts, config, output))
     held = sum(p.nbytes for p in parts[0].parameters()) / 1e9
     return {"tensor_parallel": float(tensor_parallel), "parameters_gb": held, **figures}
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function, named with its arguments on a command line of its own, returns."""
+    """Run the function in a new process, by name and arguments on its command line; returns its result."""
     words = [str(a) for a in args]
     command = [sys.executable, "-m", "benchmarks.actor.conversion", "--part", function.__name__, *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=3600, check=True)

@@ -1,12 +1,12 @@
-"""Memory of the vocabulary head's forward and backward, in this process alone.
+"""Memory of the vocabulary head's forward and backward pass.
 
     python -m benchmarks.actor.head                                  # 16,384 tokens, 151,936 words, hidden size 1536, bf16
-    python -m benchmarks.actor.head --tokens 2048                    # fewer tokens at the same chunk: what differs is linear
+    python -m benchmarks.actor.head --tokens 2048                    # fewer tokens, same chunk: shows the memory linear in tokens
     python -m benchmarks.actor.head --hidden-size 64                 # all tokens at a small hidden size
     python -m benchmarks.actor.head --device cuda
 
-What goes in (hidden states, weight, the fp32 gradient buffer that DDP holds for the weight) is counted apart from the
-peak of what the head allocates itself. Prints one JSON object. The full size is 30 TFLOP.
+Inputs (hidden states, weight, DDP's fp32 gradient buffer of the weight) are reported separately from the peak of the head's
+own allocations. Prints one JSON object. The full size is 30 TFLOP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = 151936
 
 
 class _Peak:
-    """GB that the process (or the GPU) took at most since `start`, beyond what it held then."""
+    """Peak GB of the process (or the GPU) since `start`, above the memory held then."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
@@ -53,15 +53,15 @@ class _Peak:
 def measure(
     device: str, hidden_size: int, tokens: int, *, entropy: bool, buffered: bool = True
 ) -> dict[str, Any]:
-    """Peak GB of forward and backward of log-probs (and entropies), bf16.
+    """Peak GB of forward and backward pass of log-probs (and entropies), bf16.
 
-    buffered: the gradient of the weight goes to a buffer like DDP's, as in training; otherwise the head makes it too.
+    buffered: the weight's gradient is added to a buffer like DDP's, as in training. Otherwise the head allocates it.
     """
     hidden = torch.randn(tokens, hidden_size, device=device).bfloat16().requires_grad_()
     weight: Any = torch.empty(WORDS, hidden_size, device=device, dtype=torch.bfloat16)
     weight.normal_(std=0.02).requires_grad_()
     if buffered:
-        weight.main_grad = torch.empty(WORDS, hidden_size, device=device).fill_(0.0)  # pages are touched
+        weight.main_grad = torch.empty(WORDS, hidden_size, device=device).fill_(0.0)  # touch the pages
     targets = torch.randint(WORDS, (tokens,), device=device)
     chunk = ActorSettings().head_chunk_tokens(cpu=device == "cpu")
     peak = _Peak(device)

@@ -1,4 +1,4 @@
-"""How fast the Megatron actor trains, how much memory its vocabulary head takes, how evenly it packs.
+"""Speed of the Megatron actor, memory of its vocabulary head, balance of its packing.
 
     python -m benchmarks.actor.throughput                 # CPU: tiny model against transformers, TP 1 against TP 2
     python -m benchmarks.actor.throughput --head-memory   # + the head at 16,384 tokens x 151,936 words x 1536 (minutes)
@@ -7,12 +7,12 @@
     python -m benchmarks.actor.throughput --device cuda --shape 7b --layers 16 [--recompute]        # one case of it
     python -m benchmarks.actor.throughput --dry --sweep   # the GPU's code path on a CPU, tiny shapes
 
-Both sides get the same trajectories; figures are medians. On a CPU they take turns in one process, on a GPU each has
-a process and the memory of its own; a side that runs out of memory there is reported as null. Training keeps 18 bytes a
-parameter on a single GPU, so a 7B shape needs `--layers 16` (87 GB; the FLOPs are counted for those layers), and the actor
-keeps its optimizer on the host where the GPU has not the room (`actor_optimizer_on_host`: its update is in the time). Prints
-one JSON object and writes it to `--out`, by default benchmarks/results/actor_throughput_{cpu,cuda}.json; a dry run writes
-nothing. The GPU part has not been run yet.
+Actor and transformers train the same trajectories; times are medians. On a CPU they alternate in one process. On a GPU each
+has its own process, and a side that runs out of memory is reported as null. Training needs 18 bytes a parameter on one GPU.
+A 7B shape therefore needs `--layers 16` (87 GB; FLOPs are counted for these layers). When the GPU has too little memory, the
+actor's optimizer is on the host (`actor_optimizer_on_host`), and its update is part of the time. Prints one JSON object and
+writes it to `--out`, by default benchmarks/results/actor_throughput_{cpu,cuda}.json; a dry run writes nothing. The GPU part
+has not been run.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Pat
 
 
 def optimizer_on_host(args: argparse.Namespace, path: Path) -> bool:
-    """Whether the GPU has no room for 18 bytes a parameter and activations: then the CPU updates the weights."""
+    """Whether 18 bytes a parameter and activations do not fit on the GPU, so that the CPU updates the weights."""
     if args.device != "cuda":
         return False
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -91,7 +91,7 @@ def optimizer_on_host(args: argparse.Namespace, path: Path) -> bool:
 def time_sides(
     sides: list[str], args: argparse.Namespace, lengths: list[int], port: int
 ) -> dict[str, tuple[float, float]]:
-    """(median seconds of a step, peak GiB on the GPU) of each side, turn about."""
+    """(median seconds of a step, peak GiB on the GPU) of each side; the sides alternate."""
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as directory:
@@ -104,7 +104,7 @@ def time_sides(
                 step()
                 if args.device == "cuda":
                     torch.cuda.synchronize()
-                if turn:  # the first warms up
+                if turn:  # turn 0 is the warm-up
                     seconds[side].append(time.perf_counter() - started)
         peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else 0.0
     if dist.is_initialized():
@@ -153,7 +153,7 @@ def against_transformers(args: argparse.Namespace, lengths: list[int], port: int
 
 
 def _time_side(side: str, args: argparse.Namespace, lengths: list[int], port: int, out: Any) -> None:
-    """`time_sides` of one side in a process of its own; puts None where the memory does not suffice."""
+    """`time_sides` of one side, in its own process; puts None on the queue when memory runs out."""
     try:
         out.put(time_sides([side], args, lengths, port)[side])
     except torch.OutOfMemoryError as error:
@@ -162,7 +162,7 @@ def _time_side(side: str, args: argparse.Namespace, lengths: list[int], port: in
 
 
 def _answer(process: Any, out: Any, timeout_s: float = 1800.0) -> Any:
-    """What a child put on its queue. Raises RuntimeError when it died, for example without memory."""
+    """The result that a child put on its queue. Raises RuntimeError when the child ended without one."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -220,7 +220,7 @@ def tensor_parallel(lengths: list[int], turns: int) -> dict[str, float]:
 
 
 def pack_balance(ranks: int = 8) -> dict[str, float]:
-    """Tokens of the fullest rank over the mean, 256 rollouts: ours, and equal counts in order of arrival."""
+    """Tokens of the fullest rank over the mean for 256 rollouts: `balance`, and equal counts in order of arrival."""
     lengths = rollout_lengths(256, 2000, seed=3)
     ours = [sum(lengths[i] for i in part) for part in balance(lengths, ranks)]
     size = len(lengths) // ranks
@@ -234,8 +234,9 @@ def pack_balance(ranks: int = 8) -> dict[str, float]:
 
 
 def head_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`benchmarks.actor.head` in processes of its own: with an entropy term, whose peak is the largest; on a GPU, where it
-    takes no time, also without one, and without DDP's buffer for the gradient of the weight.
+    """Run `benchmarks.actor.head` in its own process with an entropy term, which has the largest peak.
+
+    On a GPU, where it is quick, also without the entropy term and without DDP's gradient buffer.
     """
     variants = (["--entropy"], [], ["--no-buffer"]) if args.device == "cuda" else (["--entropy"],)
     size = ["--hidden-size", str(args.head_hidden_size), "--tokens", str(args.head_tokens)]
@@ -248,7 +249,7 @@ def head_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_case(args: argparse.Namespace) -> dict[str, Any]:
-    """One shape with or without recompute, on ragged and on equal lengths."""
+    """Results of one shape and recompute setting, on ragged and on equal lengths."""
     count, mean = (32, 2048) if args.device == "cuda" else (8, 60) if args.dry else (48, 240)
     ragged = rollout_lengths(count, mean)
     return {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes of a slab. torch rounds a pinned allocation up to a power of two; an allocation of any size may waste half of it.
+# Bytes of a slab: a power of two, because torch rounds pinned allocations up to one, which may waste up to half of them.
 _SLAB = 1 << 28
 
 

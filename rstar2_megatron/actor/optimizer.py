@@ -116,6 +116,6 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
 
 
 def _gradient(parameter: Any) -> Any:
-    """The gradient: `decoupled_grad` with the optimizer on the host, because `.grad` must have the parameter's dtype."""
+    """The gradient: `decoupled_grad` with the optimizer on the host, because `.grad` must be on the parameter's device."""
     decoupled = getattr(parameter, "decoupled_grad", None)
     return parameter.grad if decoupled is None else decoupled

@@ -14,7 +14,7 @@ ADVANTAGES = ("grpo", "grpo-no-std", "leave-one-out")
 
 
 def group_advantages(groups: Sequence[Sequence[float]], kind: str = "grpo") -> list[list[float]]:
-    """Advantages of the rewards of each kept group, groups of any size. See `batched_advantages`."""
+    """Advantages of the rewards of each kept group; groups may have any size. See `batched_advantages`."""
     rewards, valid = pad_rows(groups)
     advantages = batched_advantages(rewards, valid, kind).tolist()
     return [row[: len(group)] for row, group in zip(advantages, groups)]
@@ -26,8 +26,8 @@ def batched_advantages(rewards: Tensor, valid: Tensor, kind: str = "grpo") -> Te
     - grpo: (r - mean) / (std + 1e-6) with the unbiased std, as the paper and both public codes.
     - grpo-no-std: r - mean.
     - leave-one-out: r - mean of the other trajectories.
-    A group of one, or of equal rewards, gets zeros. Raises ValueError for an unknown kind or rewards that are
-    not finite.
+    A group of one rollout or of equal rewards gets zeros. Raises ValueError for an unknown kind or rewards that are not
+    finite.
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"unknown advantage {kind!r}; known: {', '.join(ADVANTAGES)}")
@@ -38,7 +38,7 @@ def batched_advantages(rewards: Tensor, valid: Tensor, kind: str = "grpo") -> Te
     size = valid.sum(1, keepdim=True)
     mean = torch.where(valid, rewards, 0.0).sum(1, keepdim=True) / size.clamp(min=1)
     centred = torch.where(valid, rewards - mean, 0.0)
-    # Rounding of the mean would leave 1e-17 / 1e-6 where all rewards are equal.
+    # Equal rewards get exact zeros; rounding of the mean would give 1e-17 / 1e-6.
     highest = rewards.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
     equal = highest == rewards.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     others = (size - 1).clamp(min=1)

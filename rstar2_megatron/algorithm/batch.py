@@ -1,4 +1,4 @@
-"""What the actor trains on: one kept trajectory as flat lists, in the order the engine saw the tokens."""
+"""The actor's training data: one kept trajectory as flat lists, in the engine's order of tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rstar2_megatron.trajectory import Trajectory
 class TrainSequence:
     """Prompt and response of one trajectory; all per-token lists have `len(input_ids)` entries.
 
-    `loss_mask[i]` and `rollout_logprobs[i]` speak about token `i` itself (not about the prediction made at
-    `i`), so the log-prob of token `i` comes from the model's output at position `i - 1`. Prompt, tool text
-    and turn headers have mask 0 and log-prob 0.0.
+    `loss_mask[i]` and `rollout_logprobs[i]` belong to token `i`, not to the prediction made at position `i`: the log-prob
+    of token `i` comes from the model's output at position `i - 1`. Prompt, tool text and turn headers have mask 0 and
+    log-prob 0.0.
     """
 
     input_ids: list[int]
@@ -31,7 +31,7 @@ class TrainSequence:
         return sum(self.loss_mask)
 
     def check(self) -> None:
-        """Raise ValueError when the lists disagree, the first token is trained, or a number is not finite."""
+        """Raise ValueError when the lists differ in length, the first token is trained, or a number is not finite."""
         lengths = (len(self.input_ids), len(self.loss_mask), len(self.rollout_logprobs))
         if len(set(lengths)) != 1:
             raise ValueError(
@@ -49,7 +49,7 @@ class TrainSequence:
 
 
 def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
-    """The training form of a trajectory. Raises ValueError for one that cannot be trained on."""
+    """The TrainSequence of a trajectory. Raises ValueError for a trajectory that cannot be trained on."""
     trajectory.check()
     if not trajectory.usable:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Truncated importance sampling between the engine that acted and the actor that learns.
+"""Truncated importance sampling between engine and actor.
 
-Engine and actor compute slightly different log-probs for the same tokens and weights. With the actor's own
-old log-probs in the ratio, the remaining factor `actor_old / engine` weighs each token, truncated above.
+Engine and actor compute slightly different log-probs for the same tokens and weights. When the policy ratio uses the actor's
+own old log-probs, each token is weighted by the remaining factor `actor_old / engine`, truncated from above.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def tis_weights(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Weights `min(exp(actor - rollout), clip)` `[tokens]`, 1 where nothing is trained, without gradient.
 
-    Returns them with detached metrics over the trained tokens: sums `tis_ratio`, `tis_clipped` (tokens above
-    the clip), `logprob_diff` (|actor - rollout|), `rollout_kl` (k3 estimate of KL(engine || actor), never
-    negative), and maxima `tis_ratio_max`, `logprob_diff_max` (to be reduced by max, not sum).
+    Returns the weights and detached metrics over the trained tokens. Sums: `tis_ratio`, `tis_clipped` (tokens above the
+    clip), `logprob_diff` (|actor - rollout|), `rollout_kl` (k3 estimate of KL(engine || actor), never negative). Maxima,
+    to be reduced by max: `tis_ratio_max`, `logprob_diff_max`.
     """
     if not clip > 0:
         raise ValueError(f"importance_sampling_clip must be positive, got {clip}")

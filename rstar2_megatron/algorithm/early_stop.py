@@ -1,4 +1,4 @@
-"""Whether the trajectories that a group still waits for would change what resample-on-correct keeps of it."""
+"""Decides whether the unfinished trajectories of a group can still change the selection of resample-on-correct."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rstar2_megatron.trajectory import Trajectory
 
 
 def cut_rule(config: DownSamplingSettings, share: float) -> Callable[[Sequence[Trajectory], int], bool]:
-    """A rule (graded trajectories, how many are missing) -> whether the missing ones may be cut.
+    """A rule (graded trajectories, number of missing ones) -> whether the missing trajectories may be cut.
 
-    The group must have both kinds of reward and as many trajectories as are kept. Whatever the missing ones would
-    have got, the counts of kept positives and negatives may differ by at most `share` of G from those without them.
-    Never without down-sampling: then every trajectory is trained on.
+    The group must have positives, negatives and at least G trajectories. For all possible rewards of the missing
+    trajectories, the counts of kept positives and negatives must stay within `share` of G of the counts without them.
+    Without down-sampling the rule is always False, because every trajectory is trained on.
     """
     sampling = config.down_sampling_config
     target = sampling.down_sample_to_n
@@ -28,7 +28,7 @@ def cut_rule(config: DownSamplingSettings, share: float) -> Callable[[Sequence[T
             return False
         if len(ended) < target:
             return False
-        # Positives and negatives as they are, with all missing ones right, with all of them wrong.
+        # Three cases: without the missing ones, with all of them right, with all of them wrong.
         all_positives = torch.tensor([positives, positives + missing, positives])
         all_negatives = torch.tensor([negatives, negatives, negatives + missing])
         quotas = paper_quotas if sampling.mode == "paper" else released_quotas

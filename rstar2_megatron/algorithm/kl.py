@@ -2,9 +2,9 @@
 
 Names are RLinf's (`algorithm.kl_penalty_type`) and Schulman's (joschu.net/blog/kl-approx.html), with
 d = log p_reference - log p_policy:
-- low_var_kl, k3: exp(d) - d - 1, unbiased in value, never negative (the usual KL loss of GRPO);
-- mse, k2: d^2 / 2, biased in value; its gradient is, on policy, that of the KL.
-kl (k1 = -d) and abs are refused as loss terms: on policy the expected gradient of k1 is zero.
+- low_var_kl, k3: exp(d) - d - 1; its value is unbiased and never negative (the usual KL loss of GRPO);
+- mse, k2: d^2 / 2; its value is biased, its on-policy gradient is that of the KL.
+kl (k1 = -d) and abs are rejected as loss terms: the expected on-policy gradient of k1 is zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
-    """Estimate for each token, the shape of `logprobs`; differentiable in them. Raises ValueError."""
+    """The estimate for each token, in the shape of `logprobs`, with gradient. Raises ValueError for an unknown kind."""
     difference = (reference_logprobs.detach() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind in ("low_var_kl", "k3"):
         return difference.exp() - difference - 1.0

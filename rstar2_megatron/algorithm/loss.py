@@ -1,12 +1,12 @@
-"""The GRPO-RoC policy loss on flat tokens, and how it is aggregated over a step.
+"""The GRPO-RoC policy loss on flat tokens, and its aggregation over a mini-batch.
 
 Paper (arXiv 2508.20722) Eq. 6-7, over the kept trajectories, without KL and entropy terms:
 `1 / sum_i |o_i| * sum_i sum_t min(r A, clip(r, 1 - 0.2, 1 + 0.28) A)`. The dual clip is not in the paper;
 both public codes have it.
 
-Nothing here knows about ranks or micro-batches: a caller computes the denominator once over the whole
-mini-batch (all ranks, all micro-batches) with `aggregate`, passes it to `policy_loss` for every micro-batch,
-and sums loss and metrics. The result is then the same however the trajectories were split.
+The functions do not depend on ranks or micro-batches. The caller computes the denominator of the whole mini-batch (all
+ranks, all micro-batches) with `aggregate`, passes it to `policy_loss` for every micro-batch, and sums losses and metrics.
+The result does not depend on how the trajectories are split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside every clip, and finite in fp32
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is far outside every clip and finite in fp32
 
 LOSS_AGGREGATIONS = (
     "token-mean",
@@ -32,7 +32,7 @@ LOSS_AGGREGATIONS = (
 class Aggregation:
     """The loss of a mini-batch is `sum_s sum_t sequence_weights[s] * loss[s, t] / denominator`.
 
-    `sequence_weights`, float64 `[sequences]`, is in the order of the counts given to `aggregate`.
+    `sequence_weights`, float64 `[sequences]`, has the order of the counts given to `aggregate`.
     """
 
     sequence_weights: Tensor
@@ -50,18 +50,18 @@ def aggregate(
     """Weights and denominator of a mini-batch.
 
     token_counts: trained tokens of every sequence of the mini-batch, over all ranks. Sequences without a
-        trained token weigh 0 and do not count.
-    microbatch_of: for the released kinds, the (globally unique) micro-batch of every sequence.
+        trained token have weight 0 and are not counted.
+    microbatch_of: for the released kinds, the globally unique micro-batch index of every sequence.
     num_microbatches: for `released-rlinf`, micro-batches x data-parallel ranks, empty ones included; None
         takes the distinct values of `microbatch_of`.
     mini_batch_rows: for `released-verl`, rows of a full mini-batch, `problems * group_size / updates` before
-        down-sampling and rejection; their code divides by it, so the gradient shrinks as groups are rejected.
+        down-sampling and rejection. The released code divides by it, so the gradient shrinks as groups are rejected.
 
-    - token-mean: every trained token of the mini-batch weighs the same (the paper).
-    - seq-mean-token-mean: every sequence weighs the same, its tokens share its weight (the first GRPO).
+    - token-mean: all trained tokens of the mini-batch have the same weight (the paper).
+    - seq-mean-token-mean: all sequences have the same weight, divided over their tokens (the first GRPO).
     - seq-mean-token-sum: token sums averaged over sequences.
     - released-verl: token mean inside a micro-batch, weighted by rows / mini_batch_rows.
-    - released-rlinf: token mean inside a micro-batch, every micro-batch of every rank weighs the same.
+    - released-rlinf: token mean inside a micro-batch, all micro-batches of all ranks have the same weight.
     Raises ValueError for an unknown kind or missing operands.
     """
     counts = torch.as_tensor(token_counts, dtype=torch.float64)
@@ -89,7 +89,7 @@ def aggregate(
 
 
 def _inverse(counts: Tensor) -> Tensor:
-    """1 / count, 0 where there is nothing."""
+    """1 / count, 0 where the count is 0."""
     return torch.where(counts > 0, 1.0 / counts.clamp(min=1), 0.0)
 
 
@@ -108,20 +108,20 @@ def policy_loss(
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped policy loss of one micro-batch, already normalised: summed over micro-batches it is the loss.
+    """Clipped policy loss of one micro-batch, normalised so that the sum over micro-batches is the loss.
 
     All tensors are flat `[tokens]`; `advantages` repeats the trajectory's advantage on its tokens.
 
-    logprobs: of the policy being trained, with gradient. old_logprobs: of the policy that acted, or its
-        recomputation by the actor, without.
-    mask: 1 or True on trained tokens; what stands in the other tensors elsewhere, NaN included, is ignored.
+    logprobs: of the policy being trained, with gradient.
+    old_logprobs: of the policy that generated the tokens, or recomputed by the actor, without gradient.
+    mask: 1 or True on trained tokens; the other tensors may hold anything elsewhere, also NaN.
     denominator, token_weights: from `aggregate`; `token_weights` repeats the sequence weight on its tokens.
     clip_c: dual clip, the bound of a negative-advantage token's loss as a multiple of |A|; None turns it off.
     tis_weights: truncated importance weights between engine and actor, from `correction.tis_weights`.
     entropy: per-token entropy of the policy, with gradient if `entropy_bonus` > 0.
 
-    Returns the loss (0-dim; zero with a gradient of zeros when nothing is trained) and detached sums over the
-    trained tokens, 0-dim, to be added over micro-batches and ranks and divided by `tokens`:
+    Returns the loss (0-dim; zero with a gradient of zeros when nothing is trained) and detached 0-dim sums over the
+    trained tokens, to be summed over micro-batches and ranks and divided by `tokens`:
     `tokens`, `ratio`, `clipped` (tokens whose gradient clip-low or clip-high removed), `dual_clipped`,
     `approx_kl` (old - new, the k1 estimate), `entropy` (when given), `pg_loss` (before any weight).
     Raises ValueError when shapes differ or the denominator is not positive.
@@ -139,7 +139,7 @@ def policy_loss(
 
     trained = mask.bool()
     zero = logprobs.new_zeros(())
-    # where, not multiplication: 0 * inf and 0 * nan would poison the sum.
+    # torch.where instead of a product with the mask: 0 * inf and 0 * nan are nan.
     log_ratio = torch.where(trained, logprobs - old_logprobs.detach(), zero)
     advantage = torch.where(trained, advantages.to(logprobs.dtype), zero)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

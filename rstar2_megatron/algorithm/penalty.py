@@ -1,7 +1,7 @@
-"""Penalties of a trajectory: what resample-on-correct prefers positives by, read from its text and its tool calls.
+"""Penalties of a trajectory, by which resample-on-correct prefers some positives to others.
 
-Paper (arXiv 2508.20722, section 2.2.3): `p_total = p_err + p_format`. `paper_penalty` measures as the paper says, on
-typed tool outcomes and the trajectory's own turns; `released_penalty` as the public code does, on the response text.
+Paper (arXiv 2508.20722, section 2.2.3): `p_total = p_err + p_format`. `paper_penalty` follows the paper and uses typed tool
+outcomes and the trajectory's turns. `released_penalty` follows the public code and uses the response text.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ NO_ANSWER_PENALTY = 1.0  # p_format of a trajectory without an answer (paper)
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """Why a trajectory is preferred or not. `error` and `answer_format` are in [0, 1]."""
+    """The two penalties of a trajectory; `error` (p_err) and `answer_format` (p_format) are in [0, 1]."""
 
     error: float
     answer_format: float
     num_answers: int
-    """Answers counted: `<answer>` tags of the assistant's turns (paper), closed pairs (released)."""
+    """`<answer>` tags in the assistant's turns (paper), closed pairs of tags (released)."""
 
 
 def paper_penalty(trajectory: Trajectory) -> Penalty:
-    """Typed outcomes; calls that infrastructure spoiled count neither as calls nor as errors."""
+    """The paper's penalties. Calls that infrastructure spoiled count neither as calls nor as errors."""
     calls = [c for c in trajectory.tool_calls if c.outcome is not ToolOutcome.INFRASTRUCTURE]
     errors = sum(c.outcome.is_model_error for c in calls)
     error = errors / len(calls) if calls else NO_TOOL_PENALTY
@@ -40,11 +40,11 @@ def paper_penalty(trajectory: Trajectory) -> Penalty:
 
 
 def released_penalty(trajectory: Trajectory) -> Penalty:
-    """The public code's measures on the response text, with their known deviations from the paper.
+    """The public code's penalties, measured on the response text.
 
-    A substring "error" makes a tool response an error (a timeout has none; printed text may); the first
-    turn's header stands in the prompt, so an answer without a tool call counts no turn and gets p_format 1;
-    answer tags that do not pair up get 1.
+    Known deviations from the paper: a tool response with the substring "error" is an error (a timeout lacks it, printed
+    text may have it). The first turn's header is in the prompt, so an answer without a tool call counts no turn and gets
+    p_format 1. Answer tags that do not pair up get 1.
     """
     text = response_text(trajectory)
     responses = list(_spans(text, "<tool_response>", "</tool_response>"))
@@ -62,8 +62,9 @@ def released_penalty(trajectory: Trajectory) -> Penalty:
 
 
 def _spans(text: str, opening: str, closing: str) -> Iterator[str]:
-    """What stands between each opening and the next closing, as a lazy regular expression finds it, but ten times
-    faster: a step holds hundreds of megabytes of text.
+    """The text between each opening and the next closing tag: the matches of a lazy regular expression, ten times faster.
+
+    A step has hundreds of megabytes of text.
     """
     end = 0
     while (start := text.find(opening, end)) >= 0:

@@ -1,4 +1,4 @@
-"""Groups of different sizes as one rectangle of numbers and a mask."""
+"""Groups of different sizes as one padded tensor and a mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pad_rows(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
-    """(values, valid), float64 and bool, both `[len(rows), longest row]`; padding stands behind each row and is 0."""
+    """(values, valid), float64 and bool, both `[len(rows), longest row]`; rows are padded with 0 at the end."""
     width = max(map(len, rows), default=0)
     values = [[*row, *([0.0] * (width - len(row)))] for row in rows]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)

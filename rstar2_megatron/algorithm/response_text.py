@@ -1,4 +1,4 @@
-"""A trajectory's response as one text, the way the public code decodes it: its released rules read that. Pure."""
+"""A trajectory's response as the text that the public code decodes; the `released` rules read it. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from rstar2_megatron.trajectory import FinishReason, Trajectory
 
 
 def response_text(trajectory: Trajectory) -> str:
-    """The response as the public code decodes it: after the first turn's header, special tokens shown.
+    """The response text after the first turn's header, with special tokens.
 
-    A tool response that did not fit the budget never became part of it, and a turn that the budget cut has no
-    end. With several calls in a turn the surplus stands before the last turn; counts do not depend on it.
+    A tool response that exceeded the token budget is not part of it, and a turn that the budget cut has no end token. When
+    turns have several calls, the surplus responses are placed before the last turn; the counts do not depend on that.
     """
     turns = [turn.removesuffix("<|im_end|>") for turn in trajectory.assistant_texts]
     shown = [call.response_text for call in trajectory.tool_calls]

@@ -4,29 +4,28 @@ Paper (arXiv 2508.20722, section 2.2.3). Negatives (reward 0) are halved uniform
 every kind of failure. Positives are halved with a preference for clean ones: a trajectory's penalty is
 `p_err + p_format` (`penalty.py`), and positives are drawn with probability inverse to it.
 
-Two modes, by `algorithm.down_sampling.down_sampling_config.mode` (docs/parity.md compares them point by
-point):
+`algorithm.down_sampling.down_sampling_config.mode` selects one of two modes (compared in docs/parity.md).
 
-`paper`: positives are drawn one by one without replacement, each draw with probability proportional to
-`1 / (penalty + penalty_epsilon)` among those left; negatives uniformly. Tool errors are typed outcomes, turns
-are the trajectory's own. Quotas: `floor(negatives * G / n)` negatives, the rest positives. The minimum counts
-of the YAML hold here too (0 gives the paper's plain halves): without them a group with one wrong rollout in
-32 would keep no negative, and all its advantages would be zero.
+`paper`: positives are drawn one by one without replacement. The probability of each draw is proportional to
+`1 / (penalty + penalty_epsilon)` among the remaining positives. Negatives are drawn uniformly. Tool errors are typed
+outcomes, turns are the trajectory's turns. Quotas: `floor(negatives * G / n)` negatives, the rest positives. The YAML's
+minimum counts apply too (0 gives the paper's plain halves). Without them a group with one wrong rollout in 32 would keep no
+negative, and all its advantages would be zero.
 
-`released`: what the public code does, so that the same trajectories give the same kept indices: positives
-sorted by penalty, the first ones kept; negatives in rollout order, the first ones kept; errors found by
-substring in the tool response; turns counted in the response text only; quotas rounded half to even.
+`released`: the same kept indices as the public code. Positives are sorted by penalty, and the first ones are kept. Of the
+negatives the first in rollout order are kept. Tool errors are found by substring in the tool response, turns are counted
+in the response text, quotas are rounded half to even.
 
-Where the public code asserts or crashes, and the rule here:
-- no group survives: every result is `rejected`, the caller skips the update and counts it;
-- quotas that do not add up to G (odd G): RLinf's rule, the G lowest penalties of positives and negatives
-  together, in both orders stable (verl's recipe asserts);
-- fewer than G usable rollouts (infrastructure dropped some): `released` drops the group as the public code
-  does; `paper` keeps all of them. Exactly G: all are kept in both modes.
+Cases in which the public code asserts or crashes:
+- no group survives: every result is `rejected`; the caller skips the update and counts it;
+- quotas do not add up to G (odd G): RLinf's rule, the G lowest penalties of positives and negatives together, with a
+  stable sort (verl's recipe asserts);
+- fewer than G usable rollouts (infrastructure dropped some): `released` drops the group as the public code does, `paper`
+  keeps all of them. With exactly G usable rollouts both modes keep all.
 
-How it is computed: all groups of a step at once, as tensors `[groups, rollouts]`; smaller groups are padded, and
-`valid` is False there. Both modes are the same three lines (`choose`): a key for every rollout, a quota for either
-kind, and the rollouts with the smallest keys fill the quota. The modes differ in keys and quotas only.
+All groups of a step are computed at once as tensors `[groups, rollouts]`. Smaller groups are padded, with `valid` False on
+the padding. `choose` gives every rollout a key and every kind (positive, negative) a quota; the rollouts with the smallest
+keys fill the quota. The modes differ only in keys and quotas.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from rstar2_megatron.trajectory import Trajectory
 
 
 class Rejection(StrEnum):
-    """Why a group is not trained on."""
+    """The reason for which a group is not trained on."""
 
     NONE = ""
     ALL_CORRECT = "all_correct"
@@ -56,13 +55,13 @@ class Rejection(StrEnum):
 
 @dataclass(slots=True)
 class ResampleResult:
-    """Outcome for one group. `indices` are positions in the list that was given, ascending."""
+    """Result for one group. `indices` are ascending positions in the given list of trajectories."""
 
     kept: list[Trajectory]
     indices: list[int]
     reason: Rejection = Rejection.NONE
     penalties: list[Penalty] = field(default_factory=list)
-    """One per given trajectory, kept or not."""
+    """One per given trajectory, whether kept or not."""
     num_positive: int = 0
     num_negative: int = 0
 
@@ -72,7 +71,7 @@ class ResampleResult:
 
     @classmethod
     def keep_all(cls, trajectories: Sequence[Trajectory]) -> ResampleResult:
-        """Without down-sampling: every trajectory is trained on."""
+        """The result without down-sampling: every trajectory is kept."""
         positives = sum(_reward(t) > 0 for t in trajectories)
         return cls(
             kept=list(trajectories),
@@ -88,10 +87,10 @@ def resample_on_correct(
 ) -> list[ResampleResult]:
     """Choose `config.down_sample_to_n` of the graded, usable trajectories of each problem, in rollout order.
 
-    seeds: one per group, any text. They decide the draws of `paper` mode: the same group under the same seed keeps the
-        same rollouts, whatever other groups are in the step.
-    Raises ValueError for a trajectory that has not been graded or that infrastructure spoiled, and for
-    minimum counts that exceed the target.
+    seeds: one text per group, for the draws of `paper` mode. The same group with the same seed keeps the same rollouts,
+        independently of the other groups of the step.
+    Raises ValueError for a trajectory that is not graded or that infrastructure spoiled, and for minimum counts that
+    exceed the target.
     """
     if len(groups) != len(seeds):
         raise ValueError(f"{len(groups)} groups but {len(seeds)} seeds")
@@ -132,9 +131,9 @@ def resample_on_correct(
 
 
 def rejections(rewards: Tensor, valid: Tensor, config: DownSamplingConfig) -> list[Rejection]:
-    """Why each group of `[groups, rollouts]` is not trained on, `Rejection.NONE` where it is."""
+    """The Rejection of each group of `[groups, rollouts]`; `Rejection.NONE` for groups that are trained on."""
     size = valid.sum(1)
-    # Equal up to the tolerance of torch.allclose, which the public code uses.
+    # isclose has the tolerance of torch.allclose, which the public code uses.
     equal = (torch.isclose(rewards[:, :1], rewards) | ~valid).all(1) & config.reject_equal_reward
     correct = ((rewards > 0) & valid).any(1)
     too_few = (size < config.down_sample_to_n) & (config.mode == "released")
@@ -155,9 +154,9 @@ def rejections(rewards: Tensor, valid: Tensor, config: DownSamplingConfig) -> li
 def choose(
     rewards: Tensor, penalties: Tensor, valid: Tensor, config: DownSamplingConfig, draws: Tensor | None = None
 ) -> Tensor:
-    """Which rollouts to keep, bool; every tensor is `[groups, rollouts]`. Groups of at most G are kept whole.
+    """Mask of the rollouts to keep; every tensor is `[groups, rollouts]`. Groups of at most G rollouts keep all.
 
-    draws: independent Exp(1) numbers, for `paper` mode.
+    draws: independent Exp(1) samples, for `paper` mode.
     """
     target = config.down_sample_to_n
     positive, negative = valid & (rewards > 0), valid & ~(rewards > 0)
@@ -169,24 +168,26 @@ def choose(
         keys = arrival_times(weights, draws)
         quotas = paper_quotas(num_positive, num_negative, config)
     else:
-        keys = torch.where(positive, penalties, 0.0)  # equal keys of negatives leave them in rollout order
+        keys = torch.where(
+            positive, penalties, 0.0
+        )  # negatives have equal keys, so they stay in rollout order
         quotas = released_quotas(num_positive, num_negative, config)
     chosen = smallest(keys, positive, quotas[0]) | smallest(keys, negative, quotas[1])
 
     if config.mode == "released":
-        # By penalty, equal ones positives first.
+        # Sorted by penalty; at equal penalties positives come first.
         lowest = (ranks(~valid, penalties, negative) < target) & valid
         chosen = torch.where((chosen.sum(1) == target)[:, None], chosen, lowest)
     return torch.where((valid.sum(1) <= target)[:, None], valid, chosen)
 
 
 def smallest(keys: Tensor, among: Tensor, counts: Tensor) -> Tensor:
-    """In each row, the `counts` smallest keys of the rollouts `among`; equal keys in rollout order."""
+    """Mask of the `counts` smallest keys of each row within the mask `among`; ties in rollout order."""
     return among & (ranks(~among, keys) < counts[:, None])
 
 
 def ranks(*keys: Tensor) -> Tensor:
-    """Place of each rollout in its row when sorted by the first key, then by the next, then in rollout order."""
+    """Rank of each rollout in its row, sorted by the first key, then by the next, then in rollout order."""
     order = torch.arange(keys[0].shape[1]).expand(keys[0].shape)
     for key in reversed(keys):
         order = order.gather(1, key.gather(1, order).argsort(dim=1, stable=True))
@@ -194,10 +195,10 @@ def ranks(*keys: Tensor) -> Tensor:
 
 
 def arrival_times(weights: Tensor, draws: Tensor) -> Tensor:
-    """Exponential races (Efraimidis and Spirakis): rollout i arrives at Exp(1) / weight_i.
+    """Arrival times Exp(1) / weight_i of weighted sampling without replacement (Efraimidis and Spirakis).
 
-    The first k to arrive are k draws without replacement, each proportional to weight among those left. Raises ValueError
-    for a weight that is not positive and finite.
+    The k smallest times are k draws, each with probability proportional to the weight among the remaining rollouts. Raises
+    ValueError for a weight that is not positive and finite.
     """
     wrong = ~((weights > 0) & torch.isfinite(weights))
     if wrong.any():
@@ -206,7 +207,7 @@ def arrival_times(weights: Tensor, draws: Tensor) -> Tensor:
 
 
 def exponential_draws(valid: Tensor, seeds: Sequence[str]) -> Tensor:
-    """Exp(1) draws `[groups, rollouts]`, those of a group from its own seed and its own size only."""
+    """Exp(1) samples `[groups, rollouts]`. A group's samples depend only on its seed and its size."""
     draws = torch.zeros(valid.shape, dtype=torch.float64)
     generator = torch.Generator()
     for row, size, seed in zip(draws, valid.sum(1).tolist(), seeds, strict=True):
@@ -221,15 +222,16 @@ def exponential_draws(valid: Tensor, seeds: Sequence[str]) -> Tensor:
 def paper_quotas(
     num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """(positives, negatives) kept of groups of more than G, all `[groups]`: G in all, the minimum counts where there are
-    so many.
+    """(positives, negatives) to keep, `[groups]` each, for groups of more than G rollouts.
+
+    They add up to G. Each is at least its minimum count where the group has that many.
     """
     target = config.down_sample_to_n
     negative = num_negative * target // (num_positive + num_negative).clamp(min=1)
     negative = negative.maximum(num_negative.clamp(max=config.min_zero_reward_trace_num))
     positive = target - negative
     positive = positive.maximum(num_positive.clamp(max=config.min_non_zero_reward_trace_num))
-    # Both minimum counts fit into the target, so the side that gives way still has its own.
+    # The minimum counts add up to at most G, so the reduced side keeps its minimum.
     positive = positive.minimum(num_positive)
     return positive, (target - positive).minimum(num_negative)
 
@@ -237,10 +239,10 @@ def paper_quotas(
 def released_quotas(
     num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig
 ) -> tuple[Tensor, Tensor]:
-    """(positives, negatives) that the public code asks for, `[groups]`; with odd targets they may not add up."""
+    """(positives, negatives) of the public code, `[groups]` each; with an odd G they may not add up to G."""
     target = config.down_sample_to_n
     total = (num_positive + num_negative).clamp(min=1).double()
-    negative = torch.round(num_negative * target / total).long()  # half to even, as theirs
+    negative = torch.round(num_negative * target / total).long()  # half to even, as in the public code
     positive = torch.round(num_positive * target / total).long()
     least = num_negative.clamp(max=config.min_zero_reward_trace_num)
     few = negative <= least

@@ -1,8 +1,8 @@
-"""A dense copy of the running requests' KV cache, so that CPU decoding reads it without gathering it.
+"""A dense copy of the running requests' KV cache, so that CPU decoding needs no gather.
 
-SGLang keeps KV in a pool of single token slots; every decode step of every layer would copy all of a request's
-slots into one block before attention (3 GB/s on a CPU core, where attention itself reads 17 GB/s). Here each running
-request owns a row of [rows, K, L, D] per layer, filled once after its prefill and extended by one token a step.
+SGLang stores KV in a pool of token slots. Every decode step would gather a request's slots for each layer before attention
+(3 GB/s on a CPU core, where attention itself reads 17 GB/s). Here each running request owns a row of [rows, K, L, D] per
+layer, filled once after its prefill and extended by one token a step.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MIN_LENGTH = 256  # tokens a row holds at first; grows by doubling
+_MIN_LENGTH = 256  # initial tokens of a row; grows by doubling
 _MAX_HOLES = 0.25  # share of rows without a request before the rows are compacted
 
 
 class DenseKV:
-    """Rows for requests, named by SGLang's `req_pool_idx`. One `begin` a step, then one `layer` per layer.
+    """Rows for requests, identified by SGLang's `req_pool_idx`. Each step calls `begin` once, then `layer` per layer.
 
-    K KV heads, D head size, R rows (requests now or lately running), B requests of the step.
+    K KV heads, D head size, R rows (requests running now or recently), B requests of the step.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -30,14 +30,14 @@ class DenseKV:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # by address of the layer's K pool
 
     def invalidate(self, requests: list[int]) -> None:
-        """These requests were prefilled (or their place in the pool taken over): fill their rows anew."""
+        """Mark rows for refilling: their requests were prefilled, or their pool index belongs to a new request."""
         for request in requests:
             self._filled.pop(request, None)
 
     def begin(self, requests: list[int], lengths: list[int], slots: Tensor, bytes_per_token: int) -> bool:
-        """Place the step's requests in rows. `slots` [B, max(lengths)] are their pool slots.
+        """Assign rows to the step's requests. `slots` [B, max(lengths)] are their pool slots.
 
-        Returns False when the rows would take more than `max_bytes`: then nothing was changed.
+        Returns False, without a change, when the rows would take more than `max_bytes`.
         """
         longest = max(lengths)
         length = max(self._length, _MIN_LENGTH)
@@ -92,7 +92,7 @@ class DenseKV:
         self._num_rows = self._length = 0
 
     def layer(self, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, K, longest, D] of one layer with the step's new tokens in place."""
+        """Keys and values [R, K, longest, D] of one layer, including the step's new tokens."""
         stored = self._layers.get(k_pool.data_ptr())
         if stored is None or stored[0].shape[0] < self._num_rows:
             stored = self._grow(stored, k_pool, v_pool)
@@ -106,11 +106,11 @@ class DenseKV:
     def _grow(
         self, old: tuple[Tensor, Tensor] | None, k_pool: Tensor, v_pool: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # half as many again, so that requests joining one by one do not copy everything each time
+        # Rows grow by half, so that requests that join one by one do not each copy everything.
         rows = self._num_rows if old is None else max(self._num_rows, old[0].shape[0] * 3 // 2)
         new = []
         for i, pool in enumerate((k_pool, v_pool)):
-            # zeros: rows that nobody filled are multiplied by weight 0, and 0 * NaN would be NaN
+            # zeros, because attention multiplies unfilled rows by weight 0, and 0 * NaN is NaN
             dense = pool.new_zeros((rows, pool.shape[1], self._length, pool.shape[2]))
             if old is not None:
                 dense[: old[i].shape[0]] = old[i]

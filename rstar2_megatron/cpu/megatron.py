@@ -1,8 +1,7 @@
-"""Stand-ins that let megatron-core 0.16.1 train on CPU over gloo, and repairs to its use of torch's Adam.
+"""Stand-ins that let megatron-core 0.16.1 train on CPU over gloo, and repairs of its use of torch's Adam.
 
-`install()` does nothing beside a GPU, so the same program runs on accelerators untouched. Nothing in it
-changes arithmetic: it only redirects where tensors are placed and which random generator is remembered.
-Line numbers in comments are of megatron-core 0.16.1.
+`install()` does nothing when CUDA is available. It changes no arithmetic, only the device of tensors and the random
+generator that is tracked. Line numbers refer to megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-# megatron-core is imported inside functions: `install` comes before any import of it.
+# megatron-core is imported inside functions, because `install` must run before any import of it.
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty_like")
 _installed = False
@@ -24,7 +23,7 @@ _adam_repaired = False
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with device="cuda" read as CPU and pinned memory (a CUDA notion) as ordinary memory."""
+    """`factory` with device="cuda" replaced by the CPU and pinned memory by ordinary memory."""
 
     @functools.wraps(factory)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -38,7 +37,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def install() -> bool:
-    """Install the stand-ins, once per process, before a model is built. False beside a GPU: none needed."""
+    """Install the stand-ins, once per process, before a model is built. Returns False when CUDA is available."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -66,7 +65,7 @@ def install() -> bool:
 
 
 def _answer_cuda_type_names() -> None:
-    """megatron-core sorts parameters by type *name* ("torch.cuda.FloatTensor"): answer so to it alone.
+    """Return CUDA type names ("torch.cuda.FloatTensor"), by which megatron-core sorts parameters, to megatron-core only.
 
     distrib_optimizer.py:361, 420, 582; optimizer.py:671, 690; clip_grads.py:167.
     """
@@ -84,7 +83,7 @@ def _answer_cuda_type_names() -> None:
 
 
 def _track_cpu_generator() -> None:
-    """Megatron's tracker forks CUDA generators (tensor_parallel/random.py:40-110, 422): use the CPU's."""
+    """Make Megatron's tracker of CUDA generators (tensor_parallel/random.py:40-110, 422) track the CPU's."""
     import megatron.core.tensor_parallel.random as tracker
 
     cuda: Any = torch.cuda
@@ -98,7 +97,7 @@ def _track_cpu_generator() -> None:
 
 
 def _dispatch_on_host() -> None:
-    """Expert parallelism: the counts of tokens are on the host already, no stream copies them there.
+    """Expert parallelism without a CUDA stream: the token counts of the experts are already on the host.
 
     moe/token_dispatcher.py:444 makes a CUDA stream, :862-900 copies and waits on it.
     """
@@ -119,7 +118,7 @@ def _dispatch_on_host() -> None:
 
 
 def repair_router_without_engine() -> None:
-    """Let experts be chosen without TransformerEngine, on CPU or GPU: moe_utils.py:1192 asks for its GEMM."""
+    """Let the router of experts run without TransformerEngine, whose GEMM moe_utils.py:1192 uses; CPU and GPU."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -127,12 +126,12 @@ def repair_router_without_engine() -> None:
 
 
 def repair_torch_adam_checkpoints() -> None:
-    """Make the distributed optimizer save and load torch's AdamW rightly (no-op with TransformerEngine).
+    """Make the distributed optimizer save and load torch's AdamW correctly (no-op with TransformerEngine).
 
-    Three faults of megatron-core 0.16.1 with torch's Adam, whose state has a "step" tensor per parameter:
-    saving before the first step fails because there is no state yet (distrib_optimizer.py:642); loading
-    looks for "step" among the saved tensors (:905); and after a load all parameters share one step tensor
-    (:820-825), which then advances once per parameter, so that training silently diverges.
+    megatron-core 0.16.1 has three faults with torch's Adam, whose state has a "step" tensor per parameter. Saving before
+    the first step fails, because there is no state yet (distrib_optimizer.py:642). Loading expects "step" among the saved
+    tensors (:905). After a load all parameters share one step tensor (:820-825), which advances once per parameter, so
+    training silently diverges.
     """
     global _adam_repaired
     from megatron.core.optimizer import distrib_optimizer

@@ -1,9 +1,8 @@
-"""Lets SGLang import and run on a machine without a GPU. `install()` does nothing beside CUDA.
+"""Stand-ins that let SGLang import and run without a GPU. `install()` does nothing when CUDA is available.
 
-SGLang 0.5.21 imports triton, torchvision and sgl_kernel at module level and calls them only on a GPU. Absent ones
-are replaced by empty modules whose attributes exist and whose kernels cannot be launched, so anything that would
-really need them fails loudly. The installed package itself stays as it is. Call `install()` in every process
-before it imports sglang.
+SGLang 0.5.21 imports triton, torchvision and sgl_kernel at module level and calls them only on a GPU. Absent modules are
+replaced by empty ones: every attribute exists, and launching a kernel raises an error. The installed SGLang package is not
+changed. Every process calls `install()` before it imports sglang.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ _installed = False
 
 
 def install() -> None:
-    """Put the stand-ins in place, once. Nothing happens on a machine with CUDA."""
+    """Install the stand-ins once per process."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
     _installed = True
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # SGLang otherwise imports every model file it has (10 s); other architectures still fall back to that
+    # Otherwise SGLang imports all its model files (10 s), as it still does for other architectures.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", EXTERNAL_MODELS)
     _replace_absent_modules()
     _replace_sgl_kernel()
 
 
 def prepare_scheduler() -> None:
-    """What only the process that runs the model needs: batched attention, no torch.compile (no compiler)."""
+    """Set up the process that runs the model: batched attention, no torch.compile (it needs a compiler)."""
     if torch.cuda.is_available():
         return
     importlib.import_module("torch._dynamo").config.disable = True
-    from rstar2_megatron.cpu import sglang_attention  # imports SGLang, so after the stand-ins
+    from rstar2_megatron.cpu import sglang_attention  # imports SGLang, which needs the stand-ins
 
     sglang_attention.install()
 
 
 class _EmptyModule(types.ModuleType):
-    """A module whose every attribute exists: classes for capitalised names, submodules for the rest.
+    """A module in which every attribute exists: classes for capitalised names, submodules for all others.
 
-    Called as a decorator it returns the function as it is, so a "kernel" stays a plain function, and launching
-    it (`kernel[grid](...)`) raises TypeError.
+    As a decorator it returns the function unchanged. A "kernel" is then a plain function, and launching it
+    (`kernel[grid](...)`) raises TypeError.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -123,20 +122,20 @@ class _Constexpr:
 
 
 def _let_transformers_settle() -> None:
-    """transformers must find torchvision absent before the stand-in exists."""
+    """Let transformers find that torchvision is absent, before the stand-in exists."""
     import_utils = importlib.import_module("transformers.utils.import_utils")
-    import_utils.is_torchvision_available()  # the answer is cached
+    import_utils.is_torchvision_available()  # caches its result
     importlib.import_module("transformers.processing_utils")  # replaces the module in sys.modules
     module: Any = sys.modules["transformers"]
     if getattr(module.AutoImageProcessor, "_backends", None):
-        # a dummy that raises on use; sglang registers processors on it at import
+        # transformers' dummy raises on use, but sglang registers processors on it at import.
         register = staticmethod(lambda *args, **kwargs: None)
         module.AutoImageProcessor = type("AutoImageProcessor", (), {"register": register})
 
 
 def _replace_sgl_kernel() -> None:
     try:
-        importlib.import_module("sgl_kernel")  # one that was built for the CPU is better
+        importlib.import_module("sgl_kernel")  # a build for the CPU is used when installed
         return
     except ImportError:  # absent, or the CUDA wheel without its libraries
         for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
@@ -171,7 +170,7 @@ def _assign_req_to_token_pool(
     locations: torch.Tensor,
     pool_length: int,
 ) -> None:
-    """Write each request's new KV locations into its row; `locations` holds them one request after another."""
+    """Write each request's new KV locations into its row; `locations` concatenates them over the requests."""
     offset = 0
     for row, start, end in zip(pool_indices.tolist(), starts.tolist(), ends.tolist()):
         req_to_token[row, start:end] = locations[offset : offset + end - start].to(req_to_token.dtype)
@@ -198,7 +197,7 @@ def _mix(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 (32 bit) of (seed, position, column), the same bits as SGLang's GPU kernel.
 
-    seed, positions [n]; columns [m]; returns uint32 [n, m]. Seeded sampling draws from it.
+    seed, positions [n]; columns [m]; returns uint32 [n, m]. Seeded sampling uses it.
     """
     seed, positions, columns = seed.long(), positions.long() & _U32, columns.long() & _U32
     state = _mix(_mix(torch.zeros_like(seed), seed & _U32), (seed >> 32) & _U32)

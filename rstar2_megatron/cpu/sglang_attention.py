@@ -1,8 +1,8 @@
 """Batched attention for SGLang's `torch_native` backend, which otherwise loops over requests in Python.
 
-One padded scaled_dot_product_attention per layer for the whole batch; indices and masks are made once per forward
-pass. Decoding reads a dense copy of the KV cache (`dense_kv`). Very ragged prefill batches, where padding would
-cost more than it saves, fall back to the loop, as do sliding windows and encoder-decoder models.
+Each layer calls scaled_dot_product_attention once for the whole padded batch. Indices and masks are computed once per
+forward pass. Decoding reads a dense copy of the KV cache (`dense_kv`). SGLang's loop is used for sliding windows,
+encoder-decoder models, and prefill batches so ragged that padding costs more than it saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rstar2_megatron.cpu.dense_kv import DenseKV
 
-_MAX_PADDING_FACTOR = 4  # padded work over real work of a prefill batch
+_MAX_PADDING_FACTOR = 4  # largest ratio of padded to real work of a prefill batch
 _SMALL_WORK = 65536  # query x key pairs below which padding does not matter
 _DENSE_BYTES = 1 << 30  # memory for the dense copy of running requests, all layers
 
@@ -83,7 +83,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
         batch, heads, size = query.shape
         kv_heads = k_cache.shape[1]
-        # query heads that share a KV head become query rows of it, so K and V are never repeated
+        # Query heads that share a KV head become its query rows, so K and V are not repeated.
         grouped = query.view(batch, kv_heads, heads // kv_heads, size)
         scale = kwargs.get("scaling")
         if self._decode_dense and k_cache.dtype == query.dtype:
@@ -119,7 +119,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
 
 def install() -> None:
-    """Make `torch_native` mean the batched backend, in this process."""
+    """Replace SGLang's `torch_native` backend by the batched one in this process."""
     attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedTorchAttention
-    # seeded sampling asks for batch-invariant triton kernels, which a CPU neither has nor needs
+    # Seeded sampling turns on batch-invariant triton kernels, which do not exist on a CPU and are not needed there.
     ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None

@@ -1,8 +1,8 @@
-"""Peak rates of accelerators, for MFU. The FLOPs of a step are counted by `ModelConfig.train_flops`."""
+"""Peak FLOP rates of accelerators, for MFU. `ModelConfig.train_flops` counts the FLOPs of a step."""
 
 from __future__ import annotations
 
-# bf16 dense TFLOP/s by part of the device's name, from the makers' data sheets; the first match counts.
+# Dense bf16 TFLOP/s from the makers' data sheets, by a part of the device's name; the first match is used.
 _PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -20,5 +20,5 @@ _PEAK_TFLOPS = {
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """bf16 dense peak of a device in TFLOP/s, None when it is not known."""
+    """Dense bf16 peak of a device in TFLOP/s; None for an unknown device."""
     return next((peak for part, peak in _PEAK_TFLOPS.items() if part in device_name), None)

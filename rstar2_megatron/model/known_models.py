@@ -1,4 +1,4 @@
-"""Shapes of public models, so that a plan can be made before anything is downloaded."""
+"""Shapes of public models, for plans before the model is downloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _QWEN3_MOE = {
 
 
 def known_model(model_path: str) -> ModelConfig | None:
-    """The shape of a Qwen2.5 or Qwen3 model by its directory's name: Qwen2.5-7B-Instruct, Qwen3-30B-A3B."""
+    """The shape of a Qwen2.5 or Qwen3 model by its directory's name, e.g. Qwen2.5-7B-Instruct; None when unknown."""
     words = Path(model_path).name.lower().replace("_", "-").split("-")
     if "qwen3" in words and any(re.fullmatch(r"a\d+b", word) for word in words):
         for size, moe_shape in _QWEN3_MOE.items():

@@ -1,6 +1,6 @@
-"""What the actor needs to know of a Hugging Face config.json, and the arithmetic that follows from it.
+"""The shape of a model, read from a Hugging Face config.json; parameter and FLOP counts.
 
-Pure: no torch, no transformers, so that `--dry-run` can check a layout in milliseconds.
+Pure: no torch, no transformers, so that `--dry-run` takes milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForC
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder with rotary embeddings, grouped-query attention and gated MLPs, dense or experts."""
+    """Shape of a decoder with rotary embeddings, grouped-query attention, and gated MLPs or experts."""
 
     architecture: str
     vocab_size: int
@@ -32,7 +32,7 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     num_experts: int = 0
-    """Experts of every layer; 0 for a dense model, whose MLP is `intermediate_size` wide."""
+    """Experts of every layer; 0 for a dense model, whose MLP width is `intermediate_size`."""
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     norm_topk_prob: bool = True
@@ -55,7 +55,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read the keys of a config.json. Raises ValueError for what the actor cannot train exactly."""
+        """Read the keys of a config.json. Raises ValueError for a model that the actor cannot train exactly."""
         architecture = (raw.get("architectures") or ["(none)"])[0]
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise ValueError(
@@ -97,7 +97,7 @@ class ModelConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: projections, MLP or its chosen experts, vocabulary head."""
+        """Matrix weights that one token uses: projections, MLP or the token's experts, vocabulary head."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q + 2 * kv)
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -108,7 +108,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters; a tied embedding counts once, every expert counts."""
+        """All parameters: every expert, a tied embedding once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         per_layer = 2 * self.hidden_size
         per_layer += (q + 2 * kv) if self.qkv_bias else 0
@@ -122,9 +122,9 @@ class ModelConfig:
     def train_flops(self, lengths: list[int], trained_tokens: int | None = None) -> float:
         """FLOPs of one forward and backward over causal segments of `lengths` tokens (no recompute).
 
-        6 per matmul weight and token (of the experts, those that a token goes to); attention 6 * h_q * d * S
-        per token and layer at segment length S, which counts the causal half only. `trained_tokens` restricts
-        the vocabulary head to the tokens it runs on.
+        6 per token and matrix weight that the token uses. Attention: 6 * h_q * d * S per token and layer at segment
+        length S, which counts only the causal half. `trained_tokens`: number of tokens that the vocabulary head runs
+        on; None means all.
         """
         tokens = sum(lengths)
         head = self.vocab_size * self.hidden_size
@@ -138,7 +138,7 @@ class ModelConfig:
 
 
 def _experts(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Fields of a mixture of experts. Raises ValueError where dense and expert layers are mixed."""
+    """Fields of a mixture of experts. Raises ValueError when the model has dense and expert layers."""
     if int(raw.get("decoder_sparse_step", 1)) != 1 or raw.get("mlp_only_layers"):
         raise ValueError(
             f"{where}: decoder_sparse_step={raw.get('decoder_sparse_step')}, mlp_only_layers="

@@ -166,7 +166,9 @@ class PackedAttention(MegatronModule):
         return x.view(segments, -1, *x.shape[1:]).transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # imported here, because it needs a CUDA build of torch
+        from torch.nn.attention.varlen import (
+            varlen_attn,
+        )  # imported here, because it needs a CUDA build of torch
 
         longest = batch.max_seqlen_q
         out = varlen_attn(

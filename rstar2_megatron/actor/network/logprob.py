@@ -66,9 +66,7 @@ class _LogProbEntropy(torch.autograd.Function):
             out[0, rows] = sums[2] - log_sum
             out[1, rows] = log_sum - sums[1] / sums[0]
             if chunk >= hidden.size(0) and ctx.needs_input_grad[0] and not _in_blocks(hidden):
-                kept = z.sub_(
-                    log_sum[:, None]
-                )  # a single chunk is kept for the backward pass
+                kept = z.sub_(log_sum[:, None])  # a single chunk is kept for the backward pass
         ctx.save_for_backward(
             hidden, weight, local, mine, log_sums, out[1], *([] if kept is None else [kept])
         )
@@ -99,7 +97,7 @@ class _LogProbEntropy(torch.autograd.Function):
             if _in_blocks(hidden):
                 grad_logits = log_p.view(hidden.dtype)[
                     :, : weight.size(0)
-                ]  # bf16 in the first half of each fp32 row's memory
+                ]  # low precision, in the first half of each fp32 row's memory
                 for block in _row_blocks(log_p):
                     grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(
                         hidden.dtype
@@ -111,8 +109,8 @@ class _LogProbEntropy(torch.autograd.Function):
             del log_p, grad_logits
         if parameter is None:
             return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
-        # DDP waits for the gradient returned here. The flag tells DDP that the buffer has it already. A tied embedding's
-        # gradient is added by DDP all the same.
+        # DDP waits for a returned gradient. The flag tells DDP that the buffer has it already. With a tied embedding DDP adds
+        # the returned gradient all the same, because it includes the embedding's; our part of it must then be zero.
         parameter.grad_added_to_main_grad = True
         shared = getattr(parameter, "zero_out_wgrad", False)
         placeholder = torch.zeros_like(weight) if shared else torch.empty_like(weight)

@@ -73,7 +73,9 @@ def transformer_config(
     engine = implementation == "transformer_engine"
     recomputes_layers = settings.recompute_granularity == "full"  # method and num_layers apply only to "full"
 
-    def leave(weight: Tensor) -> Tensor:  # weights are not initialised: all are read from the Hugging Face directory
+    def leave(
+        weight: Tensor,
+    ) -> Tensor:  # weights are not initialised: all are read from the Hugging Face directory
         return weight
 
     return TransformerConfig(

@@ -1,1 +1,1 @@
-"""The plan's subjects, one module each: memory, KV cache, batch, training, rollout, times. Pure arithmetic."""
+"""The plan, one module per subject: memory, KV cache, batch, training, rollout, times. Pure arithmetic."""

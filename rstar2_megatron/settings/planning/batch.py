@@ -1,4 +1,4 @@
-"""What a step trains on: placement, batch, micro-batches."""
+"""Rows of the plan: placement, batch, micro-batches."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Bytes of a node's host that the actor's ranks and the engines take.
+"""Host memory of a node for the actor's ranks and the engines.
 
-`actor.offload_*` copies lie in pinned memory that is taken once and kept (`actor/offload.py`). While a checkpoint is begun the
-first rank of each data-parallel group gathers masters and moments, 12 bytes a parameter that it holds. Beside them lie
-- first, one gradient bucket of B parameters at a time, each rank's shard (12 B / data-parallel ranks) and on the gathering
-  rank 12 B: what megatron-core receives, joins, and has not let go of the state tensor before; without overlapped
+`actor.offload_*` copies are in pinned memory that is allocated once and kept (`actor/offload.py`). A save gathers masters
+and moments, 12 bytes a parameter, on the first rank of each data-parallel group. The peak adds the larger of:
+- while gathering, for one gradient bucket of B parameters: each rank's shard (12 B / data-parallel ranks), and 12 B on the
+  gathering rank for received and joined tensors and the previous state tensor, which is not freed yet. Without overlapped
   communication a buffer is one bucket;
-- then the copies that are written: torch's writer copies each piece of a larger tensor, and the weights are copied.
+- while writing: the copies of weights and state. torch's writer copies each piece of a larger tensor.
 tests/actor/test_checkpoint.py counts these bytes.
 """
 
@@ -17,21 +17,21 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.planning.memory import GB, Share, rank_parameters
 from rstar2_megatron.settings.schema import ActorSettings, Settings
 
-PROCESS_GB = 8.0  # host memory of a process with CUDA: libraries, pinned buffers
-STATE_BYTES = 12  # of a parameter: fp32 master and two moments
+PROCESS_GB = 8.0  # of a process with CUDA: libraries, pinned buffers
+STATE_BYTES = 12  # a parameter: fp32 master and two moments
 _BUCKET = 40_000_000  # parameters of a bucket with overlapped communication (megatron-core's default, up to 40 ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """GB of one node's host that the actor's ranks there take."""
+    """GB of one node's host memory."""
 
     optimizer: float
-    """Masters and moments: always there, with optimizer_cpu_offload or, pinned, with offload_optimizer."""
+    """Masters and moments, with optimizer_cpu_offload or (pinned) with offload_optimizer."""
     weights: float
-    """The copy that actor.offload_weight keeps, pinned."""
+    """The pinned copy of actor.offload_weight."""
     checkpoint: float
-    """At most, while one is begun: state gathered from the ranks, and what is on its way."""
+    """Peak of a save: the gathered state and temporary copies."""
     processes: float
 
     @property
@@ -48,7 +48,7 @@ def save_bytes(
     first: bool = True,
     bucket: int = _BUCKET,
 ) -> float:
-    """Host bytes that a save takes at most on `ranks` ranks of one node, `first` those that gather."""
+    """Peak host bytes of a save on `ranks` ranks of one node; `first`: they include the gathering ranks."""
     optim, bf16 = actor.optim, actor.model.precision == "bf16"
     width = 2 if bf16 else 4
     shares = [share for share in rank_parameters(actor, model, world) if share.held]
@@ -60,11 +60,11 @@ def save_bytes(
     if not optim.use_distributed_optimizer:
         return (width + (STATE_BYTES if bf16 else 8)) * held
     shards = arriving = 0.0
-    for share in shares:  # one optimizer after the other; the shards of the first wait for garbage collection
+    for share in shares:  # one optimizer after the other; the first one's shards are not freed yet
         size = share.held
         if (
             optim.overlap_grad_reduce or optim.overlap_param_gather
-        ):  # the largest holds one matrix of the vocabulary
+        ):  # the largest bucket has a vocabulary matrix
             matrix = model.vocab_size * model.hidden_size / actor.model.tensor_model_parallel_size
             size = min(bucket + matrix, share.held)
         shards += STATE_BYTES * size * ranks * share.updated / share.held
@@ -73,7 +73,7 @@ def save_bytes(
 
 
 def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemory:
-    """Host memory of a node whose ranks are all as full as the fullest."""
+    """Host memory of a node, counting every rank as the fullest one."""
     actor = settings.actor
     ranks = max(world // settings.cluster.num_nodes, 1)
     shares = rank_parameters(actor, model, world)
@@ -84,5 +84,5 @@ def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemor
         optimizer=state * sum(s.updated for s in shares) * ranks / GB if on_host else 0.0,
         weights=width * sum(s.held for s in shares) * ranks / GB if actor.offload_weight else 0.0,
         checkpoint=save_bytes(actor, model, world, ranks=ranks) / GB,
-        processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's
+        processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's rank
     )

@@ -1,7 +1,7 @@
-"""How many tokens of KV cache an engine has room for.
+"""KV cache of an engine, in tokens.
 
-2 x layers x KV heads x head size x bytes a token; capacity = (free memory x share x TP - weights) / that. SGLang takes its
-share of what is free when it starts, and there is less of it beside an actor.
+A token takes 2 x layers x KV heads x head size x bytes; capacity = (free memory x share x TP - weights) / bytes a token.
+SGLang applies its share to the memory that is free at its start; an actor on the same GPU reduces it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def kv_bytes_per_token(model: ModelConfig, precision: str) -> int:
 
 
 def kv_capacity(settings: Settings, model: ModelConfig, free_gb: float | None) -> int:
-    """Tokens of KV cache of one engine; negative when its weights do not fit. free_gb: of each GPU at its start."""
+    """Tokens of KV cache of one engine; negative when its weights do not fit. free_gb: free memory of each GPU at its start."""
     rollout = settings.rollout
     width = 2 if rollout.model.precision == "bf16" else 4
-    if free_gb is None:  # on CPU SGLang must be told
+    if free_gb is None:  # on a CPU the YAML must set the size
         return rollout.max_total_tokens or 0
     room = free_gb * GB * rollout.gpu_memory_utilization * rollout.tensor_parallel_size
     room -= width * model.num_parameters

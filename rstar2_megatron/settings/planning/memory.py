@@ -1,14 +1,14 @@
-"""Bytes of one actor rank on its GPU while it trains (`host_memory.py`: of a node's host).
+"""GPU memory of one actor rank in training (`host_memory.py` has the host's).
 
 N parameters, world = data x tensor x pipeline x context ranks, GB = 1e9 bytes:
 - weights 2N/(TP PP) in bf16, gradients 4N/(TP PP) in fp32, optimizer 12N/world (fp32 master, two moments,
   sharded by the distributed optimizer); fp32 training: 4N, 4N and 8N; experts are divided by EP instead of TP;
 - with optim.optimizer_cpu_offload the optimizer takes no GPU memory;
-- activations with full recompute: one input per layer, plus one layer at work; without: every layer's;
-- vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP in fp32 and two blocks of 256 rows, and the placeholder for its
-  weight's gradient, which itself goes to the buffer that counts as gradients.
+- activations: with full recompute the input of each layer and all activations of one; without, those of every layer;
+- vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP in fp32, two blocks of 256 rows, and a placeholder for the
+  weight's gradient. The gradient itself is in the gradient buffer.
 
-A save takes nothing on the GPU: the distributed optimizer's state is gathered in host memory.
+A save takes no GPU memory: the distributed optimizer's state is gathered in host memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rstar2_megatron.settings.schema import ActorSettings, Settings
 GB = 1e9
 CUDA_OVERHEAD_GB = 5.0  # context, NCCL buffers, workspaces, fragmentation
 HEAD_BLOCK_ROWS = 256  # actor/network/logprob.py
-# What an engine keeps on its GPU while it sleeps, and has beside its static share while it generates. An estimate: context
-# and libraries' workspaces 1.5, CUDA graphs of the decoding batch sizes 2, NCCL and its all-reduce buffers 1.5 at TP > 1.
-# None of these is under SGLang's memory saver. Reports of SGLang on H100 lie between 3 and 6.
+# Memory of an engine outside its static share, which it also keeps while it sleeps. An estimate: context and workspaces of
+# libraries 1.5, CUDA graphs of the decoding batch sizes 2, NCCL and its all-reduce buffers 1.5 at TP > 1. SGLang's memory
+# saver releases none of them. Reports of SGLang on H100 range from 3 to 6.
 ENGINE_RESIDUE_GB, ENGINE_NCCL_GB = 3.5, 1.5
-ENGINE_WORK_GB = 2.0  # activations and logits of an engine at work, beside its static share
+ENGINE_WORK_GB = 2.0  # activations and logits of a generating engine, outside its static share
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """GB of one rank while it trains."""
+    """GB of one rank in training."""
 
     weights: float
     gradients: float
@@ -49,7 +49,7 @@ class Memory:
 
 
 def parameters_of_largest_stage(model: ModelConfig, pipeline: int) -> float:
-    """Parameters (but for experts) of the pipeline stage that holds most: its layers, an embedding or head."""
+    """Parameters (without experts) of the largest pipeline stage: its layers and an embedding or head."""
     matrix = model.vocab_size * model.hidden_size
     matrices = 1 if model.tie_word_embeddings else 2
     layers = model.num_parameters - model.expert_parameters - matrices * matrix
@@ -58,13 +58,13 @@ def parameters_of_largest_stage(model: ModelConfig, pipeline: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Parameters of one rank that one distributed optimizer shards, dense ones or experts."""
+    """Parameters of one rank under one distributed optimizer: the dense ones or the experts."""
 
     held: float
     updated: float
-    """Its shard: held / data-parallel ranks."""
+    """The rank's shard: held / data-parallel ranks."""
     model_ranks: int
-    """Ranks that together hold all of them."""
+    """Ranks that together hold all these parameters."""
 
 
 def rank_parameters(actor: ActorSettings, model: ModelConfig, world: int) -> tuple[Share, Share]:
@@ -83,7 +83,7 @@ def rank_parameters(actor: ActorSettings, model: ModelConfig, world: int) -> tup
 
 
 def engine_residue_gb(settings: Settings) -> float:
-    """GB that an engine takes on each of its GPUs beside its static share, awake or asleep."""
+    """GB of an engine on each of its GPUs outside its static share, awake or asleep."""
     return ENGINE_RESIDUE_GB + (ENGINE_NCCL_GB if settings.rollout.tensor_parallel_size > 1 else 0.0)
 
 
@@ -106,7 +106,7 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     hidden = width * tokens * model.hidden_size / split
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     mlp = 3 * model.intermediate_size
-    if model.is_moe:  # a token's copies for its experts, where experts are chosen evenly
+    if model.is_moe:  # a token is copied for each of its experts; a balanced load is assumed
         mlp = model.experts_per_token * (3 * model.expert_intermediate_size + 2 * model.hidden_size)
     layer = 6 * hidden + width * tokens * (2 * q + 2 * kv + mlp) / tp
     layers = -(-model.num_layers // pp)

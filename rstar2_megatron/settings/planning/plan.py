@@ -1,6 +1,6 @@
-"""The plan: what a YAML means in trajectories, tokens and gigabytes, before anything starts. Pure arithmetic.
+"""The plan of a YAML in trajectories, tokens and gigabytes, before anything starts. Pure arithmetic.
 
-The formulas stand in `planning/`, one module a subject.
+The other modules of `planning/` have the formulas.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
-    """(shape, where it comes from); None when the directory is absent and its name says nothing.
+    """(shape, source of the shape); None when the directory is absent and its name is no known model.
 
     Raises ValueError for a config.json that the actor does not support.
     """
@@ -59,9 +59,9 @@ def make_plan(
     slots: Slots | None = None,
     find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
 ) -> Plan:
-    """The plan of a YAML. Without `slots` the machine is asked; without GPUs 8 x 80 GB a node are assumed.
+    """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, 8 x 80 GB a node are assumed.
 
-    Raises ValueError for a placement or a model that cannot be planned at all.
+    Raises ValueError for an invalid placement or an unsupported model.
     """
     if slots is None:
         slots = slots_of(settings.cluster, find_gpus(), visible_host_gb())

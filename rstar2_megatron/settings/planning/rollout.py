@@ -1,4 +1,4 @@
-"""Engines: KV cache, trajectories in flight, and the memory they share with the actor."""
+"""Rows of the plan: KV cache, trajectories in flight, and memory that engines share with the actor."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConfi
 
 
 def _actor_beside_engines(plan: Plan, settings: Settings) -> float:
-    """GB of the actor on a GPU while an engine there generates: its context, and what is not offloaded."""
+    """GB of the actor on a GPU where an engine generates: CUDA context and parts that are not offloaded."""
     memory, actor = plan.actor_memory, settings.actor
     if memory is None:
         return 0.0
@@ -67,12 +67,12 @@ def _actor_beside_engines(plan: Plan, settings: Settings) -> float:
 
 
 def colocated(actor: ActorSettings) -> bool:
-    """Whether the actor leaves memory to engines on the same GPUs."""
+    """Whether the actor offloads a part for engines on the same GPUs."""
     return actor.offload_weight or actor.offload_grad or actor.offload_optimizer
 
 
 def plan_sharing(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig) -> None:
-    """Actor and engines on the same GPUs: what each phase of a step needs of one."""
+    """GB of a GPU shared by actor and engine, in each phase of a step."""
     memory, gpu_gb, rollout = plan.actor_memory, slots.memory_gb, settings.rollout
     if memory is None or gpu_gb is None:
         return
@@ -83,7 +83,7 @@ def plan_sharing(plan: Plan, settings: Settings, slots: Slots, model: ModelConfi
     weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
     turns = colocated(actor)
     if turns:
-        buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # one is filled while the other is read
+        buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # one is written while the other is read
         of_actor = stays + (memory.weights if actor.offload_weight else 0) + buckets
         sync = of_actor + weights + residue
         plan.gpu_peak_gb = max(plan.gpu_peak_gb, sync)

@@ -9,7 +9,7 @@ from rstar2_megatron.settings.planning.memory import Memory
 
 @dataclass
 class Plan:
-    """What `--dry-run` prints. `problems` say why it does not fit, each with operands and a remedy."""
+    """The rows, notes and problems of a plan. Each problem has its operands and a remedy."""
 
     title: str
     rows: list[tuple[str, str, str]] = field(default_factory=list)
@@ -18,7 +18,7 @@ class Plan:
     actor_memory: Memory | None = None
     kv_capacity_tokens: int | None = None
     gpu_peak_gb: float = 0.0
-    """The most that a phase of a step takes of one GPU."""
+    """Largest GB of one GPU over the phases of a step."""
 
     @property
     def fits(self) -> bool:
@@ -47,7 +47,7 @@ def parameters_text(number: int) -> str:
 
 
 def gb_text(value: float) -> str:
-    """Two decimals, three below 0.1 GB, so that a tiny model's parts are seen too."""
+    """Two decimals; three below 0.1 GB, for tiny models."""
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 

@@ -7,17 +7,17 @@ from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.planning.table import Plan
 from rstar2_megatron.settings.schema import Settings
 
-# H100 SXM: dense bf16 FLOP/s, memory bandwidth, and the shares that are reached.
+# H100 SXM: dense bf16 FLOP/s and memory bandwidth, and the assumed shares of them.
 PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 3.35e12
 TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
-# Host memory of such a node: two sockets of eight DDR5-4800 channels, and the share that is reached. AdamW on the host
-# moves 36 bytes a parameter: gradient in and out, master and two moments in and out, the bf16 weight out and in.
+# Host memory bandwidth of two sockets with eight DDR5-4800 channels each, and the assumed share of it. AdamW on the host
+# reads and writes 36 bytes a parameter: gradient, master, two moments, and the bf16 weight.
 HOST_BYTES_PER_S, HOST_SHARE = 614e9, 0.5
 HOST_BYTES_PER_PARAMETER = 36
 
 
 def plan_times(plan: Plan, settings: Settings, model: ModelConfig, world: int) -> None:
-    """Expected seconds of a step on H100s at half the longest length, from the formulas above."""
+    """Expected seconds of a step on H100s, for trajectories of half the longest length."""
     if plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
         return
     length = settings.runner.seq_length // 2

@@ -1,4 +1,4 @@
-"""Does training fit, and if not, what is the smallest change that makes it fit?"""
+"""Rows of the plan: memory of training, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConf
 
 
 def plan_host(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
-    """What waits or works in the memory of a node's host."""
+    """Host memory of a node."""
     host = host_memory(settings, model, world)
     on_host = "updated there" if settings.actor.optim.optimizer_cpu_offload else "pinned"
     plan.add(
