@@ -1,7 +1,7 @@
 """Memory of the vocabulary head's forward and backward pass.
 
     python -m benchmarks.actor.head                                  # 16,384 tokens, 151,936 words, hidden size 1536, bf16
-    python -m benchmarks.actor.head --tokens 2048                    # fewer tokens, same chunk: shows the memory linear in tokens
+    python -m benchmarks.actor.head --tokens 2048                    # same chunk: shows the part linear in tokens
     python -m benchmarks.actor.head --hidden-size 64                 # all tokens at a small hidden size
     python -m benchmarks.actor.head --device cuda
 
