@@ -121,7 +121,7 @@ class WeightSender:
 
 
 def _targets(rank: int, route: WeightRoute, engines: list[Any]) -> list[Any]:
-    """The engines that this actor rank serves."""
+    """Handles of the engines to which this actor rank sends."""
     if route.kind == "cuda_ipc":
         engine = route.engine_of(rank)
         return [] if engine is None else [engines[engine]]

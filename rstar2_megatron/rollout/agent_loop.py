@@ -329,7 +329,6 @@ class Turns:
     # ----------------------------------------------------------------------------------------- tools
 
     async def _run_tools(self, calls: list[ParsedCall]) -> list[str]:
-        """Tool responses as the model reads them, in the order of `calls`."""
         self.preemption.at_tool = True
         try:
             done, responses = await self.loop.tools.run(

