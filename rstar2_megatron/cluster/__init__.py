@@ -1,15 +1,13 @@
-"""The only room that imports rlinf: cluster, placement, CPU slots, worker groups, channels."""
+"""The only package that imports rlinf: cluster, placement, CPU slots, worker groups, channels."""
 
 import os as _os
 
 from rstar2_megatron.services import loopback as _loopback
 
-# Ray and RLinf read their environment when they are first imported, so this must stand before any import of them.
+# Ray and RLinf read their environment at import, so the variables are set before any import of them.
 _os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 _os.environ.setdefault("RLINF_LOG_LEVEL", "WARNING")
-if not _os.environ.get(
-    "RAY_ADDRESS"
-):  # a private head on loopback; a cluster that is there has its own settings
+if not _os.environ.get("RAY_ADDRESS"):  # a private head on loopback; an existing cluster has its own settings
     _os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     for _name, _value in _loopback.environment().items():
         _os.environ.setdefault(_name, _value)

@@ -1,4 +1,4 @@
-"""One Megatron rank as an RLinf worker: everything is in `actor.MegatronActor`, this only carries it."""
+"""One Megatron rank as an RLinf worker: a thin adapter of `actor.MegatronActor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
 from rstar2_megatron.weights.route import Place, WeightRoute
 
-# Megatron warns of what is normal here (no TransformerEngine on CPU, an unfinished checkpoint it may overwrite).
+# Megatron's warnings concern normal states here (no TransformerEngine on CPU, an unfinished checkpoint to overwrite).
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
@@ -27,7 +27,7 @@ class ActorWorker(Worker):
         self._sender = WeightSender(self)
 
     def rendezvous_address(self) -> str:
-        """Where rank 0 will host the process group of the actor, as a torch init method."""
+        """Address at which rank 0 hosts the actor's process group, as a torch init method."""
         host = os.environ["MASTER_ADDR"]
         return f"tcp://{host}:{free_port(host)}"
 
@@ -36,7 +36,7 @@ class ActorWorker(Worker):
         return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
 
     def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
-        """Build the Megatron model from the Hugging Face directory `model_path`; collective."""
+        """Build the Megatron model from the Hugging Face directory `model_path`. Collective."""
         self._actor = MegatronActor(
             self._settings.actor,
             self._settings.runner,
@@ -56,21 +56,21 @@ class ActorWorker(Worker):
         return self._actor
 
     def train_step(self, sequences: list[TrainSequence]) -> dict[str, float]:
-        """One training step on the global batch; collective, the same metrics on every rank."""
+        """One training step on the global batch. Collective; every rank returns the same metrics."""
         algorithm = self._settings.algorithm
         rows = self._settings.data.rollout_batch_size * algorithm.group_size // algorithm.n_minibatches
         return self.actor.train_step(sequences, mini_batch_rows=rows)
 
     def compute_logprobs(self, sequences: list[TrainSequence]) -> list[list[float]]:
-        """Log-prob of each token (0.0 at position 0) under the current weights; collective."""
+        """Log-prob of each token (0.0 at position 0) under the current weights. Collective."""
         return self.actor.compute_logprobs(sequences)
 
     def sft_steps(self, batches: list[list[TrainSequence]], lrs: list[float]) -> list[dict[str, float]]:
-        """Several supervised steps in one call, so that short steps do not pay a call each; collective."""
+        """Several supervised steps in one call, to save a call per step. Collective."""
         return [self.actor.sft_step(batch, lr=lr) for batch, lr in zip(batches, lrs, strict=True)]
 
     def sft_validation(self, sequences: list[TrainSequence]) -> dict[str, float]:
-        """Summed cross entropy of the trained tokens, and how many they are; collective."""
+        """Summed cross entropy of the trained tokens, and their number. Collective."""
         return self.actor.sft_validation(sequences)
 
     def start_sft_phase(self, phase: SFTPhaseSettings) -> None:
@@ -93,42 +93,42 @@ class ActorWorker(Worker):
         self.actor.freeze_reference()
 
     def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
-        """Stream all weights in Hugging Face names to the engines' workers; collective over actor ranks."""
+        """Stream all weights by Hugging Face name to the engines' workers. Collective over actor ranks."""
         return self._sender.send(self.actor.iter_hf_weights(), route, engines)
 
     def forget_weights(self) -> None:
-        """Free what `send_weights` left for receivers to open."""
+        """Free the buckets of the last `send_weights`."""
         self._sender.forget()
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Leave the accelerator to the engines (`actor.offload_*`), all but the weights on request."""
+        """Offload from the accelerator as `actor.offload_*` sets, except the weights with `keep_weights`."""
         self.actor.offload(keep_weights=keep_weights)
 
     def reload(self) -> None:
-        """Take the accelerator again."""
+        """Move the offloaded tensors back to the accelerator."""
         self.actor.reload()
 
     def weights_checksum(self) -> dict[str, int]:
         return self.actor.weights_checksum()
 
     def save_checkpoint(self, directory: str, wait: bool = True) -> None:
-        """Write a checkpoint; with wait=False only copy it and go on, `finish_checkpoint` waits for the files."""
+        """Write a checkpoint. wait=False returns once the tensors are copied; `finish_checkpoint` waits for the files."""
         self.actor.save_checkpoint(directory, wait=wait)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is in place; at once when there is none."""
+        """Wait until the files of the last checkpoint are written."""
         self.actor.finish_checkpoint()
 
     def load_checkpoint(self, directory: str) -> None:
         self.actor.load_checkpoint(directory)
 
     def resume(self, directory: str) -> None:
-        """Go on from a checkpoint of RL; the weights held until now, those RL began with, are the reference."""
+        """Resume RL from a checkpoint. The weights before loading, with which RL began, become the reference."""
         self.actor.freeze_reference()
         self.actor.load_checkpoint(directory)
 
     def continue_rl(self) -> None:
-        """Reinforcement learning goes on with the optimizer that was loaded; these weights are its reference."""
+        """Start a further RL stage with the loaded optimizer. The current weights become the reference."""
         self.actor.keep_optimizer()
         self.actor.freeze_reference()
 

@@ -1,7 +1,7 @@
 """Calls to worker groups with a deadline and typed failures.
 
-RLinf's own `group.method().wait()` waits for ever and ends the driver when a worker raises; these calls go to the
-same workers through their handles, so that the driver gets an exception it can report and clean up after.
+RLinf's own `group.method().wait()` has no deadline, and ends the driver when a worker raises. These calls use the workers'
+Ray handles instead. The driver gets an exception, which it can report before it cleans up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlinf.scheduler import Channel
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised; the message holds its traceback."""
+    """A worker raised an exception; the message holds its traceback."""
 
 
 class WorkerLost(RuntimeError):
@@ -29,7 +29,7 @@ class DeadlineExceeded(RuntimeError):
 
 
 class EnginesLost(RuntimeError):
-    """Engines are gone and could not be started again."""
+    """Engines are lost and could not be restarted."""
 
 
 class PendingCall:
@@ -42,8 +42,8 @@ class PendingCall:
     def result(self, timeout_s: float, beside: PendingCall | None = None) -> list[Any]:
         """Results in rank order. Raises WorkerFailed, WorkerLost or DeadlineExceeded.
 
-        The first failure is raised at once, also while other ranks are stuck in a collective with the dead one, and so
-        is one of `beside`, the call at the other end.
+        The first failure is raised at once, even while other ranks hang in a collective with the failed one. A failure of
+        `beside`, the call at the other end of a transfer, is also raised at once.
         """
         deadline = time.monotonic() + timeout_s
         waiting = list(self.refs)
@@ -61,12 +61,12 @@ class PendingCall:
         return ray.get(self.refs)
 
     def check(self) -> None:
-        """Raise if any worker of this call has failed so far; returns at once otherwise."""
+        """Raise if a worker of this call has failed so far. Never waits."""
         done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
         self._raise_failures(done)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until every worker has ended this call, in whatever way; False when some have not by then."""
+        """Wait until every worker has ended this call, with or without success. False when `timeout_s` passes first."""
         ended, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)
         return len(ended) == len(self.refs)
 
@@ -87,9 +87,9 @@ class WorkerGroup:
         self.name = name
         infos = rlinf_group.worker_info_list
         self.workers = [info.worker for info in infos]
-        """Their Ray handles, in rank order."""
+        """Ray handles in rank order."""
         self.before: Callable[[str], None] | None = None
-        """Called with the method's name before each call, for what must hold then (memory hand-over)."""
+        """Called with the method's name before each call. Colocation uses it to put the right side to sleep."""
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -97,7 +97,7 @@ class WorkerGroup:
     def start(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
     ) -> PendingCall:
-        """Start `method(*args)` on all ranks (or the given ones) and return at once."""
+        """Start `method(*args)` on all ranks (or on `ranks`) and return at once."""
         if self.before is not None:
             self.before(method)
         chosen = range(len(self.workers)) if ranks is None else ranks
@@ -116,21 +116,21 @@ class WorkerGroup:
         return self.start(method, *args, ranks=ranks, **kwargs).result(timeout_s)
 
     def kill(self) -> None:
-        """End the worker processes without asking them."""
+        """Kill the worker processes."""
         for worker in self.workers:
             ray.kill(worker)
 
 
 class _LastItem:
-    """What `ChannelReader.close` puts into the channel."""
+    """The item by which `ChannelReader.close` ends the reading thread."""
 
 
 class ChannelReader:
     """Reads one key of an RLinf channel from the driver with a deadline.
 
-    A get on a channel cannot be cancelled without losing the item it would have returned, so a thread does the
-    blocking gets and a queue hands them over. `close` it before Ray is shut down: a thread that is still inside Ray
-    then makes Ray end the whole process at once, with an exit code of its own.
+    Cancelling a get on a channel would lose the item. So a thread does the blocking gets and puts the items into a queue.
+    Call `close` before Ray is shut down: Ray ends the whole process, with its own exit code, if a thread is still inside a
+    Ray call.
     """
 
     _END = object()
@@ -143,7 +143,7 @@ class ChannelReader:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End the thread behind what waits in the channel; False when it has not ended in time."""
+        """End the thread after the items that are already in the channel. False when it has not ended in time."""
         if self._thread.is_alive():
             self._channel.put(_LastItem(), key=self._key, async_op=True)
             self._thread.join(timeout_s)
@@ -154,13 +154,11 @@ class ChannelReader:
             while not isinstance(item := channel.get(key=key), _LastItem):
                 self._items.put(item)
             self._items.put((self._END, "closed"))
-        except (
-            BaseException
-        ) as e:  # the channel or Ray itself is gone (Ray raises SystemExit): tell the reader
+        except BaseException as e:  # the channel or Ray has ended (Ray raises SystemExit): tell the reader
             self._items.put((self._END, e))
 
     def get(self, timeout_s: float, while_waiting: Callable[[], None] | None = None) -> Any:
-        """The next item. `while_waiting` is called about once a second and may raise to give up early."""
+        """The next item. `while_waiting` is called about once a second and may raise to end the wait."""
         deadline = time.monotonic() + timeout_s
         while True:
             left = deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""One rollout phase: problems in, graded groups out, over the rollout channel."""
+"""Runs rollout phases from the driver: hands out problems and collects graded groups, over the rollout channel."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rstar2_megatron.trajectory import FinishReason, Group, Problem
 logger = logging.getLogger(__name__)
 _LAST_MESSAGES_S = 60.0
 
-# asked with the groups that are complete and how many are not: more problems for this phase, or none
+# arguments: complete groups, number of open groups; returns more problems for this phase, or none
 Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
 
 
 @dataclass
 class RolloutPhase:
-    """Graded groups in the order of their problems, with the engines' figures added up."""
+    """Result of a phase: graded groups in the order of their problems, and statistics summed over engines."""
 
     groups: list[Group]
     seconds: float
@@ -38,11 +38,11 @@ class RolloutPhase:
 
 
 class RolloutCoordinator:
-    """The driver's end of the rollout channel: hands out work as engines ask, collects what ends."""
+    """The driver's end of the rollout channel: answers engines that request work, and collects graded trajectories."""
 
     def __init__(self, channel: Any, rollout: WorkerGroup, reward: WorkerGroup, settings: Settings) -> None:
         self.carried: list[OpenGroup] = []
-        """Groups that the last training phase left unfinished (rollout.tail=carry); part of a checkpoint."""
+        """Unfinished groups of the last training phase (rollout.tail=carry). Part of a checkpoint."""
         self._channel = channel
         self._rollout = rollout
         self._settings = settings
@@ -57,9 +57,9 @@ class RolloutCoordinator:
     ) -> RolloutPhase:
         """Roll out `spec.samples` trajectories of each problem and grade them.
 
-        Engines ask for slices of groups, so a quick engine takes more of them. `spec.tail` says whether every
-        trajectory is waited for; `refill` is asked for more problems whenever a group is complete. Raises
-        WorkerFailed, WorkerLost or DeadlineExceeded; never waits longer than `runner.step_timeout_s`.
+        Engines request slices of groups, so a faster engine gets more. `spec.tail` sets whether the phase waits for every
+        trajectory. `refill` is called whenever a group is complete, and may add problems. Raises WorkerFailed, WorkerLost,
+        EnginesLost, or DeadlineExceeded after `runner.step_timeout_s`.
         """
         self._phases += 1
         spec = replace(spec, phase=self._phases)
@@ -110,20 +110,20 @@ class RolloutCoordinator:
         return phase
 
     def restore(self, carried: list[OpenGroup]) -> None:
-        """Go on with a checkpoint's unfinished groups. A trajectory whose live interpreter is gone starts anew."""
+        """Resume a checkpoint's unfinished groups. A trajectory that had a live interpreter starts from its prompt."""
         for group in carried:
             group.parked = {index: t for index, t in group.parked.items() if not t.session}
         self.carried = carried
 
     def close(self) -> None:
-        """Let the reward workers end their loop, and this process stop reading."""
+        """End the loops of the reward workers and the reading thread of this process."""
         for _ in range(self._num_reward_workers):
             self._channel.put(None, key=ENDED)
         self._inbox.close()
 
 
 class _PhaseRun:
-    """Messages of one phase, in and out."""
+    """State of one running phase: handles incoming messages and answers work requests."""
 
     def __init__(
         self, channel: Any, phase: Phase, number: int, num_engines: int, refill: Refill | None
@@ -134,13 +134,13 @@ class _PhaseRun:
         self._number = number
         self._num_engines = num_engines
         self._refill = refill
-        self._pending_requests: list[WorkRequest] = []  # without an answer
-        self._tail_since: float | None = None  # an engine has room and there is nothing left for it
+        self._pending_requests: list[WorkRequest] = []  # not answered yet
+        self._tail_since: float | None = None  # when an engine first had room and no work was left
         self._refilled = 0
-        self._gone: dict[int, str] = {}  # engines that are lost, and why
+        self._gone: dict[int, str] = {}  # reasons by lost engine
 
     def handle(self, message: Any, now: float) -> None:
-        """A WorkRequest, an EngineGone, or a list of RolloutResult. Those of an earlier phase are void.
+        """Handle a WorkRequest, an EngineGone or a list of RolloutResult. Messages of an earlier phase are ignored.
 
         Raises EnginesLost when no engine is left.
         """
@@ -191,7 +191,7 @@ class _PhaseRun:
             self._tail_since = None
 
     def end(self) -> None:
-        """Every engine is told that the phase is over, now or when it asks; nothing is handed out after it."""
+        """Stop handing out work, and tell every engine that the phase is over."""
         self._phase.handed_out = True
         for engine in range(self._num_engines):
             self._channel.put(WorkAnswer(self._number, None), key=work_key(engine))
@@ -199,7 +199,7 @@ class _PhaseRun:
     def stats(
         self, seconds: float, groups: Sequence[Group], carried: Sequence[OpenGroup]
     ) -> dict[str, float]:
-        """What only the driver knows."""
+        """Statistics that only the driver can count."""
         since = self._tail_since
         cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
         return {

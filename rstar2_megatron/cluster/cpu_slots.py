@@ -1,10 +1,10 @@
 """CPU slots as RLinf hardware, so that RLinf's placements work on a machine without accelerators.
 
-RLinf places components on accelerators it finds. A node group of the YAML with `hardware.type: CPUSlots` makes
-each slot count as one accelerator; RLinf's placement classes then resolve `all`, `0-1` and the rest unchanged.
+RLinf places components on the accelerators that it finds. With `hardware.type: CPUSlots` in a node group of the YAML, each
+slot counts as one accelerator. RLinf's placement classes then resolve `all` and `0-1` unchanged.
 
-RLinf ships the cluster configuration to a probe process on each node; unpickling `CPUSlotsConfig` there imports
-this module, so the hardware type is registered in every process that needs it.
+RLinf sends the cluster configuration to a probe process on each node. Unpickling `CPUSlotsConfig` there imports this module,
+which registers the hardware type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CPUSlotsConfig(HardwareConfig):
 
 @Hardware.register()
 class CPUSlots(Hardware):
-    """Reports slots under RLinf's own accelerator type, with the model that RLinf reads as 'no device'."""
+    """Reports slots under RLinf's own accelerator type, with a model name that RLinf reads as 'no device'."""
 
     HW_TYPE = HARDWARE_TYPE
 

@@ -1,9 +1,10 @@
-"""Names on the rollout channel. One RLinf channel carries all streams, each under its own key."""
+"""Keys of the rollout channel. One RLinf channel carries all streams, each under its own key."""
 
 ENDED = "ended"  # rollout workers -> reward workers: list[RolloutResult], then one None per reward worker
-TO_DRIVER = "to driver"  # reward workers: list[RolloutResult], graded; rollout workers: WorkRequest
+# reward workers -> driver: graded list[RolloutResult]; rollout workers -> driver: WorkRequest, EngineGone
+TO_DRIVER = "to driver"
 
 
 def work_key(engine: int) -> str:
-    """driver -> one rollout worker: list[Slice], then one None at the end of the phase."""
+    """driver -> one rollout worker: WorkAnswer."""
     return f"work {engine}"

@@ -1,4 +1,4 @@
-"""Builds what RLinf runs for one experiment: cluster, placement, worker groups, the rollout channel."""
+"""Builds the RLinf side of one run: cluster, placement, worker groups, the rollout channel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rstar2_megatron.settings.schema import ClusterSettings, Settings
 
 logger = logging.getLogger(__name__)
 
-# A Ray actor of RLinf reserves CPUs that its own threads do not map to; placement is RLinf's, not Ray's.
+# RLinf places the workers, not Ray. A large number of CPUs keeps Ray from refusing one of RLinf's actors.
 _RAY_CPUS_PER_SLOT = 16
 _LEAST_OBJECT_STORE_MB = 512
 _BATCH_BYTES_PER_TOKEN = 16  # pickled lists of ids, mask and log-probs
@@ -38,11 +38,11 @@ class PlacementError(ValueError):
 
 
 class ClusterError(RuntimeError):
-    """The Ray cluster that RAY_ADDRESS names is not as the YAML says."""
+    """The Ray cluster of RAY_ADDRESS does not answer, or has too few nodes."""
 
 
 def wait_for_nodes(cluster: ClusterSettings) -> None:
-    """Wait until the Ray cluster has its nodes: RLinf would wait for ever. Raises ClusterError."""
+    """Wait until the Ray cluster has its nodes, because RLinf waits without a deadline. Raises ClusterError."""
     address, wanted = os.environ["RAY_ADDRESS"], cluster.num_nodes
     deadline = time.monotonic() + cluster.node_wait_timeout_s
     try:
@@ -59,11 +59,11 @@ def wait_for_nodes(cluster: ClusterSettings) -> None:
                 )
             time.sleep(0.5)
     finally:
-        ray.shutdown()  # RLinf connects under a name of its own
+        ray.shutdown()  # RLinf connects again, in its own namespace
 
 
 def object_store_mb(settings: Settings) -> int:
-    """Room in Ray's object store for two batches at full length, within a third of this machine's memory."""
+    """Size of Ray's object store in MiB: two batches at full length, at most a third of this machine's memory."""
     tokens = settings.data.rollout_batch_size * settings.algorithm.group_size * settings.runner.seq_length
     wanted = 2 * _BATCH_BYTES_PER_TOKEN * tokens >> 20
     most = psutil.virtual_memory().total // 3 >> 20
@@ -72,7 +72,7 @@ def object_store_mb(settings: Settings) -> int:
 
 @contextlib.contextmanager
 def _not_forwarded(name: str) -> Iterator[None]:
-    """RLinf copies the driver's variables to every node when it probes them; this one names a directory of here."""
+    """Hide a variable that is valid on this node only: RLinf copies the driver's environment to every node."""
     value = os.environ.pop(name, None)
     try:
         yield
@@ -84,8 +84,8 @@ def _not_forwarded(name: str) -> Iterator[None]:
 class TrainingCluster:
     """Ray, RLinf's cluster and placement, and the worker groups of one run.
 
-    Starts a private Ray head on loopback unless RAY_ADDRESS names a cluster. `close()` ends all it started and may
-    be called at any time, also from a signal handler's unwinding.
+    Starts a private Ray head on loopback unless RAY_ADDRESS names a cluster. `close()` ends every process that it started,
+    and may be called at any time, also while an exception of a signal handler propagates.
     """
 
     def __init__(self, settings: Settings, config: DictConfig) -> None:
@@ -107,13 +107,13 @@ class TrainingCluster:
             wait_for_nodes(self.settings.cluster)
 
         for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):
-            # They set their own level at every use; a plan of ours says the same in three lines.
+            # They reset their level at every use, and the run's plan already shows the placement.
             logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
         cluster_config = {k: v for k, v in self.config.cluster.items() if k != "node_wait_timeout_s"}
         with _not_forwarded("TMPDIR") if self._head is None else contextlib.nullcontext():
             self._cluster = Cluster(cluster_cfg=OmegaConf.create(cluster_config))
-        # RLinf signals the driver when a worker fails and ends it from the handler, before anything could be closed.
-        # Our calls see the same failure and raise it (cluster/calls.py).
+        # RLinf signals the driver when a worker fails, and its handler ends the driver without clean-up.
+        # cluster/calls.py raises the same failure as an exception.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self.device = self._device()
         try:
@@ -161,7 +161,7 @@ class TrainingCluster:
         return handle
 
     def close(self) -> None:
-        """End the workers, the Ray connection and, if we started it, the Ray head."""
+        """End the workers, the Ray connection and the private Ray head."""
         for group in reversed(self._groups):
             with contextlib.suppress(Exception):
                 group.kill()

@@ -1,4 +1,4 @@
-"""Sends what ends as it ends, several items to a message when sending is slower than ending."""
+"""Sends items as they arrive, and batches them while an earlier message is still being sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Outbox:
-    """`send` is awaited with a list of items, one call at a time; a channel takes about 100 messages a second."""
+    """Awaits `send` with lists of items, one call at a time. An RLinf channel takes about 100 messages a second."""
 
     def __init__(self, send: Callable[[list[Any]], Awaitable[Any]]) -> None:
         self.sent = 0
@@ -20,16 +20,16 @@ class Outbox:
         self._items.append(item)
         if self._sending is None or self._sending.done():
             if self._sending is not None:
-                self._sending.result()  # raises what the last one raised
+                self._sending.result()  # raises the exception of the last send
             self._sending = asyncio.create_task(self._run())
 
     async def flush(self) -> None:
-        """Until everything has been sent. Raises what sending raised."""
+        """Wait until every item has been sent. Raises the exception of a failed send."""
         if self._sending is not None:
             await self._sending
 
     async def close(self) -> None:
-        """Give up what has not been sent."""
+        """Drop the items that have not been sent."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.wait([self._sending])

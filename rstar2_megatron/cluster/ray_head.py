@@ -1,7 +1,7 @@
-"""A private Ray head on loopback, for the runs that name no Ray cluster.
+"""A private Ray head on loopback, for runs without a Ray cluster.
 
-`ray.init()` alone would listen on every interface and start a dashboard of nine processes. RLinf attaches to
-whatever `RAY_ADDRESS` names, so we start the head ourselves, bound to 127.0.0.1, and take it down again.
+`ray.init()` would listen on every interface and start a dashboard of nine processes. RLinf attaches to the cluster of
+`RAY_ADDRESS`, so this module starts a head bound to 127.0.0.1 and ends it after the run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import free_port, terminate_tree
 
-_SOCKET_PATH = 107  # characters that the kernel takes
+_SOCKET_PATH = 107  # longest path of a Unix socket
 _BELOW = len("/ray-abcdefgh/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
 
 class RayHeadError(RuntimeError):
-    """The private Ray head did not come up."""
+    """The private Ray head did not start."""
 
 
 class RayHead:
-    """`ray start --head --block` as a child process. Dies with this process, whatever kills it."""
+    """`ray start --head --block` as a child process. The kernel ends it when this process dies."""
 
     def __init__(self, *, num_cpus: int, object_store_mb: int = 512, start_timeout_s: float = 120.0) -> None:
         self.num_cpus = num_cpus
@@ -40,7 +40,7 @@ class RayHead:
         self._directory: Path | None = None
 
     def start(self) -> str:
-        """Start the head and return its address, also left in RAY_ADDRESS. Raises RayHeadError."""
+        """Start the head, set RAY_ADDRESS to its address and return the address. Raises RayHeadError."""
         parent = tempfile.gettempdir()
         self._directory = make_owned_directory(
             "ray-", parent if len(parent) + _BELOW <= _SOCKET_PATH else "/tmp"
@@ -49,12 +49,12 @@ class RayHead:
         self.address = f"127.0.0.1:{port}"
         log_path = self._directory / "ray-start.log"
         env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        # Workers inherit this. Megatron and torch warn of missing TransformerEngine and of deprecations on every
-        # rank; what a user can act on is an error or a line of ours.
+        # Workers inherit this. Otherwise Megatron and torch warn of deprecations and a missing TransformerEngine on every
+        # rank, which a user cannot act on.
         env.setdefault("PYTHONWARNINGS", "ignore")
-        # Ray would run its workers at nice 15; here they are the work, not a guest of the machine.
+        # Ray would run its workers at nice 15.
         env.setdefault("RAY_worker_niceness", "0")
-        # RLinf's workers have environments of their own: none of those that Ray starts in advance would be used.
+        # RLinf's workers have their own environments, so they cannot use workers that Ray starts in advance.
         env.setdefault("RAY_prestart_worker_first_driver", "0")
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class RayHead:
                     "--node-ip-address=127.0.0.1",
                     f"--port={port}",
                     f"--ray-client-server-port={free_port()}",
-                    "--no-monitor",  # of the autoscaler: there is nothing to scale
+                    "--no-monitor",  # no autoscaler
                     f"--dashboard-agent-listen-port={free_port()}",
                     f"--metrics-export-port={free_port()}",
                     "--include-dashboard=false",

@@ -1,4 +1,4 @@
-"""Grades trajectories as they end, while others are still generated."""
+"""Grades trajectories as they end, while the engines generate others."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class RewardWorker(Worker):
         return True
 
     async def serve(self, channel: Channel) -> dict[str, float]:
-        """Grade what arrives at ENDED and pass it on, until a None arrives. Returns counts and seconds of grading.
+        """Grade trajectories from ENDED and send them to TO_DRIVER, until a None arrives.
 
-        Messages are graded side by side: a slow answer holds up nobody else's. Raises what grading raises.
+        Messages are graded concurrently, so a slow grading does not delay others. Returns the number of trajectories and the
+        seconds of grading. An exception of the grading ends the loop.
         """
         trajectories = 0
         seconds = 0.0

@@ -64,7 +64,7 @@ class RolloutWorker(Worker):
             name=f"engine {self._rank}",
             log_path=log,
             max_context_tokens=settings.runner.seq_length,
-            # Buckets are shared by all engines of a node: the first to keep them pays for all.
+            # All engines of a node share the buckets, so the copy costs memory once.
             keep_weights_bytes=psutil.virtual_memory().available // 4,
             memory_saver=collocated(settings.cluster, slots_of(settings.cluster, visible_gpus())),
         )
@@ -76,10 +76,10 @@ class RolloutWorker(Worker):
         }
 
     async def receive_weights(self, route: WeightRoute, version: int) -> str:
-        """Take the actor's weights and load them into the engine as `version`.
+        """Receive the actor's weights and load them into the engine as `version`.
 
-        Returns why the engine was lost on the way, or "": the loss of an engine is no failure of the route. Raises
-        what the route is to blame for.
+        Returns the reason when the engine was lost, otherwise "". An exception means that the route failed; the loss of an
+        engine does not.
         """
         buckets = self._receiver.begin(route)
         failure = "the engine's worker stopped receiving"
@@ -87,7 +87,7 @@ class RolloutWorker(Worker):
             await self._engine.update_weights(buckets, version)
             failure = ""
         except EngineLost as error:
-            async for bucket, _ in buckets:  # what is left: the sender and other engines wait for each bucket
+            async for bucket, _ in buckets:  # sender and other engines wait for each bucket
                 bucket.close()
             failure = ""
             return str(error)
@@ -101,17 +101,17 @@ class RolloutWorker(Worker):
     async def deliver_weights(
         self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
     ) -> str:
-        """A bucket of the weight sync under way (`WeightReceiver.deliver`)."""
+        """Deliver a bucket of the current weight sync (`WeightReceiver.deliver`)."""
         return await self._receiver.deliver(route, sender, number, item, last, self._engine_workers)
 
     async def abort_weights(self, route: WeightRoute, reason: str) -> None:
-        """The other end of a weight sync has failed: `receive_weights` ends."""
+        """End `receive_weights`, because the sending side of the weight sync has failed."""
         self._receiver.abort(route, reason)
 
     async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
-        """Open the host copy of the last sync, for restarts of the engine; one lost meanwhile is started now.
+        """Open the host copy of the last sync for engine restarts. A lost engine is restarted now.
 
-        Returns why the engine could not be brought back, or "".
+        Returns the reason when the restart failed, otherwise "".
         """
         paths = paths_of_nodes.get(self._cluster_node_rank, [])
         try:
@@ -121,11 +121,11 @@ class RolloutWorker(Worker):
         return ""
 
     async def meet(self, engine_workers: list[Any]) -> None:
-        """Learn the handles of all rollout workers, in rank order."""
+        """Set the handles of all rollout workers, in rank order."""
         self._engine_workers = engine_workers
 
     async def release_memory(self) -> dict[str, float]:
-        """Leave the device to a collocated actor: KV cache and weights. Nothing runs until `resume_memory`.
+        """Release KV cache and weights for a collocated actor. Generation needs `resume_memory` first.
 
         Returns the seconds it took. Raises EngineError while trajectories are being generated.
         """
@@ -134,7 +134,7 @@ class RolloutWorker(Worker):
         return {"release_seconds": time.monotonic() - start}
 
     async def resume_memory(self, tags: list[MemoryTag]) -> dict[str, float]:
-        """Take memory again: `["weights"]` before `receive_weights`, `["kv_cache"]` once the actor has made room."""
+        """Allocate memory again: `["weights"]` before `receive_weights`, `["kv_cache"]` once the actor has offloaded."""
         start = time.monotonic()
         await self._engine.resume_memory(tags)
         return {"resume_seconds": time.monotonic() - start}
@@ -143,15 +143,15 @@ class RolloutWorker(Worker):
         return await self._engine.weights_checksum()
 
     async def generate(self, channel: Channel, spec: RolloutSpec) -> dict[str, float]:
-        """Roll out slices, asking the driver for each, until it answers None; what ends goes to ENDED at once.
+        """Roll out slices from the driver until the driver answers None. Ended trajectories go to ENDED at once.
 
-        An engine that is lost for good gives back what it had taken and asks for nothing more.
-        Returns the counters of this phase, all sums, so that those of several workers add up.
+        An engine that is lost for good returns its unfinished trajectories and requests no more work.
+        Returns the counters of this phase. All are sums, so that several workers' counters can be added.
         """
         self._generating = asyncio.current_task()
         rollout, most = self._settings.rollout, self._settings.runner.seq_length
         loop = make_agent_loop(self._engine, self._judge, self._template, spec, rollout, most)
-        if self._budget is None:  # kept over the steps: the adaptive policy learns lengths
+        if self._budget is None:  # kept across steps: the adaptive policy learns lengths
             self._budget = make_engine_budget(self._engine, rollout)
         self._budget.capacity_tokens = self._engine.kv_capacity_tokens or self._budget.capacity_tokens
         outbox = Outbox(lambda items: channel.put(items, key=ENDED, async_op=True).async_wait())
@@ -175,7 +175,7 @@ class RolloutWorker(Worker):
         self._engine.on_report = self._runner.observe
         try:
             try:
-                await self._engine.recover()  # returns at once when the engine is well
+                await self._engine.recover()  # returns at once unless the engine is lost
             except EngineLost as error:
                 loop.engine_gone = str(error)
             await self._runner.run()
@@ -192,15 +192,15 @@ class RolloutWorker(Worker):
         }
 
     async def end_phase(self, cut: bool) -> None:
-        """Park what runs: `generate` then returns as soon as the tool calls under way are back."""
+        """Park all running trajectories. `generate` then returns as soon as the running tool calls have ended."""
         if self._runner is not None:
             await self._runner.park(cut=cut)
 
     async def shutdown(self) -> None:
-        """Stop generating, end the engine and the connection to the judge."""
+        """Stop generating, end the engine, close the connection to the judge."""
         if self._generating is not None and not self._generating.done():
             self._generating.cancel()
             await asyncio.wait([self._generating], timeout=5)
-        if self._started:  # otherwise the run failed before there was an engine
+        if self._started:  # otherwise the run failed before the engine existed
             await self._engine.close()
             await self._judge.close()

@@ -1,4 +1,4 @@
-"""RLinf's own parts of a run's loop: where metrics are logged, and when to validate and save."""
+"""RLinf's metric logger, and its schedule of validation and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The two ends of a weight sync: actor ranks send buckets, rollout workers receive them for their engines.
 
-A sender hands each bucket to an engine's worker by a Ray call (`deliver`) and waits until the engine has loaded it, so
-every failure of the receiver is the answer of a call, and every wait has a deadline. Only the tensors of the
-broadcast route travel by RLinf's collectives. The driver aborts the other end when one end has failed.
+A sender passes each bucket to an engine's worker by a Ray call (`deliver_weights`) and waits until the engine has loaded
+it. So a receiver's failure is the answer of a call, and every wait has a deadline. Only the broadcast route sends tensors by
+RLinf's collectives. When one end has failed, the driver aborts the other.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from rstar2_megatron.weights.route import WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket, group_tensors
 
 STEP_TIMEOUT_S = 30.0
-"""Longest wait for one bucket: for the engine to load it, or for a collective to carry it."""
-_KEEP_FREE = 0.1  # of the host's memory: no copy of the weights is made that leaves less
+"""Longest wait for one bucket, either in a collective or until the engine has loaded it."""
+_KEEP_FREE = 0.1  # share of the host's memory that a copy of the weights must leave free
 
 
 class TransferFailed(OSError):
-    """A weight sync did not succeed by this route; no engine has complete weights."""
+    """A weight sync failed on this route; no engine has complete weights."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """Bytes and buckets of one actor rank, and the host copies of buckets that it wrote (cuda_ipc)."""
+    """Bytes and buckets that one actor rank sent, and the host copies that it wrote (cuda_ipc)."""
 
     num_bytes: int = 0
     num_buckets: int = 0
     host_copies: dict[int, str] = field(default_factory=dict)
-    """Path by bucket number; a file of this node, open until `forget`."""
+    """Path by bucket number, on the rank's node; valid until `forget`."""
 
 
 class WeightSender:
-    """The actor's end, one for each rank."""
+    """The sending end of one actor rank."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -53,10 +53,10 @@ class WeightSender:
     def send(
         self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute, engines: list[Any]
     ) -> Sent:
-        """Walk the actor's weights (collective over actor ranks) and send them to `engines`, the workers' handles.
+        """Iterate over the actor's weights and send them to `engines` (Ray handles of the rollout workers).
 
-        The buckets stay readable until `forget`. Raises TransferFailed, after the walk has ended: other actor ranks
-        take part in it.
+        The iteration is collective over actor ranks. So a failure raises TransferFailed only after the iteration has ended.
+        The buckets stay readable until `forget`.
         """
         self.forget()
         sent = Sent()
@@ -78,7 +78,7 @@ class WeightSender:
         return sent
 
     def forget(self) -> None:
-        """Free the buckets of the last sync; every receiver must have opened them."""
+        """Free the buckets of the last sync. Every receiver must have opened them before."""
         while self._sent:
             self._sent.pop().close()
 
@@ -121,7 +121,7 @@ class WeightSender:
 
 
 def _targets(rank: int, route: WeightRoute, engines: list[Any]) -> list[Any]:
-    """The engines that this actor rank serves."""
+    """Handles of the engines to which this actor rank sends."""
     if route.kind == "cuda_ipc":
         engine = route.engine_of(rank)
         return [] if engine is None else [engines[engine]]
@@ -131,12 +131,12 @@ def _targets(rank: int, route: WeightRoute, engines: list[Any]) -> list[Any]:
 
 
 def _collective(route: WeightRoute) -> list[tuple[str, list[int]]]:
-    """Who takes part in the broadcast of tensors."""
+    """Groups and ranks that take part in the broadcast."""
     return [(route.actor_group, [0]), (route.rollout_group, route.leaders)]
 
 
 def _demand_loaded(calls: list[Any]) -> None:
-    """Wait for the engines' answers. Raises TransferFailed when one refuses or does not answer in time."""
+    """Wait for the engines' answers. Raises TransferFailed when an engine refuses or does not answer in time."""
     try:
         answers = ray.get(calls, timeout=STEP_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
@@ -147,7 +147,7 @@ def _demand_loaded(calls: list[Any]) -> None:
 
 
 def _within(wait: Any, what: str) -> None:
-    """Call `wait`, which cannot be interrupted, in a thread. Raises TransferFailed when it takes too long."""
+    """Call the uninterruptible `wait` in a thread. Raises TransferFailed after STEP_TIMEOUT_S."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -171,7 +171,7 @@ def _fits_host(num_bytes: int) -> bool:
 
 
 class WeightReceiver:
-    """One rollout worker's end. All methods belong to one event loop."""
+    """The receiving end of one rollout worker. All methods belong to one event loop."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -180,26 +180,26 @@ class WeightReceiver:
     def begin(self, route: WeightRoute) -> AsyncIterator[tuple[WeightBucket, bool]]:
         """The buckets of one sync as they arrive, the last one flagged. Raises TransferFailed after `abort`.
 
-        A bucket counts as loaded when the next one is asked for.
+        Requesting the next bucket marks the previous one as loaded.
         """
         return self._of(route).buckets()
 
     def end(self, route: WeightRoute, failure: str = "") -> None:
-        """The engine has loaded the buckets, or cannot: deliveries of this sync are answered with `failure`."""
+        """End the sync. Waiting deliveries are answered with `failure`, or "" for success."""
         self._of(route).answer(failure)
 
     def abort(self, route: WeightRoute, reason: str) -> None:
-        """The other end has failed, perhaps before this one has begun."""
-        with contextlib.suppress(TransferFailed):  # then another sync has begun here
+        """Abort the sync, because the sending end has failed. May be called before `begin`."""
+        with contextlib.suppress(TransferFailed):  # a later sync has begun
             self._of(route).abort(reason)
 
     async def deliver(
         self, route: WeightRoute, sender: int, number: int, item: Any, last: bool, engines: list[Any]
     ) -> str:
-        """A bucket from actor rank `sender` (-1: from an engine of this node); returns "" when it is loaded.
+        """Take a bucket from actor rank `sender` (-1: from an engine of this node).
 
-        item: a device handle (cuda_ipc), None for tensors that are broadcast now, or a path. Never raises: the answer
-        says why the bucket was not loaded.
+        item: a device handle (cuda_ipc), a path, or None for tensors of a broadcast. Returns "" when the bucket is loaded,
+        otherwise the reason. A failure to load never raises.
         """
         transfer = self._of(route)
         try:
@@ -217,7 +217,7 @@ class WeightReceiver:
             return f"engine {self._worker._rank}, bucket {number}: {type(error).__name__}: {error}"
 
     async def _pass_on(self, transfer: _Transfer, number: int, last: bool, engines: list[Any]) -> str:
-        """Receive broadcast tensors into shared memory, for this engine and the others of its node."""
+        """Receive broadcast tensors into shared memory, and pass them to every engine of this node."""
         route, rank = transfer.route, self._worker._rank
         work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
         shared = SharedBucket(await work.async_wait())
@@ -228,11 +228,11 @@ class WeightReceiver:
             ]
             answers = await asyncio.gather(transfer.put(OpenedBucket(shared.path), last), *others)
         finally:
-            shared.close()  # the others have opened it
+            shared.close()  # all receivers have opened it
         return next((answer for answer in answers if answer), "")
 
     def _of(self, route: WeightRoute) -> _Transfer:
-        """The state of this sync, which a delivery may open before the driver's call does."""
+        """State of this sync. A delivery may arrive, and create the state, before the driver's call."""
         if self._transfer is None or self._transfer.route.attempt < route.attempt:
             self._transfer = _Transfer(route)
         if self._transfer.route.attempt != route.attempt:
@@ -241,15 +241,15 @@ class WeightReceiver:
 
 
 class _Transfer:
-    """Buckets between deliveries and the loading engine, one at a time."""
+    """State of one sync: queues delivered buckets for the engine and answers their deliveries."""
 
     def __init__(self, route: WeightRoute) -> None:
         self.route = route
         self.failure = ""
         self._queue: asyncio.Queue[tuple[WeightBucket, bool] | None] = asyncio.Queue()
-        self._parts: dict[int, dict[int, bytes]] = {}  # bucket number: handle by actor rank (cuda_ipc)
-        self._loaded: dict[int, asyncio.Future[str]] = {}  # answers, by bucket number
-        self._waiting: list[asyncio.Future[str]] = []  # answers not given yet
+        self._parts: dict[int, dict[int, bytes]] = {}  # by bucket number: handle by actor rank (cuda_ipc)
+        self._loaded: dict[int, asyncio.Future[str]] = {}  # answers by bucket number
+        self._waiting: list[asyncio.Future[str]] = []  # answers not given yet, oldest first
 
     async def buckets(self) -> AsyncIterator[tuple[WeightBucket, bool]]:
         last = False
@@ -262,13 +262,13 @@ class _Transfer:
             self._answer_oldest()
 
     async def put(self, bucket: WeightBucket, last: bool) -> str:
-        """Hand a bucket to the engine; its answer."""
+        """Queue a bucket for the engine and return the answer of its loading."""
         answer = self._expect()
         self._queue.put_nowait((bucket, last))
         return await answer
 
     async def add_part(self, engine: int, sender: int, number: int, handle: bytes, last: bool) -> str:
-        """The handle of one tensor-parallel rank; the bucket is loaded when all have come."""
+        """Add the handle of one tensor-parallel rank. The bucket is loaded when all handles have arrived."""
         ranks = self.route.actor_ranks[engine]
         parts = self._parts.setdefault(number, {})
         parts[sender] = handle
@@ -283,7 +283,7 @@ class _Transfer:
         self._queue.put_nowait(None)
 
     def answer(self, failure: str) -> None:
-        """Answer every delivery that waits, and with a failure those to come."""
+        """Answer every waiting delivery. A failure also answers later deliveries."""
         self.failure = self.failure or failure
         while self._waiting:
             self._answer_oldest(self.failure)

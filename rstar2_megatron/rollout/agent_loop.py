@@ -1,7 +1,7 @@
-"""Trajectories on one engine: generate, parse, run tools, append, until a typed ending; parked, or spoiled.
+"""Agent loop of one engine: generate a turn, parse its tool calls, run them, append the responses, repeat.
 
-Tokens in, tokens out: what the engine generated is appended as it is, tool responses are tokenised once, and text
-is decoded only to find tool calls. A trajectory can be parked at any token and go on later, under other weights.
+Tokens in, tokens out. Generated token ids are appended unchanged, tool responses are tokenised once, and text is decoded
+only to find tool calls. A trajectory can be parked at any token and resumed later, under newer weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LengthCallback = Callable[[int], None]
 
 
 class Engine(Protocol):
-    """What the loop needs of an engine (`EngineClient`)."""
+    """The methods of an engine that the loop calls (`EngineClient`)."""
 
     async def generate(
         self,
@@ -50,29 +50,29 @@ class Engine(Protocol):
 
 
 class Interrupted(Exception):
-    """The trajectory cannot go on, and not for the model's fault."""
+    """Infrastructure ended the trajectory, not the model."""
 
 
 class EngineGone(Exception):
-    """The engine is lost and cannot be started again with the current weights."""
+    """The engine is lost and cannot be restarted with the current weights."""
 
 
 class Parked(Exception):
-    """The phase ends before the trajectory, or the scheduler wants its room."""
+    """The trajectory stops unfinished: the phase ended, or the scheduler preempted it."""
 
 
 @dataclass(slots=True, eq=False)
 class Preemption:
-    """The scheduler's word to one running trajectory (`AgentLoop.preempt`), and what it needs to know of it."""
+    """Preemption state of one running trajectory, shared by the loop and the scheduler (`AgentLoop.preempt`)."""
 
     asked: bool = False
-    at_tool: bool = False  # waits for a tool's answer
+    at_tool: bool = False  # a tool call is running
 
 
 class AgentLoop:
-    """Runs trajectories on one engine. Any number of `run` calls may be under way together.
+    """Runs trajectories on one engine. Any number of `run` calls may run concurrently.
 
-    `max_context_tokens` bounds prompt and response together (runner.seq_length); `timeout_s` is the deadline of one
+    `max_context_tokens` bounds prompt and response together (runner.seq_length). `timeout_s` is the deadline of one
     trajectory with all its turns and tool calls. `stats` collects counters and may be replaced at any time.
     """
 
@@ -95,12 +95,12 @@ class AgentLoop:
         self.max_context_tokens = max_context_tokens
         self.timeout_s = timeout_s
         self.stats = RolloutStats()
-        self.parking = False  # set it and abort the engine's requests: every running trajectory is parked
-        self.cutting = False  # and with this, parked ones are over
-        self.engine_gone = ""  # why the engine can serve no more; every running trajectory is then parked
+        self.parking = False  # set before aborting the engine's requests: every running trajectory is parked
+        self.cutting = False  # with `parking`: a parked trajectory ends as CUT
+        self.engine_gone = ""  # reason of the engine's loss; every running trajectory is then parked
 
     def response_budget(self, prompt_tokens: int) -> int:
-        """Tokens that a response may take, tool responses included."""
+        """Largest response in tokens, tool responses included."""
         return min(self.sampling.max_new_tokens, self.max_context_tokens - prompt_tokens)
 
     async def run(
@@ -112,12 +112,12 @@ class AgentLoop:
         resume: Trajectory | None = None,
         preemption: Preemption | None = None,
     ) -> Trajectory:
-        """One attempt at `problem`, or the rest of `resume`. Never raises, except when it is cancelled.
+        """One attempt at `problem`, or the rest of `resume`. Raises only when it is cancelled.
 
-        `on_progress` is told the trajectory's length in tokens after every turn, and about once a second inside
-        one. A trajectory that the judge or a deadline spoilt ends as INFRASTRUCTURE with the reason in `error`; one that
-        was parked comes back without a finish reason: by the end of the phase, by `preemption`, or because the engine
-        is gone (`engine_gone`), so that another engine can continue it from the same tokens.
+        `on_progress` gets the trajectory's length in tokens after every turn, and about once a second within a turn.
+        A trajectory that the judge or a deadline spoiled ends as INFRASTRUCTURE, with the reason in `error`.
+        A parked trajectory has no finish reason, and any engine can continue it from the same tokens. It is parked at the
+        end of the phase, by `preemption`, or when the engine is lost for good (`engine_gone`).
         """
         started = time.monotonic()
         preemption = preemption or Preemption()
@@ -148,7 +148,7 @@ class AgentLoop:
             trajectory.finish_reason = FinishReason.INFRASTRUCTURE
             trajectory.error = f"{type(error).__name__}: {error}"
         finally:
-            if not parked:  # its interpreter goes on with it
+            if not parked:  # a parked trajectory keeps its interpreter
                 await self.tools.close(trajectory)
         trajectory.seconds += time.monotonic() - started
         if parked and not self.parking and not self.engine_gone:
@@ -158,9 +158,9 @@ class AgentLoop:
         return trajectory
 
     async def preempt(self, preemption: Preemption) -> None:
-        """Park the trajectory that runs with `preemption`, keeping its tokens; a tool call under way is waited for."""
+        """Park the trajectory that runs with `preemption` and keep its tokens. A running tool call is finished first."""
         preemption.asked = True
-        with contextlib.suppress(EngineLost, EngineError):  # then its turn is over anyway
+        with contextlib.suppress(EngineLost, EngineError):  # the turn has already ended
             await self.engine.abort(preemption)
 
 
@@ -189,7 +189,7 @@ class Turns:
                 f"the prompt of {trajectory.query_id} has {len(trajectory.prompt_ids)} tokens and leaves no room "
                 f"in runner.seq_length={loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
             )
-        for text in trajectory.assistant_texts:  # before it was parked
+        for text in trajectory.assistant_texts:  # turns from before it was parked
             self._gone_astray(parse_tool_calls(text, loop.template.schemas))
 
     @property
@@ -209,7 +209,7 @@ class Turns:
             if (ending := self._gone_astray(calls)) is not None:
                 return ending
             ids = template.tool_response_ids(await self._run_tools(calls))
-            if len(trajectory.response_ids) + len(ids) >= self.budget:  # a token at least must follow
+            if len(trajectory.response_ids) + len(ids) >= self.budget:  # at least one token must follow
                 return FinishReason.TOOL_RESPONSE_TOO_LONG
             trajectory.response_ids += ids
             trajectory.loss_mask += [0] * len(ids)
@@ -217,7 +217,7 @@ class Turns:
             self._report_progress(0)
 
     def _gone_astray(self, calls: list[ParsedCall]) -> FinishReason | None:
-        """Endings of a model that goes round in circles; both are off unless the YAML sets them."""
+        """The ending of a model that repeats itself, if any. Both rules are off unless the YAML sets them."""
         settings = self.loop.settings
         self.malformed_turns = 0 if any(call.valid for call in calls) else self.malformed_turns + 1
         if settings.max_malformed_turns is not None and self.malformed_turns >= settings.max_malformed_turns:
@@ -242,7 +242,7 @@ class Turns:
     # ------------------------------------------------------------------------------------ generation
 
     async def _assistant_turn(self) -> str:
-        """Generate one turn, or the rest of one that was parked. Returns why it ended: stop or length."""
+        """Generate one turn, or the rest of a parked one. Returns the finish reason: stop or length."""
         trajectory = self.trajectory
         if trajectory.open_turn is None:
             trajectory.open_turn = len(trajectory.response_ids)
@@ -256,7 +256,7 @@ class Turns:
         return result.finish_reason
 
     async def _generate(self) -> GenerateResult:
-        """After the loss of an engine the turn starts again, from the same tokens."""
+        """Generate from the current tokens. After an engine loss the request is repeated from the same tokens."""
         sampling = self.loop.sampling
         parameters = {
             "temperature": sampling.temperature,
@@ -298,7 +298,7 @@ class Turns:
             return result
 
     async def _settled(self) -> None:
-        """An engine that restarts, or changes its weights, takes this turn when it has done so."""
+        """Wait until the engine has restarted or finished its weight update."""
         try:
             async with asyncio.timeout(self._seconds_left()):  # must not yield between this and the request
                 await self.loop.engine.settled()
@@ -329,7 +329,6 @@ class Turns:
     # ----------------------------------------------------------------------------------------- tools
 
     async def _run_tools(self, calls: list[ParsedCall]) -> list[str]:
-        """The responses as the model reads them, in order."""
         self.preemption.at_tool = True
         try:
             done, responses = await self.loop.tools.run(

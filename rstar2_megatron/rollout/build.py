@@ -1,4 +1,4 @@
-"""The agent loop and the KV budget of one engine from settings: the same for training and for evaluation."""
+"""Builds the agent loop and the KV budget of one engine from settings, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_agent_loop(
     rollout: RolloutSettings,
     max_context_tokens: int,
 ) -> AgentLoop:
-    """max_context_tokens: bound of prompt and response together."""
+    """Agent loop of one engine. `max_context_tokens` bounds prompt and response together."""
     return AgentLoop(
         engine,
         judge,
@@ -38,5 +38,5 @@ def make_agent_loop(
 
 
 def make_engine_budget(engine: EngineClient, rollout: RolloutSettings) -> KVBudget:
-    """The policy's budget for the KV cache that the started engine has."""
+    """KV budget of the policy `rollout.scheduler`, sized to the KV cache of the started engine."""
     return make_budget(rollout.scheduler, engine.kv_capacity_tokens, rollout.max_running_requests)

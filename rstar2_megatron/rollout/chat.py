@@ -5,7 +5,7 @@ A conversation on the wire is
     <|im_start|>system ... <tools> schema </tools> ...<|im_end|>
     <|im_start|>user {user_prefix}{problem}<|im_end|>
     <|im_start|>assistant
-    <reason>            the generation prefix ends the prompt; the model goes on from here
+    <reason>            the generation prefix ends the prompt; the model continues from here
     ...<|im_end|>       generated, trained
     <|im_start|>user
     <tool_response>
@@ -14,9 +14,9 @@ A conversation on the wire is
     <|im_start|>assistant
     <reason>            ...
 
-The model's turn ends with the generated `<|im_end|>`, and the newline behind it belongs to the format: it
-opens every tool response here (public code drops it, so that training and serving render different ids).
-The wording is data: every piece can be replaced by `agentloop.*` keys of the YAML.
+The model's turn ends with the generated `<|im_end|>`. The newline after it belongs to the format, so every
+tool response starts with it. Public code drops that newline, so its training and serving render different ids.
+Every piece of the wording can be replaced by `agentloop.*` keys of the YAML.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ChatTemplate:
         self.settings = settings
         self.schemas: list[ToolSchema] = tool_schemas(settings.tools)
         system = SYSTEM_PROMPT if settings.system_prompt is None else settings.system_prompt
-        # replace, not format: the wording holds JSON braces of its own
+        # replace, not format: the wording itself contains JSON braces
         self.system_prompt = system.replace("{tools}", render_schemas(self.schemas))
         self.user_prefix = USER_PREFIX if settings.user_prefix is None else settings.user_prefix
         self.generation_prefix = (
@@ -115,8 +115,8 @@ class ChatTemplate:
     def prompt_text(self, problem: Problem) -> str:
         """The whole prompt, generation prefix included.
 
-        The last user message is the problem and takes the user prefix. A system message of the data is left
-        out, because it cannot know the tools, unless `agentloop.use_data_system_prompt` says otherwise.
+        The last user message is the problem and gets the user prefix. A system message of the data cannot describe the
+        tools, so it is left out unless `agentloop.use_data_system_prompt` is set.
         Raises ValueError for a prompt without a user message.
         """
         messages = [m for m in problem.prompt if m["role"] != "system"]
@@ -137,7 +137,7 @@ class ChatTemplate:
         return f"{TURN_START}{role}\n{content}{TURN_END}\n"
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """Token ids of `prompt_text`: the same for all rollouts of a problem, so the last prompts are remembered."""
+        """Token ids of `prompt_text`. The last prompts are cached, because all rollouts of a problem share one."""
         text = self.prompt_text(problem)
         if text not in self._prompts:
             if len(self._prompts) >= _PROMPTS_KEPT:
@@ -146,16 +146,15 @@ class ChatTemplate:
         return list(self._prompts[text])
 
     def tool_response_text(self, responses: Sequence[str]) -> str:
-        """What follows a generated `<|im_end|>`: the tools' answers and the next turn's opening.
+        """Text after a generated `<|im_end|>`: the tool responses and the next turn's opening.
 
-        A program's output may hold the format's own tags; they are broken up, so that it can never open or
-        close a turn.
+        Special tags inside a program's output are broken up, so that the output cannot open or close a turn.
         """
         body = "\n".join(f"<tool_response>\n{defuse(text)}\n</tool_response>" for text in responses)
         return f"\n{self._message('user', body)}{self.generation_prefix}"
 
     def tool_response_ids(self, responses: Sequence[str]) -> list[int]:
-        """Token ids of `tool_response_text`; none of them is trained."""
+        """Token ids of `tool_response_text`. They are never trained on."""
         return self._encode(self.tool_response_text(responses))
 
     def conversation(
@@ -163,8 +162,8 @@ class ChatTemplate:
     ) -> list[tuple[str, bool]]:
         """A finished conversation as (text, trained) segments, for SFT data and for checks.
 
-        `assistant_texts[i]` is the i-th turn without generation prefix and turn end; `tool_responses[i]` are
-        the answers to its calls, so there is one entry less than turns.
+        `assistant_texts[i]` is the i-th turn without generation prefix and turn end. `tool_responses[i]` holds the
+        responses to its calls; the last turn has none.
         """
         if len(tool_responses) != len(assistant_texts) - 1:
             raise ValueError(
@@ -179,7 +178,7 @@ class ChatTemplate:
         return segments
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of generated tokens, special tokens shown, without the closing turn end."""
+        """Text of generated tokens with special tokens, without the closing turn end."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text.removesuffix(TURN_END)
 
@@ -190,7 +189,7 @@ def defuse(text: str) -> str:
 
 
 def check_tools_in_prompt(prompt: str, schemas: Sequence[ToolSchema]) -> None:
-    """Step-0 gate: the model can only call what its prompt describes.
+    """Step-0 gate: the prompt must describe every tool.
 
     Raises ValueError when a tool's name or one of its required parameters is missing from the prompt.
     """

@@ -1,4 +1,4 @@
-"""What rollout workers, reward workers and the driver tell each other over the rollout channel."""
+"""Messages between rollout workers, reward workers and the driver on the rollout channel."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rstar2_megatron.trajectory import Problem, Trajectory
 
 @dataclass(slots=True, frozen=True)
 class WorkRequest:
-    """An engine has room. The answer, a `WorkAnswer`, comes under `work_key`."""
+    """An engine has room for work. The driver replies with a `WorkAnswer` under `work_key`."""
 
     engine: int
-    phase: int  # one of an earlier phase is void
-    room: int  # trajectories that would fit, about
+    phase: int  # the driver ignores a request of an earlier phase
+    room: int  # about how many trajectories would fit
 
 
 @dataclass(slots=True, frozen=True)
 class WorkAnswer:
-    """Work for an engine. One of an earlier phase, which that engine no longer waited for, is void."""
+    """Work for an engine. The engine ignores an answer of an earlier phase."""
 
     phase: int
     work: list[Slice] | None  # None: the phase is over
@@ -27,7 +27,10 @@ class WorkAnswer:
 
 @dataclass(slots=True, frozen=True)
 class EngineGone:
-    """An engine is lost for the rest of the phase; what it had taken comes back as `RolloutResult`, without a finish reason."""
+    """An engine is lost for the rest of the phase.
+
+    Its trajectories come back as `RolloutResult` without a finish reason.
+    """
 
     engine: int
     phase: int
@@ -36,7 +39,7 @@ class EngineGone:
 
 @dataclass(slots=True)
 class RolloutResult:
-    """A trajectory that ended or was parked; graded on its way to the driver."""
+    """A trajectory that ended or was parked. Reward workers grade it on its way to the driver."""
 
     engine: int
     phase: int

@@ -1,6 +1,6 @@
-"""One rollout phase as the driver sees it: groups and what of them has ended, when the phase is over, what is missing.
+"""One rollout phase on the driver: its open and complete groups, and when the phase is over.
 
-Pure: engines ask through `take`, results come in through `ended`, time is an argument.
+Pure: engines take work by `take`, results arrive by `ended`, time is an argument.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
 
 Tail = Literal["wait", "cut", "carry"]
-# of a group's graded trajectories and how many are to come: would cutting them change little enough?
+# arguments: a group's graded trajectories, and how many are missing; True if the missing ones may be cut
 MayCut = Callable[[Sequence[Trajectory], int], bool]
 
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group on its way; trajectories by rollout index."""
+    """An unfinished group. Trajectories are keyed by rollout index."""
 
     problem: Problem
     size: int
     ended: dict[int, Trajectory] = field(default_factory=dict)
     parked: dict[int, Trajectory] = field(default_factory=dict)
-    carried: int = 0  # phases that ended without it
+    carried: int = 0  # phases that ended before this group did
 
     @property
     def missing(self) -> list[int]:
         return [index for index in range(self.size) if index not in self.ended]
 
     def close(self) -> Group:
-        """What has ended, in rollout order; what has not is cut, with the tokens of an earlier phase if it has any."""
+        """The group in rollout order. Missing trajectories end as CUT and keep the tokens of an earlier phase."""
         for index in self.missing:
             cut = self.parked.pop(index, None) or Trajectory(self.problem.query_id, index, [])
             cut.finish_reason = FinishReason.CUT
@@ -42,7 +42,7 @@ class OpenGroup:
 
 
 class Phase:
-    """Groups of `group_size` rollouts each. `tail` says when it is over (`rollout.tail` of the YAML)."""
+    """Groups of `group_size` rollouts each. `tail` (`rollout.tail` of the YAML) sets when the phase is over."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Phase:
         self._open: dict[int, OpenGroup] = {}
         self._closed: dict[int, Group] = {}
         self.reported = 0  # trajectories that came back, parked ones included
-        self.handed_out = False  # the phase is ending: nothing is handed out any more
+        self.handed_out = False  # the phase is ending: engines get no more work
 
     def add(self, groups: Sequence[OpenGroup]) -> None:
-        """Groups to roll out, those of an earlier phase with what they have."""
+        """Add groups to roll out. A group of an earlier phase keeps its trajectories."""
         first = len(self._open) + len(self._closed)
         numbers = range(first, first + len(groups))
         self._open |= dict(zip(numbers, groups, strict=True))
@@ -76,7 +76,7 @@ class Phase:
         self.add([OpenGroup(problem, self.group_size) for problem in problems])
 
     def take(self, engine: int, room: int, now: float) -> list[Slice]:
-        """Work for `engine`: one slice, or more where it has room for them and others keep their share."""
+        """Work for `engine`: one slice, or several if it has room and enough is left for the others."""
         slices: list[Slice] = []
         wanted = min(room, self.queue.left // (2 * self.queue.num_engines))
         while (taken := self.queue.take(engine, now)) is not None:
@@ -90,9 +90,10 @@ class Phase:
         return slices
 
     def ended(self, engine: int, number: int, trajectory: Trajectory, now: float) -> Group | None:
-        """A trajectory came back; returns its group when that is complete.
+        """Record a trajectory that came back. Returns its group when the group is complete.
 
-        One without a finish reason was parked by the end of the phase, or is handed out again: its engine is gone.
+        A trajectory without a finish reason was parked at the end of the phase, or its engine was lost. After an engine
+        loss it is queued again.
         """
         self.reported += 1
         group = self._open[number]
@@ -114,7 +115,7 @@ class Phase:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of this phase has to be waited for any more."""
+        """Whether the phase can end without waiting for further trajectories."""
         if not self._open:
             return True
         if self.tail == "cut":
@@ -128,7 +129,7 @@ class Phase:
         return False
 
     def finish(self) -> tuple[list[Group], list[OpenGroup]]:
-        """(groups of this phase in their order, groups that the next one goes on with)."""
+        """(groups of this phase in their order, groups carried into the next phase)."""
         carried: list[OpenGroup] = []
         if self.tail == "carry":
             carried = list(self._open.values())
@@ -142,6 +143,6 @@ class Phase:
 def problems_to_refill(survivors: int, open_groups: int, target: int, min_share: float, left: int) -> int:
     """How many more problems a step needs so that `min_share` of `target` groups can survive rejection.
 
-    `survivors` have survived, `open_groups` still may; at most `left` more are allowed.
+    `survivors` groups have survived, `open_groups` may still survive. At most `left` more problems are allowed.
     """
     return max(0, min(left, math.ceil(min_share * target) - survivors - open_groups))

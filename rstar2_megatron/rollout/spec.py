@@ -1,4 +1,4 @@
-"""What one rollout phase asks of the engines; training and evaluation differ only in this."""
+"""Sampling and limits of one rollout phase. Training and evaluation differ only in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rstar2_megatron.settings.schema import Settings
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Sampling of one phase."""
+    """Sampling and limits of one phase."""
 
     samples: int  # trajectories per problem
     temperature: float
@@ -19,8 +19,8 @@ class RolloutSpec:
     max_new_tokens: int  # response budget in tokens, tool responses included
     max_assistant_turns: int
     tail: Tail = "wait"
-    resume_carried: bool = False  # take up the groups that the last such phase carried over
-    phase: int = 0  # set by the driver, counts up
+    resume_carried: bool = False  # resume the groups that the last training phase carried over
+    phase: int = 0  # set by the driver, increases by one each phase
 
     @classmethod
     def training(cls, settings: Settings) -> RolloutSpec:

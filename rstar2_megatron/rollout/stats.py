@@ -13,22 +13,22 @@ from rstar2_megatron.trajectory import Group, Trajectory
 
 @dataclass(slots=True)
 class RolloutStats:
-    """Everything is a sum, so that stats of several workers add up; `combine` makes the ratios."""
+    """Every field is a sum, so that the stats of several workers can be added. `combine` computes the ratios."""
 
     trajectories: int = 0
     generated_tokens: int = 0
-    tool_tokens: int = 0  # of tool responses and turn headers
+    tool_tokens: int = 0  # tokens of tool responses and turn headers
     prefill_tokens: int = 0  # prompt tokens the engines had to compute
     cached_tokens: int = 0  # prompt tokens found in their KV caches
-    retractions: int = 0  # evictions of a running request, each computed again
-    preemptions: int = 0  # trajectories that made room for others and went on later from the same tokens
+    retractions: int = 0  # evictions of a running request, which is then computed again
+    preemptions: int = 0  # trajectories parked to free KV cache and resumed later
     engine_retries: int = 0  # turns generated again after an engine was lost
-    parked: int = 0  # trajectories that go on in the next step
+    parked: int = 0  # trajectories carried into the next step
     generate_seconds: float = 0.0  # sum over trajectories
     tool_seconds: float = 0.0
     admission_seconds: float = 0.0  # waiting for room in the KV budget
-    engine_busy_seconds: float = 0.0  # with a request at least
-    kv_used_tokens: float = 0.0  # sum over reports, as the four below
+    engine_busy_seconds: float = 0.0  # while at least one request runs
+    kv_used_tokens: float = 0.0  # sum over engine reports, as the next three
     kv_capacity_tokens: float = 0.0
     engine_running: float = 0.0
     engine_waiting: float = 0.0
@@ -39,7 +39,7 @@ class RolloutStats:
     _busy_since: float = 0.0
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Count a trajectory that has ended, or that was parked: its tokens count when it ends."""
+        """Count a trajectory that ended or was parked. Tokens of a parked one are counted when it ends."""
         if trajectory.finish_reason is None:
             self.parked += 1
             return
@@ -50,19 +50,19 @@ class RolloutStats:
         self.endings[str(trajectory.finish_reason)] += 1
 
     def enter_engine(self) -> None:
-        """A request goes to the engine."""
+        """A request is sent to the engine."""
         if self._at_engine == 0:
             self._busy_since = time.monotonic()
         self._at_engine += 1
 
     def leave_engine(self) -> None:
-        """Its answer is here."""
+        """The engine has answered a request."""
         self._at_engine -= 1
         if self._at_engine == 0:
             self.engine_busy_seconds += time.monotonic() - self._busy_since
 
     def observe(self, report: EngineReport) -> None:
-        """The engine's load, about once a second."""
+        """Add one report of the engine's load (about one a second)."""
         self.reports += 1
         self.kv_used_tokens += report.used_tokens
         self.kv_capacity_tokens += report.max_total_tokens
@@ -70,7 +70,7 @@ class RolloutStats:
         self.engine_waiting += report.waiting_requests
 
     def sums(self) -> dict[str, float]:
-        """Flat values, counters one key each."""
+        """Flat values, with one key per entry of a counter."""
         values = {
             f.name: float(getattr(self, f.name))
             for f in fields(self)
@@ -101,7 +101,7 @@ def combine(workers: Sequence[Mapping[str, float]], seconds: float) -> dict[str,
 
 
 def trajectory_age(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Steps between a usable trajectory's oldest tokens and the weights of this phase: 0 unless carried."""
+    """Mean and maximum age of usable trajectories, in steps between their oldest tokens and `version`. 0 unless carried."""
     ages = [version - t.oldest_version for g in groups for t in g.usable if t.oldest_version is not None]
     if not ages:
         return {}

@@ -1,7 +1,7 @@
 """Reads tool calls out of an assistant turn.
 
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Whatever a model writes, the result is a list of
-typed calls; a call that cannot be run carries a message that tells the model what to mend. Nothing raises.
+Format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Any text parses to a list of typed calls, and nothing
+raises. A call that cannot be run carries a message that tells the model what to fix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rstar2_megatron.tools import ToolSchema, required_parameters, tool_name
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _WHITESPACE = " \t\n\r"
-_SHOWN_CHARS = 60  # of a wrong value quoted back to the model
+_SHOWN_CHARS = 60  # of a wrong value that is quoted to the model
 
 
 class CallStatus(StrEnum):
@@ -30,7 +30,7 @@ class CallStatus(StrEnum):
 
 @dataclass(slots=True)
 class ParsedCall:
-    """One call as written. `message` is empty for a valid call, otherwise for the model to read."""
+    """One call as written. `message` tells the model what is wrong and is empty for a valid call."""
 
     status: CallStatus
     name: str = ""
@@ -54,13 +54,13 @@ def parse_tool_calls(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCal
 
 
 def _parse_one(text: str, start: int, schemas: Sequence[ToolSchema]) -> tuple[ParsedCall, int]:
-    """The call whose body starts at `start`, and where to look for the next one."""
+    """The call whose body starts at `start`, and the position to search from for the next call."""
     while start < len(text) and text[start] in _WHITESPACE:
         start += 1
     close = text.find(CLOSE, start)
     after = len(text) if close < 0 else close + len(CLOSE)
     try:
-        # decode from the front: code inside the JSON string may itself contain the closing tag
+        # decode from the front: code inside the JSON string may contain the closing tag
         body, end = json.JSONDecoder().raw_decode(text, start)
     except RecursionError:
         return ParsedCall(CallStatus.BAD_JSON, message="Tool call is nested too deeply."), after
@@ -128,7 +128,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _argument_problem(arguments: dict[str, Any], schema: ToolSchema) -> str:
-    """What is wrong with the arguments, or an empty string. Unknown arguments are ignored, as released."""
+    """Error in the arguments, or an empty string. Unknown arguments are ignored, as in the released code."""
     missing = [key for key in required_parameters(schema) if key not in arguments]
     if missing:
         return f"{tool_name(schema)} needs the argument {_quoted(missing)}."
@@ -153,7 +153,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """A JSON value's type in JSON's own words."""
+    """JSON name of a value's type."""
     if value is None:
         return "null"
     for name in ("boolean", "string", "object", "array", "number"):
@@ -167,7 +167,7 @@ def _quoted(names: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` without halves of surrogate pairs, which no file or socket takes."""
+    """`text` with lone surrogates replaced, because they cannot be encoded."""
     return text.encode(errors="replace").decode()
 
 

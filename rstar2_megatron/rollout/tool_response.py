@@ -1,4 +1,4 @@
-"""What the model reads after a tool call, in the form that existing clients of the Code Judge give it."""
+"""Text of a tool response, in the format of existing Code Judge clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ToolRun(Protocol):
     """One finished run of a tool, as the judge's client reports it."""
 
     @property
-    def outcome(self) -> str: ...  # "ok", or what went wrong: error, timeout, memory, killed, ...
+    def outcome(self) -> str: ...  # "ok", error, timeout, memory, killed, ...
 
     @property
     def stdout(self) -> str: ...
@@ -25,7 +25,7 @@ class ToolRun(Protocol):
 
 
 def format_tool_response(run: ToolRun) -> str:
-    """A run as the lines the model sees; streams only when they hold something."""
+    """The tool response for one run. Empty streams are left out."""
     failed = str(run.outcome) != "ok"
     lines = ["Tool call failure", f"reason: {run.outcome}"] if failed else ["Tool call success"]
     if run.stdout:
@@ -37,15 +37,15 @@ def format_tool_response(run: ToolRun) -> str:
 
 
 def format_refusal(message: str) -> str:
-    """What the model reads when its call could not be run at all."""
+    """The tool response for a call that could not be run."""
     return f"Tool call failure\nreason: {message}"
 
 
 def truncate(text: str, max_chars: int, side: TruncateSide) -> str:
-    """Cut `text` to `max_chars` characters of its own, plus a mark where something is missing.
+    """Cut `text` to `max_chars` of its characters, plus a mark at the cut.
 
-    `side` names what stays, as in verl and RLinf: the left end, the right end, or (`middle`) half of the
-    characters from each end.
+    `side` names the kept part, as in verl and RLinf: the left end, the right end, or (`middle`) half of the characters
+    from each end.
     """
     if len(text) <= max_chars:
         return text

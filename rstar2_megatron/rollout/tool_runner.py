@@ -1,4 +1,4 @@
-"""Runs a turn's tool calls on the judge; every outcome is typed, and what is not the model's fault is said so."""
+"""Runs a turn's tool calls on the judge. Typed outcomes separate the model's errors from infrastructure failures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import ToolCall, ToolOutcome, Trajectory
 
-# A judge's own words for what became of a call. Running out of memory or output, or being killed for it, is the
-# program's doing; anything not named here is the judge's.
+# Outcomes that the judge reports. Exceeding memory or output limits is an error of the program. Any outcome that is
+# not listed is an infrastructure failure.
 _OUTCOMES = {
     "ok": ToolOutcome.OK,
     "error": ToolOutcome.ERROR,
@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class Judge(Protocol):
-    """What is needed of the Code Judge's client: retries inside, raises when the judge stays away."""
+    """The methods of the Code Judge's client that are used here. It retries, and raises when the judge stays unreachable."""
 
     async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> ToolRun: ...
 
@@ -55,10 +55,10 @@ class ToolRunner:
         seconds_left: Callable[[], float],
         stats: RolloutStats,
     ) -> tuple[list[ToolCall], list[str]]:
-        """Run the turn's first calls together: what became of them, and the responses as the model reads them.
+        """Run the turn's first `max_parallel_calls` calls together. Returns the calls and the responses for the model.
 
-        `seconds_left` gives the trajectory's deadline and may raise. Never raises for the judge's failures: they
-        come back as outcome INFRASTRUCTURE.
+        `seconds_left` returns the time until the trajectory's deadline and may raise. A failure of the judge does not
+        raise: the call's outcome is INFRASTRUCTURE.
         """
         limit = self.settings.max_parallel_calls
         begun = time.monotonic()
@@ -77,9 +77,9 @@ class ToolRunner:
         return done, responses
 
     async def close(self, trajectory: Trajectory) -> None:
-        """End the trajectory's interpreter, if it has one."""
+        """Close the trajectory's interpreter session, if it has one."""
         if trajectory.session:
-            with contextlib.suppress(TimeoutError):  # it also ends by its time to live
+            with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await self.judge.close_session(trajectory.session)
             trajectory.session = ""
@@ -90,7 +90,7 @@ class ToolRunner:
             return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, text)
         session = None
         if call.name == JUPYTER:
-            trajectory.session = trajectory.session or uuid.uuid4().hex  # whoever knows the name may use it
+            trajectory.session = trajectory.session or uuid.uuid4().hex  # the name alone gives access
             session = trajectory.session
         begun = time.monotonic()
         try:

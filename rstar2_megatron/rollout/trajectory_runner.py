@@ -1,6 +1,6 @@
-"""Keeps one engine busy: takes slices when its scheduler has room, runs their trajectories, parks them on request.
+"""Keeps one engine busy: requests slices when the KV budget has room, runs their trajectories, parks them on request.
 
-Nothing here can hang: every trajectory has its own deadline, and asking for work runs beside the rollouts.
+Every trajectory has its own deadline, and requests for work run concurrently with the rollouts, so nothing can hang.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _Key = tuple[int, int]  # group, rollout index
 class _Waiting:
     work: Slice
     since: float
-    preempted: bool = False  # its tokens are in work.parked
+    preempted: bool = False  # the tokens are in work.parked
 
 
 class TrajectoryRunner:
-    """One phase of one engine: `run` until `next_work` gives None and everything taken has ended.
+    """One phase of one engine. `run` returns when `next_work` has returned None and every trajectory has ended.
 
-    `next_work` is told about how many trajectories would fit and gives slices. `on_trajectory` is awaited as each
-    trajectory ends or is parked, for scoring beside generation. What either raises ends the run; so does a
-    trajectory that can never fit the engine (ValueError).
+    `next_work` gets an estimate of how many trajectories fit and returns slices. `on_trajectory` is awaited for each
+    trajectory that ends or is parked, so grading overlaps generation. An exception of either callback ends the run.
+    So does a trajectory that can never fit the engine (ValueError).
 
-    When the engine is gone, `on_engine_gone` hears the reason, nothing more is asked for, and everything taken comes to
-    `on_trajectory` without a finish reason, as far as it is: another engine can continue it. Without that callback the
-    run ends with EngineLost.
+    When the engine is lost for good, `on_engine_gone` gets the reason and no more work is requested. Every unfinished
+    trajectory goes to `on_trajectory` without a finish reason, so that another engine can continue it. Without this
+    callback the run ends with EngineLost.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class TrajectoryRunner:
         self._on_engine_gone = on_engine_gone
         self._waiting: dict[_Key, _Waiting] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._preemptions: dict[_Key, Preemption] = {}  # of running trajectories
+        self._preemptions: dict[_Key, Preemption] = {}  # by running trajectory
         self._preempting: set[asyncio.Task[None]] = set()
-        self._lengths: dict[_Key, int] = {}  # of running trajectories, as last heard
+        self._lengths: dict[_Key, int] = {}  # last known lengths of running trajectories, in tokens
         self._pull: asyncio.Future[list[Slice] | None] | None = None
         self._no_more = False
         self._gave_back = False
@@ -88,23 +88,23 @@ class TrajectoryRunner:
             await self._cancel()
 
     async def park(self, *, cut: bool) -> None:
-        """End the phase now: running trajectories come to `on_trajectory` as far as they are, within a tool call.
+        """End the phase now. Running trajectories go unfinished to `on_trajectory`, after any running tool call.
 
-        With `cut` they are over (FinishReason.CUT); otherwise `run` of a later phase goes on with them. What had not
-        started is forgotten; what was preempted, or has waited since an earlier phase, comes back as it is.
+        With `cut` they end as CUT; otherwise a later phase resumes them. Trajectories that were preempted or carried go
+        to `on_trajectory` unchanged. Trajectories that never started are dropped.
         """
         self._no_more = True
         self.loop.parking, self.loop.cutting = True, cut
         self.scheduler.withdraw()
         waiting, self._waiting = self._waiting, {}
         for (_, index), one in waiting.items():
-            if index in one.work.parked:  # preempted, or carried here and not started again
+            if index in one.work.parked:  # preempted, or carried and not restarted yet
                 await self._hand_back(one.work, one.work.parked[index])
-        with contextlib.suppress(EngineLost, EngineError):  # then nothing runs there
+        with contextlib.suppress(EngineLost, EngineError):  # a lost engine runs nothing
             await self.loop.engine.abort_all()
 
     async def _give_back(self) -> None:
-        """The engine is gone: what waits here goes back, what runs follows as each trajectory notices."""
+        """Return all waiting work after the engine's loss. Each running trajectory is returned when it sees the loss."""
         if not self._gave_back:
             self._gave_back = self._no_more = True
             if self._on_engine_gone is None:
@@ -116,11 +116,11 @@ class TrajectoryRunner:
             await self._hand_back(one.work, one.work.parked.get(index) or _unstarted(one.work, index))
 
     def observe(self, report: EngineReport) -> None:
-        """The engine's report: current lengths and evictions go to the scheduler, the load to the statistics."""
+        """Pass an engine report on: lengths and evictions to the scheduler, the load to the statistics."""
         stats = self.loop.stats
         stats.observe(report)
         if self._reported_capacity not in (0, report.max_total_tokens):
-            # the engine was restarted and has found another amount of free memory
+            # a restarted engine may have found another amount of free memory
             self.scheduler.budget.capacity_tokens = report.max_total_tokens
         self._reported_capacity = report.max_total_tokens
         self.scheduler.budget.observe(
@@ -135,7 +135,7 @@ class TrajectoryRunner:
             task = asyncio.create_task(self.loop.preempt(self._preemptions[key]))
             self._preempting.add(task)
             task.add_done_callback(self._preempting.discard)
-        self._wake.set()  # there may be room now
+        self._wake.set()  # the budget may have room now
 
     # ------------------------------------------------------------------------------------------- work
 
@@ -156,7 +156,7 @@ class TrajectoryRunner:
         elif not self.loop.parking:
             for one in work:
                 self._enqueue(one)
-        else:  # it came too late; what was carried here is carried on
+        else:  # too late: the phase is ending; carried trajectories stay carried
             for one in work:
                 for trajectory in one.parked.values():
                     self._watch(self._hand_back(one, trajectory))
@@ -219,7 +219,7 @@ class TrajectoryRunner:
             await self._on_trajectory(work, trajectory)
 
     async def _hand_back(self, work: Slice, trajectory: Trajectory) -> None:
-        """A parked trajectory for which the phase ends before it runs again."""
+        """Return a parked trajectory that does not run again in this phase."""
         if self.loop.cutting:
             trajectory.finish_reason = FinishReason.CUT
             await self.loop.tools.close(trajectory)

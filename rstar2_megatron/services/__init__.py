@@ -1,1 +1,1 @@
-"""What a run starts beside itself: Redis, ports, temporary directories, and the end of processes."""
+"""Services of a run on one machine: Redis, ports, temporary directories, ending processes."""

@@ -1,4 +1,4 @@
-"""A deadline for the clean-up of a run: the shutdown of Ray or RLinf may never return."""
+"""A deadline for the clean-up of a run, because the shutdown of Ray or RLinf may hang."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _KILL_WAIT_S = 5.0
 def close_deadline(
     seconds: float, exit_code: int, remove: Callable[[], None], log_path: Path
 ) -> Iterator[None]:
-    """Context of a clean-up. After `seconds` it is ended by force: this process and all its descendants are killed.
+    """Context of a clean-up. After `seconds` all descendants are killed and this process exits with `exit_code`.
 
-    Before that the stacks of all threads are written to `log_path`, and `remove` deletes the temporary files. The process
-    exits with `exit_code`.
+    Before the exit, the stacks of all threads are written to `log_path` and `remove` deletes the temporary files.
     """
 
     def end() -> None:

@@ -1,9 +1,9 @@
 """Keeps the rendezvous of collectives on loopback when a run uses one machine.
 
 torch's TCPStore listens on every interface, whatever host it is given. RLinf builds its groups (channels, send/recv) from
-it, so a run on 127.0.0.1 would be reachable from outside. RLinf imports the module named by RLINF_EXT_MODULE in each
-worker and calls `register()`, which gives the store of a loopback rendezvous a socket bound to 127.0.0.1. Other hosts are
-unchanged. The engine's processes call `register()` too.
+TCPStore, so a run on 127.0.0.1 would be reachable from outside. RLinf imports the module named by RLINF_EXT_MODULE in each
+worker and calls its `register()`. `register()` binds the store of a loopback rendezvous to 127.0.0.1. Other hosts are
+unchanged. The engine's processes also call `register()`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def register() -> None:
 
 
 def listening_address(num_nodes: int) -> str:
-    """Where a service must listen that the run's nodes are to reach: loopback when all are this machine.
+    """Address on which a service must listen so that every node of the run reaches it.
 
-    Otherwise this node's own address on the network of RAY_ADDRESS.
+    Loopback for a run on one machine, otherwise this node's address on the network of RAY_ADDRESS.
     """
     head = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
     if num_nodes == 1 or head in _LOOPBACK:
@@ -55,7 +55,7 @@ def listening_address(num_nodes: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Environment variables that keep a one-machine run on loopback. Set them before RLinf starts."""
+    """Environment variables that keep a run on one machine on loopback. Set them before RLinf is imported."""
     return {
         "RLINF_EXT_MODULE": "rstar2_megatron.services.loopback",
         # Ray's switch for a one-machine cluster: without it Ray replaces 127.0.0.1 by an outside address.

@@ -1,6 +1,6 @@
-"""Temporary directories with an owner: removed by it, or by a later start when the owner was killed.
+"""Temporary directories with an owner. The owner removes its directory; if it was killed, a later start does.
 
-An advisory lock tells whether the owner lives. Unlike a process id in the name, it also works between containers that share
+An advisory lock shows whether the owner lives. Unlike a process id in the name, it also works between containers that share
 the temporary directory.
 """
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 _LOCK = ".owner"
-_YOUNG_S = 60.0  # a younger directory without a lock is just being made
+_YOUNG_S = 60.0  # a younger directory without a lock is being created
 _held: list[int] = []  # descriptors of the locks; the kernel releases them with the process
 
 

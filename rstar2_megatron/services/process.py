@@ -1,4 +1,4 @@
-"""Free ports, and ending processes together with everything that they started."""
+"""Free ports, and ending processes with all their descendants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768 60999" by default
-_PORTS = range(20000, 30000)  # Ray gives 10002 to 19999 to its workers, SGLang takes some from 30000 on
+_PORTS = range(20000, 30000)  # Ray gives 10002 to 19999 to its workers, SGLang uses ports from 30000
 _choice = random.SystemRandom()  # runs with the same seed must not try the same ports
 
 
@@ -87,7 +87,7 @@ def kill_tree(pid: int, *, spare_root: bool = False) -> list[psutil.Process]:
 
 
 def end_child(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Terminate a child, wait up to `grace_s` seconds, then kill it. Its descendants are its own to end."""
+    """Terminate a child, wait up to `grace_s` seconds, then kill it. Its descendants are not signalled."""
     if process.poll() is not None:
         return
     process.terminate()

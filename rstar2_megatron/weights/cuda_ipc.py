@@ -1,8 +1,8 @@
-"""Weights from an actor to an engine on the same GPU by CUDA IPC: the engine reads the actor's buffer in place.
+"""Sends weights from an actor to an engine on the same GPU by CUDA IPC: the engine reads the actor's buffer in place.
 
-The bytes of a bucket lie in one flat buffer; what travels is its IPC handle and where each tensor lies in it.
-A buffer in host memory is shared by its file descriptor instead, which is how this route runs in the tests. Sharing
-device memory itself has not been run by this project yet: there was no GPU.
+A bucket is one flat buffer. The message holds its IPC handle and the position of each tensor in it. A buffer in host memory
+is shared by its file descriptor instead; the tests run that way. Sharing device memory itself is untested: no GPU was
+available.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEVICE_ARGUMENT = 6  # storage_device among the arguments of torch's rebuild_cu
 
 @dataclass(slots=True)
 class DeviceBucket:
-    """The rollout worker's end: one handle for each tensor-parallel rank of its engine."""
+    """A bucket in device memory, on the rollout worker: one handle per tensor-parallel rank of the engine."""
 
     handles: list[bytes]
     num_bytes: int
@@ -33,7 +33,7 @@ class DeviceBucket:
         return {"handles": self.handles}
 
     def close(self) -> None:
-        """Nothing: the memory is the actor's."""
+        """Does nothing: the actor owns the memory."""
 
 
 def flatten(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[int, tuple[int, ...], torch.dtype]]]:
@@ -59,23 +59,23 @@ def unflatten(
 
 
 def handle_of(flat: Tensor, places: dict[str, Any]) -> bytes:
-    """What another process on the same GPU needs to read the buffer; keep it alive until that one is done."""
+    """Message by which another process on the same GPU reads the buffer. Keep the buffer until that process has finished."""
     if flat.device.type == "cpu":
         descriptor, size = flat.untyped_storage()._share_fd_cpu_()
         return pickle.dumps((f"/proc/{os.getpid()}/fd/{descriptor}", size, places))
-    torch.cuda.synchronize()  # the copies into the buffer are done when the other process reads it
+    torch.cuda.synchronize()  # the copies into the buffer must end before the other process reads it
     rebuild, arguments = reduce_tensor(flat)
     return bytes(ForkingPickler.dumps((rebuild, arguments, places)))
 
 
 def open_device_bucket(handle: bytes) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors behind a handle, in the actor's memory; on the current device of this process."""
+    """The named tensors of a handle, in the actor's memory, on the current device of this process."""
     rebuild, arguments, places = pickle.loads(handle)
     if isinstance(rebuild, str):
         yield from unflatten(torch.from_file(rebuild, True, arguments, dtype=torch.uint8), places)
         return
-    # Device numbers are each process's own (CUDA_VISIBLE_DEVICES): the actor's says nothing here.
+    # CUDA_VISIBLE_DEVICES differs between processes, so the actor's device number is not valid here.
     arguments = list(arguments)
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
     yield from unflatten(rebuild(*arguments), places)
-    torch.cuda.synchronize()  # the engine's copies are done before the actor hears so
+    torch.cuda.synchronize()  # the engine's copies must end before the actor gets the answer

@@ -1,10 +1,10 @@
-"""Which way the weights go from the actor to the engines. Pure arithmetic on where both stand.
+"""Chooses the route of weights from the actor to the engines, from the placement of both. Pure.
 
-- cuda_ipc: each engine reads the buffer of the actor rank on its own GPU;
-- shared_memory: the actor's first rank writes a memfd, every engine of the node reads it;
-- broadcast: to the first engine of every node over RLinf's collectives (NCCL beside GPUs, gloo otherwise),
-  from there by shared memory to the others of that node;
-- disk: files in a directory that all nodes see; slowest, needs nothing else.
+- cuda_ipc: each engine reads the buffer of the actor rank on its own GPU.
+- shared_memory: the actor's first rank writes a memfd, which every engine of its node reads.
+- broadcast: RLinf's collectives (NCCL on GPUs, gloo otherwise) send to the first engine of every node, which passes the
+  weights to the other engines of its node by shared memory.
+- disk: files in a directory that all nodes share. The slowest route, without further requirements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RouteKind = Literal["cuda_ipc", "shared_memory", "broadcast", "disk"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker stands: its node, and the numbers of its accelerators in the cluster."""
+    """Placement of a worker: its node, and the cluster-wide numbers of its accelerators."""
 
     node: int
     devices: tuple[int, ...] = ()
@@ -29,19 +29,19 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WeightRoute:
-    """What every worker of a weight sync must know; the same object for all."""
+    """Parameters of one weight sync, equal for all workers."""
 
     kind: RouteKind
     actor_group: str
     rollout_group: str
     leader_of: tuple[int, ...]
-    """For each engine, the engine of its node that receives a broadcast."""
+    """For each engine, the engine of its node that receives the broadcast."""
     actor_ranks: tuple[tuple[int, ...], ...] = ()
     """For each engine, the actor rank on each of its devices (cuda_ipc)."""
     bucket_bytes: int = 512 << 20
     directory: str = ""
     attempt: int = 0
-    """Counts the syncs of a run and their repetitions; messages of an earlier one are void."""
+    """Increases with every sync and every retry. Messages of an earlier attempt are ignored."""
     actor_nodes: tuple[int, ...] = ()
     """The node of each actor rank (cuda_ipc)."""
 
@@ -53,9 +53,9 @@ class WeightRoute:
         return [rank for rank, other in enumerate(self.leader_of) if other == leader and rank != leader]
 
     def keeps_host_copy(self, actor_rank: int, number: int) -> bool:
-        """Whether this rank writes the copy of bucket `number` that restarts engines of its node (cuda_ipc).
+        """Whether this rank writes its node's host copy of bucket `number`, for engine restarts (cuda_ipc).
 
-        The ranks that serve an engine of the node take turns, so that each one copies a share.
+        The actor ranks of the node write the buckets in turn.
         """
         node = self.actor_nodes[actor_rank]
         sharing = [r for ranks in self.actor_ranks for r in ranks if self.actor_nodes[r] == node]
@@ -69,9 +69,9 @@ class WeightRoute:
 def possible_routes(
     wanted: Literal["auto"] | RouteKind, actor: Sequence[Place], rollout: Sequence[Place], device: str
 ) -> list[RouteKind]:
-    """The routes to try, best first: the one that is asked for, or all that can work.
+    """The routes to try, best first: the `wanted` route, or with `auto` every possible one.
 
-    Raises ValueError when the one that is asked for cannot work, with the reason.
+    Raises ValueError, with the reason, when the `wanted` route is not possible.
     """
     obstacles: dict[RouteKind, str] = {}
     on_gpu = {(place.node, d) for place in actor for d in place.devices[:1]}
@@ -104,7 +104,7 @@ def make_route(
     bucket_bytes: int,
     directory: str,
 ) -> WeightRoute:
-    """The route of this kind between these workers, for one attempt at a sync."""
+    """The route of this kind for one attempt at a weight sync."""
     first_on: dict[int, int] = {}
     for rank, place in enumerate(rollout):
         first_on.setdefault(place.node, rank)

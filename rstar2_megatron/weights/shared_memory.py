@@ -1,8 +1,8 @@
-"""Hands weights to another process of the same node in anonymous shared memory, or in files.
+"""Passes weights to another process of the same node in anonymous shared memory, or in files.
 
-A bucket is one safetensors file in a memfd; the other process opens it as /proc/PID/fd/N. Nothing has a name in
-a file system, so nothing is left behind when either side dies, and a small /dev/shm (64 MB in many containers)
-does not matter. With a path the same bytes go to an ordinary file.
+A bucket is one safetensors file in a memfd, which the other process opens as /proc/PID/fd/N. A memfd has no name in a file
+system, so nothing is left behind when either process dies. It also does not use /dev/shm, which has 64 MB in many
+containers. With a path the same bytes go to an ordinary file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DTYPE_NAMES = {
 
 
 class WeightBucket(Protocol):
-    """Some tensors that an engine can load. `load` is the message its process gets."""
+    """Tensors that an engine can load. `load` returns the message for the engine's process."""
 
     num_bytes: int
     keepable: bool
-    """Whether its data outlives the sender's next step, so that a restarted engine can load it again."""
+    """Whether the data outlives the sender's next step, so that a restarted engine can load it."""
 
     def load(self) -> dict[str, Any]: ...
 
@@ -42,7 +42,7 @@ class WeightBucket(Protocol):
 
 
 class SharedBucket:
-    """Some tensors in one memfd (or in the file `path`). Close it when the other side has opened it."""
+    """Tensors in one memfd (or in the file `path`). Close it when the other process has opened it."""
 
     keepable = True
 
@@ -56,14 +56,14 @@ class SharedBucket:
             memory[: len(header)] = header
             whole = torch.frombuffer(memory, dtype=torch.uint8)
             for name, tensor in tensors.items():
-                # Straight from where it lies, also from a GPU: no copy of the bucket in between.
+                # Copied directly from its device, without an intermediate copy of the bucket.
                 end = offsets[name] + tensor.nbytes
                 whole[offsets[name] : end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            del whole  # or the memory cannot be unmapped
+            del whole  # otherwise the memory cannot be unmapped
 
     @property
     def path(self) -> str:
-        """Where a process of the same user (on this node, or with the same file system) finds the file."""
+        """Path of the file for a process of the same user, on this node or with the same file system."""
         return f"/proc/{os.getpid()}/fd/{self._fd}" if self._file is None else str(self._file)
 
     def load(self) -> dict[str, Any]:
@@ -78,12 +78,12 @@ class SharedBucket:
 
 
 class OpenedBucket:
-    """A bucket of another process, opened: it stays readable when that process closes it or ends."""
+    """An opened bucket of another process. It stays readable when that process closes it or ends."""
 
     keepable = True
 
     def __init__(self, path: str) -> None:
-        """Raises OSError when the path cannot be read here (another node, user or container)."""
+        """Raises OSError when the path cannot be read (another node, user or container)."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.num_bytes = os.fstat(self._fd).st_size
 
@@ -97,10 +97,10 @@ class OpenedBucket:
 
 
 def _layout(tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """Header of a safetensors file, place of each tensor in the file, size of the file."""
+    """Header of a safetensors file, offset of each tensor in the file, size of the file in bytes."""
     entries: dict[str, Any] = {}
     place = 0
-    # Wide types first, so that every tensor lies aligned.
+    # Wide types first, so that every tensor is aligned.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         entries[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
@@ -118,10 +118,10 @@ def _layout(tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
 def group_tensors(
     named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Group a stream into dicts of about `max_bytes`; the flag marks the last one.
+    """Group a stream of tensors into dicts of at most `max_bytes`. The flag marks the last group.
 
-    A tensor larger than that makes a group of its own. Tensors are copied where they lie, because a stream may
-    reuse one buffer for all of them. Consumes the stream one group ahead. Raises ValueError for an empty stream.
+    A larger tensor forms its own group. Tensors are copied on their device, because the stream may reuse one buffer for
+    all of them. The stream is consumed one group ahead. Raises ValueError for an empty stream.
     """
     waiting: dict[str, Tensor] = {}
     current: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""From the YAML's rollout section to SGLang's arguments and the child's environment."""
+"""Builds SGLang's arguments and the child's environment from the YAML's rollout section."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def engine_arguments(
     max_context_tokens: int | None = None,
     memory_saver: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` has the last word.
+    """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` overrides all others.
 
-    `memory_saver` lets a GPU engine give its memory back; there is nothing of the kind on a CPU.
+    `memory_saver` lets a GPU engine release its memory; it has no effect on a CPU.
     """
     arguments: dict[str, Any] = {
         "model_path": settings.model.model_path,
@@ -42,12 +42,12 @@ def engine_arguments(
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
         "random_seed": seed,
-        "sleep_on_idle": True,  # otherwise the scheduler spins on a core while the actor trains
+        "sleep_on_idle": True,  # otherwise the idle scheduler spins on a core while the actor trains
         "grammar_backend": "none",
-        "schedule_policy": "lpm",  # rollouts of a group arrive together: compute their prompt once
+        "schedule_policy": "lpm",  # longest prefix match: compute the prompt of a group once
         "log_level": "warning",
     }
-    if max_context_tokens is not None:  # SGLang refuses more than the model was made for
+    if max_context_tokens is not None:  # SGLang refuses more than the model supports
         longest = ModelConfig.from_directory(settings.model.model_path).max_position_embeddings
         arguments["context_length"] = min(max_context_tokens + CONTEXT_SLACK, longest)
     if settings.max_total_tokens is not None:
@@ -69,9 +69,9 @@ def engine_arguments(
 
 
 def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
-    """PATH and CUDA_HOME by which an engine on a GPU compiles its kernels while it runs.
+    """PATH and CUDA_HOME for an engine on a GPU, which compiles kernels while it runs.
 
-    The tools are those of this Python environment's wheels, unless RSTAR2_CUDA_HOME or CUDA_HOME names a toolkit. Raises
+    RSTAR2_CUDA_HOME or CUDA_HOME names the toolkit; the default is the one in this Python environment's wheels. Raises
     EngineError when ninja or nvcc is missing.
     """
     toolkit = environment.get("RSTAR2_CUDA_HOME") or environment.get("CUDA_HOME")
@@ -88,7 +88,7 @@ def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def child_environment(settings: RolloutSettings, environment: dict[str, str]) -> dict[str, str]:
-    """The child's environment: our package on its path, and its share of the cores on a CPU."""
+    """The child's environment: this package on its path; on a GPU the compilers, on a CPU the number of threads."""
     root = str(Path(rstar2_megatron.__file__).parents[1])
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(":"))]
     environment = environment | {"PYTHONPATH": ":".join(dict.fromkeys(paths))}
@@ -96,7 +96,7 @@ def child_environment(settings: RolloutSettings, environment: dict[str, str]) ->
         environment |= compiler_environment(environment)
     else:
         environment["OMP_NUM_THREADS"] = str(settings.cpu_threads)
-        # waiting threads that spin starve everything when cores are shared (2 threads: 50 times slower)
+        # spinning threads starve the others when cores are shared (2 threads: 50 times slower)
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environment.setdefault("GOMP_SPINCOUNT", "0")
         if settings.tensor_parallel_size > 1:

@@ -1,8 +1,8 @@
-"""One life of an engine's process: start it, talk to it, notice that it is lost, end it.
+"""One engine process: start it, call it, detect its loss, end it.
 
-A restart makes a new `EngineChild`; nothing of a dead one is used again. Lost means: the process ended, it has not
-reported for `rollout.no_progress_timeout_s`, or it has calls waiting and produced nothing for so long. Every waiting
-call then raises `EngineLost`.
+A restart makes a new `EngineChild`. An engine is lost when its process ended, when it has not reported for
+`rollout.no_progress_timeout_s`, or when calls are waiting and it has produced nothing for that time. Every waiting call
+then raises `EngineLost`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LONGEST_CHECK_S = 1.0
 
 
 class EngineChild:
-    """The process of `engine_process.py` and the socket to it. All methods belong to one event loop."""
+    """The process that runs `process.py`, and the socket to it. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class EngineChild:
         self._progress_seen = self._report_seen = time.monotonic()
 
     async def start(self) -> None:
-        """Start the process and wait until it serves. Raises EngineLost with the end of its log."""
+        """Start the process and wait until it serves. Raises EngineLost with the end of the process's log."""
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -81,7 +81,7 @@ class EngineChild:
                 stdout=self._log,
                 stderr=self._log,
                 env=child_environment(self.settings, dict(os.environ)),
-                start_new_session=True,  # Ctrl-C goes to us, who then end it in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
             )
         finally:
             theirs.close()
@@ -101,20 +101,20 @@ class EngineChild:
 
     @property
     def pid(self) -> int:
-        """The engine process. Raises EngineLost when it never started."""
+        """Process id of the engine. Raises EngineLost when it never started."""
         if self._process is None:
             raise EngineLost(self.lost_message())
         return self._process.pid
 
     @property
     def num_waiting(self) -> int:
-        """Calls without an answer so far."""
+        """Number of calls that have no answer yet."""
         return len(self._pending)
 
     # ------------------------------------------------------------------------------------------ calls
 
     async def call(self, method: str, params: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """The method's result. Raises EngineLost, GenerationTimeout after `timeout_s`, EngineError when refused."""
+        """Result of `method`. Raises EngineLost, GenerationTimeout after `timeout_s`, EngineError when refused."""
         if self.lost_reason:
             raise EngineLost(self.lost_message())
         if not self._ready.is_set():
@@ -132,7 +132,7 @@ class EngineChild:
             self._pending.pop(request_id, None)
 
     def post(self, method: str, params: Any, future: asyncio.Future[Any] | None = None) -> int:
-        """Send a message without waiting for its answer, which goes to `future` if there is one."""
+        """Send a request without waiting. Its answer goes to `future`, if given. Returns the request id."""
         request_id = next(self._ids)
         if future is not None:
             self._pending[request_id] = future
@@ -169,7 +169,7 @@ class EngineChild:
         self.on_report(report)
 
     async def _watch(self) -> None:
-        """Heartbeat and progress; a start has its own deadline."""
+        """Check reports and progress. They count from the first report: a start has its own deadline."""
         await self._ready.wait()
         while not self.lost_reason:
             limit = self.settings.no_progress_timeout_s
@@ -181,7 +181,7 @@ class EngineChild:
                 self.lose(f"no token for {limit:.0f} s with {len(self._pending)} calls waiting")
 
     def lose(self, reason: str) -> None:
-        """Give the engine up: kill it and fail every waiting call. Only the first reason counts."""
+        """Declare the engine lost: kill it and fail every waiting call. Only the first reason is kept."""
         if self.lost_reason:
             return
         self.lost_reason = reason
@@ -220,6 +220,6 @@ class EngineChild:
             self._writer.close()
             self._writer = None
         if self._process is not None:
-            with contextlib.suppress(TimeoutError):  # stuck in the kernel: it has been signalled
+            with contextlib.suppress(TimeoutError):  # stuck in the kernel; the signal has been sent
                 await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S)
         self._log.close()

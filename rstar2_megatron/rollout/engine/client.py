@@ -1,7 +1,7 @@
-"""`EngineClient`: one SGLang engine in a child process of its own, seen from asyncio.
+"""`EngineClient`: asyncio interface to one SGLang engine in its own child process.
 
-Every call has a deadline. A lost engine (`child`) raises `EngineLost` from every waiting call; `recover()`
-starts it again with the current weights, a bounded number of times.
+Every call has a deadline. When the engine is lost (see `child`), every waiting call raises `EngineLost`. `recover()` restarts
+the engine with the current weights, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 class EngineClient(SupervisedEngine):
     """Generation, weights and memory of one engine. All methods belong to one event loop.
 
-    `name` shows in messages; `log_path` takes the engine's own output (a temporary file otherwise);
-    `keep_weights_bytes` bounds the copy of the last weights kept for a restart; `memory_saver` lets a GPU engine
-    give its memory back (`release_memory`), which a collocated actor needs.
+    `name` appears in messages. `log_path` receives the engine's output (default: a temporary file).
+    `keep_weights_bytes` bounds the copy of the last weights that is kept for a restart. `memory_saver` lets a GPU engine
+    release its memory (`release_memory`), which a collocated actor needs.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class EngineClient(SupervisedEngine):
         self.weight_version = 0
         self._keep_weights_bytes = keep_weights_bytes
         self._request_ids = itertools.count(1)
-        self._on_tokens: dict[str, TokensCallback] = {}  # of running requests
+        self._on_tokens: dict[str, TokensCallback] = {}  # by id of the running request
         self._owned: dict[object, str] = {}  # request ids of running requests by owner
-        self._kept: list[WeightBucket] = []  # the current weights, for a restart
-        self._missing_weights = False  # restarted without them, or their memory was released
-        self._keeping = True  # no bucket of this update had to be given up
-        self._updated = False  # the weights are no longer those of the model's files
+        self._kept: list[WeightBucket] = []  # buckets of the current weights, for a restart
+        self._missing_weights = False  # restarted without current weights, or their memory was released
+        self._keeping = True  # every bucket of this update could be kept
+        self._updated = False  # the weights differ from the model's files
         self._released: set[MemoryTag] = set()
 
     async def start(self) -> None:
-        """Start the process and wait until it serves. Raises EngineLost with the end of its log."""
+        """Start the process and wait until it serves. Raises EngineLost with the end of the process's log."""
         self._released.clear()  # a fresh engine has all its memory
         await super().start()
 
@@ -82,12 +82,11 @@ class EngineClient(SupervisedEngine):
         self._forget_kept()
 
     async def recover(self, *, with_weights: bool = True) -> None:
-        """Make a lost engine serve again with the current weights; returns at once when it is well.
+        """Restart a lost engine with the current weights. Returns at once when the engine is not lost.
 
-        Many trajectories may call this together: one restart serves them all. Raises EngineLost after
-        `rollout.max_engine_restarts` restarts since the last update of weights, or when no host copy of that update's
-        weights was kept: then `update_weights` must be called before anything is generated (`with_weights=False` is
-        for it).
+        Concurrent callers share one restart. Raises EngineLost after `rollout.max_engine_restarts` restarts since the last
+        weight update. With `with_weights`, also raises EngineLost when no host copy of the current weights was kept;
+        `update_weights` must then run before generation.
         """
         await super().recover()
         if self._missing_weights and with_weights:
@@ -100,7 +99,7 @@ class EngineClient(SupervisedEngine):
         if self._kept:
             again = [(bucket, bucket is self._kept[-1]) for bucket in self._kept]
             await self._send_weights(_stream(again), again=True)
-        else:  # the files it started from are right only until the first update, whatever version that has
+        else:  # the model's files are current only until the first update, whatever its version
             self._missing_weights = self._updated
 
     # ------------------------------------------------------------------------------------- generation
@@ -116,11 +115,11 @@ class EngineClient(SupervisedEngine):
     ) -> GenerateResult:
         """Continue `input_ids`. `sampling` holds SGLang's sampling parameters (stop_token_ids, max_new_tokens, ...).
 
-        `on_tokens` is told about once a second how many tokens there are; `abort(owner)` ends it early.
+        `on_tokens` gets the number of generated tokens about once a second. `abort(owner)` ends the request early.
 
-        Raises EngineLost, its subclass GenerationTimeout after `timeout_s` (the request is aborted in the engine),
-        or EngineError when SGLang refuses the request, for example because it is too long, and when the engine is
-        not `settled`.
+        Raises EngineLost, or its subclass GenerationTimeout after `timeout_s`, which also aborts the request in the engine.
+        Raises EngineError when SGLang refuses the request, for example because it is too long, and when the engine is not
+        `settled`.
         """
         child = self._alive_child()
         if self._changes:
@@ -131,7 +130,7 @@ class EngineClient(SupervisedEngine):
             )
         if self._missing_weights:
             raise EngineLost(f"{self.name} has no current weights: call update_weights")
-        # fixed width: SGLang aborts every request whose id begins like the given one
+        # fixed width: SGLang aborts every request whose id starts with the given one
         rid = f"{next(self._request_ids):016x}"
         if on_tokens is not None:
             self._on_tokens[rid] = on_tokens
@@ -156,24 +155,25 @@ class EngineClient(SupervisedEngine):
         self.on_report(report)
 
     async def abort(self, owner: object) -> None:
-        """End the owner's request, if it has one; its caller gets finish_reason `abort` and the tokens so far."""
+        """End the request of `owner`, if any. Its caller gets finish_reason `abort` and the tokens so far."""
         if (rid := self._owned.get(owner)) is not None:
             await self._call("abort", {"rid": rid})
 
     async def abort_all(self) -> None:
-        """End every running request; their callers get finish_reason `abort` and the tokens so far."""
+        """End every running request. Their callers get finish_reason `abort` and the tokens so far."""
         await self._call("abort", {"rid": ""})
 
     # ---------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int) -> None:
-        """Load buckets of Hugging Face tensors, then empty the KV cache; later tokens carry `version`.
+        """Load buckets of Hugging Face tensors, then empty the KV cache. Later tokens carry `version`.
 
-        The buckets arrive one by one, the last one flagged; the client takes and closes them. Waits for running
-        generations to end. A lost engine is started again first; one lost on the way is started again when all buckets
-        have arrived, if they can be kept. Raises EngineLost when that does not help or a device bucket was lost with
-        the engine (`keep_weights` mends that), EngineError when SGLang refuses a tensor or the weights' memory is
-        released.
+        The buckets arrive one by one, the last one flagged. The client closes them. The update waits until running
+        generations have ended. An engine that is lost before or during the update is restarted when all buckets have
+        arrived, if they could be kept.
+
+        Raises EngineLost when the restart fails or the buckets could not be kept (`keep_weights` repairs the latter).
+        Raises EngineError when SGLang refuses a tensor, or when the memory of the weights is released.
         """
         self._begin_version(version)
         try:
@@ -192,9 +192,9 @@ class EngineClient(SupervisedEngine):
         self._restarts_in_a_row = 0
 
     async def keep_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
-        """Keep a host copy of the last update's weights; an engine lost meanwhile is started again with it.
+        """Keep a host copy of the last update's weights. An engine without current weights is restarted or loaded from it.
 
-        Raises EngineLost when it cannot be.
+        Raises EngineLost when the restart fails.
         """
         self._forget_kept()
         self._kept = list(buckets)
@@ -216,9 +216,9 @@ class EngineClient(SupervisedEngine):
     async def _send_weights(
         self, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False
     ) -> None:
-        """Load the buckets and empty the KV cache. They are kept for a restart, up to `keep_weights_bytes`.
+        """Load the buckets and empty the KV cache. New buckets are kept for a restart, up to `keep_weights_bytes`.
 
-        `again` sends kept ones, which stay kept whatever happens. After EngineLost what has arrived is kept.
+        `again` sends kept buckets, which stay kept. After EngineLost the buckets that have arrived stay kept.
         """
         with self._changing():
             await self._send_buckets(buckets, again)
@@ -237,7 +237,7 @@ class EngineClient(SupervisedEngine):
         except BaseException as error:
             if not again and not isinstance(error, EngineLost):
                 self._forget_kept()
-            with contextlib.suppress(EngineLost, EngineError):  # the session must not stay open
+            with contextlib.suppress(EngineLost, EngineError):  # SGLang's update session must not stay open
                 await self._update_call("end_update")
             raise
         await self._update_call("end_update")
@@ -246,7 +246,7 @@ class EngineClient(SupervisedEngine):
         self._missing_weights = False
 
     async def _update_call(self, method: str, params: Any = None) -> Any:
-        """One call of an update. An engine that does not answer is lost: nobody waits longer for it."""
+        """One call of an update. An engine that does not answer in time is declared lost."""
         child = self._alive_child()
         try:
             return await child.call(method, params, UPDATE_TIMEOUT_S)
@@ -255,7 +255,7 @@ class EngineClient(SupervisedEngine):
             raise EngineLost(child.lost_message()) from error
 
     def _keep(self, bucket: WeightBucket) -> None:
-        """All buckets of an update are kept, or none: one that cannot be, or is too much, frees the others."""
+        """Keep all buckets of an update or none: a bucket that cannot be kept, or exceeds the limit, frees the others."""
         self._kept.append(bucket)
         num_bytes = sum(kept.num_bytes for kept in self._kept)
         self._keeping = self._keeping and bucket.keepable and num_bytes <= self._keep_weights_bytes
@@ -267,9 +267,9 @@ class EngineClient(SupervisedEngine):
             self._kept.pop().close()
 
     async def weights_checksum(self) -> dict[str, int]:
-        """Checksum of every tensor in the engine by Hugging Face name (see `weights_checksum.tensor_checksum`).
+        """Checksum of every tensor in the engine by Hugging Face name (see `weights.checksum.tensor_checksum`).
 
-        A tied output head is not listed. Values compare with the actor's tensors in the engine's dtype.
+        A tied output head is left out. The actor's tensors have equal checksums in the engine's dtype.
         """
         sums: dict[str, int] = await self._call("checksums", None)
         return sums
@@ -277,11 +277,11 @@ class EngineClient(SupervisedEngine):
     # ----------------------------------------------------------------------------------------- memory
 
     async def release_memory(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
-        """Give GPU memory back while a collocated actor trains: the KV cache is emptied, the weights are forgotten.
+        """Release GPU memory for a collocated actor: the KV cache is emptied, the weights are dropped.
 
-        Until `resume_memory` and then `update_weights`, nothing can be generated. Waits for the engine to be idle.
-        Needs `memory_saver`; on a CPU the engine goes through the same states and frees nothing. What is already
-        released stays so; a lost engine has nothing to release. Raises EngineError when calls are under way.
+        Generation needs `resume_memory` and then `update_weights` first. The call waits until the engine is idle. It needs
+        `memory_saver`; on a CPU the engine goes through the same states and frees nothing. The call does nothing for memory
+        that is already released, or for a lost engine. Raises EngineError while other calls are running.
         """
         wanted = [tag for tag in tags if tag not in self._released]
         if not wanted or self.lost:
@@ -290,16 +290,16 @@ class EngineClient(SupervisedEngine):
             raise EngineError(
                 f"{self.name} cannot release its memory with {self.num_waiting_calls} calls under way"
             )
-        await self.flush_cache()  # succeeds only when the scheduler is idle; releasing before would kill it
+        await self.flush_cache()  # waits for an idle scheduler; releasing a busy one kills it
         await self._call("release_memory", {"tags": wanted})
         self._released.update(wanted)
         if "weights" in wanted:
             self._missing_weights = True
 
     async def resume_memory(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
-        """Take memory again: `["weights"]` before `update_weights`, `["kv_cache"]` when the actor has made room.
+        """Allocate memory again: `["weights"]` before `update_weights`, `["kv_cache"]` once the actor has offloaded.
 
-        An engine that was lost meanwhile is started again, with all its memory.
+        A lost engine is restarted, with all its memory.
         """
         if self.lost:
             await self.recover(with_weights=False)
@@ -309,7 +309,7 @@ class EngineClient(SupervisedEngine):
             self._released.difference_update(wanted)
 
     async def flush_cache(self) -> None:
-        """Empty the KV cache, retrying while the engine still tidies up after the last request."""
+        """Empty the KV cache. SGLang refuses while it cleans up after the last request, so the call is retried."""
         deadline = time.monotonic() + UPDATE_TIMEOUT_S
         while not await self._update_call("flush_cache"):
             if time.monotonic() > deadline:
@@ -318,12 +318,12 @@ class EngineClient(SupervisedEngine):
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """KV cache in tokens, known once started."""
+        """KV cache in tokens; 0 before the start."""
         return 0 if self._child is None else self._child.report.max_total_tokens
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt the engine takes."""
+        """Longest prompt in tokens; 0 before the start."""
         return 0 if self._child is None else self._child.report.max_context_tokens
 
 

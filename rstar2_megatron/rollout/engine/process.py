@@ -1,10 +1,10 @@
 """The process of one engine: runs SGLang's Engine and serves its parent over an inherited socket.
 
-`Engine.shutdown()` kills every child of the process that calls it, and a crashing scheduler kills its parent's
-tree, so each engine lives in a process of its own. It ends with its parent, however that one ends: the socket
-closes, and a thread watches the parent's process id while the engine starts.
+`Engine.shutdown()` kills every child of the process that calls it, and a crashing scheduler kills its parent's process
+tree. So each engine has its own process. That process ends when its parent ends: the socket closes, and a thread watches
+the parent's process id while the engine starts.
 
-Started by `EngineClient` as `python -m rstar2_megatron.rollout.engine.process SOCKET_FD PARENT_PID`; the first message on the
+`EngineChild` starts it as `python -m rstar2_megatron.rollout.engine.process SOCKET_FD PARENT_PID`. The first message on the
 socket is {"server_args": {...}}.
 """
 
@@ -34,8 +34,8 @@ from rstar2_megatron.rollout.engine.protocol import (
 )
 from rstar2_megatron.services.process import kill_tree
 
-# torch, SGLang and what imports them are imported inside functions: the parent is watched before they load, and the CPU
-# stand-ins must be installed before SGLang is.
+# torch and SGLang are imported inside functions. The thread that watches the parent must start before they load, and the
+# CPU stand-ins must be installed before SGLang is imported.
 
 _REPORT_INTERVAL_S = 1.0
 _PARENT_CHECK_S = 0.5
@@ -47,7 +47,7 @@ def main() -> None:
     from rstar2_megatron.cpu import sglang as shim
 
     shim.install()
-    loop = asyncio.new_event_loop()  # before the engine, which takes the current one for its own
+    loop = asyncio.new_event_loop()  # before the engine, which uses the current event loop
     asyncio.set_event_loop(loop)
     loop.run_until_complete(_EngineServer(connection).run())
 
@@ -59,7 +59,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _end_tree(status: int) -> NoReturn:
-    """End at once with every descendant. SGLang's own shutdown waits and may hang on a broken scheduler."""
+    """Exit at once and kill every descendant. SGLang's shutdown waits and may hang on a broken scheduler."""
     kill_tree(os.getpid(), spare_root=True)
     os._exit(status)
 
@@ -74,7 +74,7 @@ def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
-            """Fork the scheduler where there is no GPU: it has all modules at once, 6 CPU seconds sooner."""
+            """Fork the scheduler on a CPU: it inherits the loaded modules and starts 6 CPU seconds sooner."""
             if server_args.get("device") == "cpu":
                 engine_children.inherited_descriptor = connection_fd
                 multiprocessing.set_start_method("fork", force=True)
@@ -82,7 +82,7 @@ def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
-            """With tokens in and out nothing is left to detokenize: no such process, 400 MB less."""
+            """Start no detokenizer: input and output are token ids. Saves 400 MB."""
             return [], []
 
     return TokenEngine(**server_args)
@@ -92,7 +92,7 @@ class _EngineServer:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._tasks: set[asyncio.Task[None]] = set()
-        # SGLang's RPC socket serves one caller at a time and blocks
+        # SGLang's RPC call blocks and serves one caller at a time
         self._rpc_thread = ThreadPoolExecutor(1, thread_name_prefix="rpc")
         self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "generate": self._generate,
@@ -110,7 +110,7 @@ class _EngineServer:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
         start = await read_message(reader)
         self._server_args: dict[str, Any] = start[2]["server_args"]
-        # blocks the loop; nobody sends anything before the report below
+        # blocks the loop; the parent sends nothing before the first report
         self._engine = _create_engine(self._server_args, self._connection.fileno())
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
@@ -130,7 +130,7 @@ class _EngineServer:
 
     async def _report(self) -> None:
         while True:
-            loads = await self._manager.get_loads()  # a snapshot in shared memory
+            loads = await self._manager.get_loads()  # read from shared memory
             report = EngineReport(
                 ready=True,
                 progress=self._manager.last_receive_tstamp,
@@ -163,7 +163,7 @@ class _EngineServer:
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code"):
             raise RuntimeError(f"SGLang refused the request: {reason.get('message')}")
-        # a request aborted before it ran has none of the fields that the rest of `meta` would carry
+        # `meta` of a request that was aborted before it ran lacks the other fields
         tokens = meta.get("output_token_logprobs") or []
         spans = meta.get("weight_versions") if tokens else []
         if spans is None:
@@ -187,7 +187,7 @@ class _EngineServer:
         _demand(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
     async def _load_bucket(self, params: dict[str, Any]) -> None:
-        """Load a safetensors file by its path, or a device buffer by one handle for each tensor-parallel rank."""
+        """Load a safetensors file by path, or a device buffer by one handle per tensor-parallel rank."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -246,7 +246,7 @@ def _demand(result: tuple[bool, str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    # under its real name, so that SGLang's spawned children find the functions above
+    # imported by its full name, so that SGLang's spawned children can unpickle the functions above
     from rstar2_megatron.rollout.engine import process as engine_process
 
     engine_process.main()

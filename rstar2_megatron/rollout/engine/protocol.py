@@ -1,9 +1,8 @@
 """Messages between `EngineClient` and the engine's process: length-prefixed msgpack over a Unix socket pair.
 
-Also the results and errors that callers of an engine meet; nothing here imports torch or SGLang.
-
-A request is [id, method, params]; its reply is [id, error or null, result]. Id 0 is the child's own: a report
-(`EngineReport`) when the engine is up and then once a second.
+A request is [id, method, params]; its reply is [id, error or null, result]. Id 0 marks a report (`EngineReport`), which the
+child sends when the engine is up and then once a second. The module also holds the results and errors of engine calls. It
+imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ REPORT_ID = 0
 
 
 class EngineReport(msgspec.Struct):
-    """What the child says about itself."""
+    """State and load of the engine, as its process reports them."""
 
     ready: bool
-    progress: float  # time of the scheduler's last message; only its changes matter
+    progress: float  # time of the scheduler's last message; only compared for change
     max_total_tokens: int = 0  # KV capacity
-    max_context_tokens: int = 0  # longest request the engine takes
+    max_context_tokens: int = 0  # longest request
     used_tokens: int = 0  # of the KV cache
     running_requests: int = 0
     waiting_requests: int = 0
-    generated: dict[str, int] = {}  # request id: tokens so far, a few dozen late
+    generated: dict[str, int] = {}  # tokens so far by request id, up to a few dozen tokens behind
 
 
 class GenerateResult(msgspec.Struct):
-    """Generated tokens; `token_ids` and `logprobs` (temperature applied) have one entry per token."""
+    """Generated tokens. `token_ids` and `logprobs` (temperature applied) have one entry per token."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # stop | length | abort
-    version_spans: list[tuple[int, int, int]]  # start, end, version: which weights made which tokens
+    version_spans: list[tuple[int, int, int]]  # (start, end, weight version) of each span of tokens
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the KV cache
+    cached_tokens: int  # prompt tokens found in the KV cache
     retractions: int = 0  # times the engine evicted this request and computed it again
 
     @property
@@ -49,15 +48,15 @@ class GenerateResult(msgspec.Struct):
 
 
 class EngineLost(RuntimeError):
-    """The engine died, made no progress, or was closed while somebody waited for it."""
+    """The engine died, made no progress, or was closed during a call."""
 
 
 class GenerationTimeout(EngineLost):
-    """One request missed its deadline; the engine itself is still there and the request was aborted."""
+    """One request missed its deadline and was aborted. The engine itself still serves."""
 
 
 class EngineError(RuntimeError):
-    """The engine is well and refused a call."""
+    """The engine refused a call and still serves."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -65,7 +64,7 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 async def read_message(reader: asyncio.StreamReader) -> list[Any]:
-    """The next message. Raises asyncio.IncompleteReadError when the other side is gone."""
+    """The next message. Raises asyncio.IncompleteReadError when the other side has closed the socket."""
     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     message: list[Any] = _decoder.decode(await reader.readexactly(size))
     return message

@@ -1,4 +1,4 @@
-"""`SupervisedEngine`: the life of an engine process: started, watched, lost, started again, ended."""
+"""`SupervisedEngine`: starts, watches, restarts and ends an engine process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from rstar2_megatron.settings.schema import RolloutSettings
 class SupervisedEngine:
     """Starts and supervises one engine process. All methods belong to one event loop.
 
-    `arguments` are SGLang's; `name` shows in messages; `log_path` takes the engine's own output (a temporary file
-    otherwise).
+    `arguments` go to SGLang. `name` appears in messages. `log_path` receives the engine's output (default: a temporary file).
     """
 
     def __init__(
@@ -27,19 +26,19 @@ class SupervisedEngine:
         self.name = name
         self.on_report: Callable[[EngineReport], None] = lambda report: None
         """Called about once a second with the engine's load."""
-        self.restarts = 0  # in all
+        self.restarts = 0  # total
         self._arguments = arguments
         self._log_path = log_path
         self._child: EngineChild | None = None
         self._closed = False
         self._recovering = asyncio.Lock()
-        self._restarts_in_a_row = 0  # since the last update of weights
-        self._changes = 0  # starts and updates under way
+        self._restarts_in_a_row = 0  # since the last weight update
+        self._changes = 0  # starts and updates in progress
         self._settled = asyncio.Event()
         self._settled.set()
 
     async def start(self) -> None:
-        """Start the process and wait until it serves. Raises EngineLost with the end of its log."""
+        """Start the process and wait until it serves. Raises EngineLost with the end of the process's log."""
         with self._changing():
             self._child = EngineChild(self.settings, self._arguments, name=self.name, log_path=self._log_path)
             self._child.on_report = self._take_report
@@ -53,7 +52,7 @@ class SupervisedEngine:
 
     @property
     def pid(self) -> int:
-        """The engine process. Raises EngineLost when there is none."""
+        """Process id of the engine. Raises EngineLost when it never started."""
         return self._alive_child().pid
 
     @property
@@ -61,9 +60,9 @@ class SupervisedEngine:
         return self._child is None or bool(self._child.lost_reason)
 
     async def settled(self) -> None:
-        """Wait while the engine starts or its weights change: a request sent then would run on the old weights.
+        """Wait while the engine starts or its weights change, when a request could run on old weights.
 
-        As long as a restart or an update takes; wait with a deadline. An engine may be settled and lost.
+        The call has no deadline of its own, so the caller sets one. A settled engine may be lost.
         """
         while self._changes:  # another change may have begun before this task runs again
             await self._settled.wait()
@@ -81,14 +80,14 @@ class SupervisedEngine:
 
     @property
     def num_waiting_calls(self) -> int:
-        """Calls that the engine has not answered yet."""
+        """Number of calls that have no answer yet."""
         return 0 if self._child is None else self._child.num_waiting
 
     async def recover(self) -> None:
-        """Make a lost engine serve again; returns at once when it is well.
+        """Restart a lost engine. Returns at once when the engine is not lost.
 
-        Many callers may wait together: one restart serves them all. Raises EngineLost after
-        `rollout.max_engine_restarts` restarts since the last update of weights.
+        Concurrent callers share one restart. Raises EngineLost after `rollout.max_engine_restarts` restarts since the last
+        weight update.
         """
         async with self._recovering:
             while self.lost:
@@ -103,18 +102,18 @@ class SupervisedEngine:
                     )
                 self.restarts += 1
                 self._restarts_in_a_row += 1
-                with self._changing(), contextlib.suppress(EngineLost):  # then `lost` is still true
+                with self._changing(), contextlib.suppress(EngineLost):  # `lost` stays true
                     await child.end()
                     await self.start()
                     await self._restarted()
 
-    # what an engine that does something adds
+    # overridden by `EngineClient`
 
     def _take_report(self, report: EngineReport) -> None:
         self.on_report(report)
 
     async def _restarted(self) -> None:
-        """The process serves again, without what it had."""
+        """Called after a restart, to restore the state of the old process."""
 
     # -------------------------------------------------------------------------------------------- calls
 

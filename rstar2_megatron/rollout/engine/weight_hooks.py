@@ -1,7 +1,7 @@
 """Runs inside SGLang's scheduler process: loads weights from shared memory and computes their checksums.
 
-`load_shared` is SGLang's `custom_weight_loader`, so it stands in the regular tensor update between
-`begin_weight_update` and `end_weight_update`; only the place of the data comes through SGLang's own channel.
+`load_shared` is SGLang's `custom_weight_loader`: it runs in the regular tensor update, between `begin_weight_update` and
+`end_weight_update`. Only the location of the data passes through SGLang's own channel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 def load_shared(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load what the named uint8 tensors spell: paths of safetensors files, or handles of device memory."""
+    """Load weights from the locations that the uint8 tensors encode: paths of safetensors files, or device handles."""
     for kind, content in named_tensors:
         spelled = bytes(content.cpu().numpy())
         if kind == "handle":
@@ -37,11 +37,11 @@ def load_shared(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def install() -> None:
-    """Add the checksum call to the scheduler class of this process, and let a bad tensor be an error.
+    """Add the checksum call to the scheduler class, and make a tensor that cannot be loaded an error reply.
 
-    SGLang catches what a loader raises on every path but the tensor update's, where the scheduler would die.
+    SGLang does not catch a loader's exception in a tensor update, so the scheduler would die of it.
     """
-    # Here, because other processes import this module for its names, without SGLang.
+    # Imported here: other processes import this module without SGLang.
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
@@ -59,7 +59,7 @@ def install() -> None:
 
 
 def _write_checksums(scheduler: Any, path: str) -> None:
-    """Write {Hugging Face name: checksum} of the whole model as JSON to `path`, from tensor-parallel rank 0."""
+    """Write {Hugging Face name: checksum} of the whole model as JSON to `path`, on tensor-parallel rank 0."""
     runner = scheduler.tp_worker.model_runner
     sums = weights_checksum(hf_tensors(runner.model, runner.tp_size, runner.tp_group.device_group))
     if runner.tp_rank == 0:
@@ -69,15 +69,15 @@ def _write_checksums(scheduler: Any, path: str) -> None:
 
 @torch.no_grad()
 def hf_tensors(model: Any, tp_size: int, group: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters under Hugging Face names and shapes, shards gathered one tensor at a time.
+    """The model's parameters by Hugging Face name and in Hugging Face shape, gathered one tensor at a time.
 
-    A tied output head is the embedding itself and is left out, as in a Hugging Face state dict.
+    A tied output head is left out, as in a Hugging Face state dict.
     """
     config = model.config
     tied = getattr(config, "tie_word_embeddings", False)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
-    # per rank: with more ranks than KV heads each rank holds a copy of one
+    # rows per rank: with more ranks than KV heads, each rank holds a copy of one head
     q_rows = config.num_attention_heads // tp_size * head_size
     kv_rows = max(1, kv_heads // tp_size) * head_size
     kv_copies = max(1, tp_size // kv_heads)
@@ -104,9 +104,9 @@ def hf_tensors(model: Any, tp_size: int, group: Any) -> Iterator[tuple[str, Tens
 
 
 def _experts(name: str, stacked: Tensor, tp_size: int, group: Any) -> Iterator[tuple[str, Tensor]]:
-    """Experts as SGLang stacks them: w13 [experts, gate and up, hidden], w2 [experts, hidden, width].
+    """Unstack SGLang's experts: w13 [experts, gate and up, hidden], w2 [experts, hidden, width].
 
-    That is the layout of its default (Triton) kernels; not run by this project yet, SGLang has no experts on CPU.
+    This is the layout of SGLang's default (Triton) kernels. It is untested here, because SGLang has no experts on a CPU.
     """
     prefix, _, kind = name.partition(".experts.")
     if kind == "w13_weight":
@@ -120,7 +120,7 @@ def _experts(name: str, stacked: Tensor, tp_size: int, group: Any) -> Iterator[t
 
 
 def _sharded_dim(name: str) -> int | None:
-    """Dimension that tensor parallelism splits, for parameters that are not fused."""
+    """Dimension that tensor parallelism splits, for a parameter that is not fused."""
     if name.endswith("norm.weight"):
         return None
     if ".o_proj.weight" in name or ".down_proj.weight" in name:

@@ -1,7 +1,7 @@
-"""One engine's queue: which of the trajectories it has taken run now, which make room, when it asks for more. Pure.
+"""One engine's queue: which trajectories start, which are preempted, when the engine asks for more work. Pure.
 
-Work is pulled, so a slow engine takes less of it. What waits here has been taken from the common queue
-(`work_queue`) and stays on this engine, where its group's prompt is cached.
+Engines pull work, so a slow engine takes less. Waiting trajectories were taken from the common queue (`work_queue`) and
+stay on this engine, where the prompt of their group is cached.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 
 @dataclass(slots=True, frozen=True)
 class Admission:
-    """A trajectory that asks for room; lengths in tokens."""
+    """A trajectory that waits for admission; lengths in tokens."""
 
     key: Hashable
     group: Hashable
     prompt_tokens: int
     max_tokens: int  # prompt and longest possible response
-    length: int  # now: the prompt, or more when it goes on from an earlier step
+    length: int  # current length: the prompt, or more for a resumed trajectory
 
 
 class AdmissionQueue:
-    """Admission in order, at the pace of the KV budget; preemption when the budget turns out to be exceeded."""
+    """Admits trajectories in order as far as the KV budget allows, and preempts when the budget is exceeded."""
 
     def __init__(self, budget: KVBudget) -> None:
         self.budget = budget
         self._waiting: deque[Admission] = deque()
-        self._preempted: deque[Admission] = deque()  # before all others
+        self._preempted: deque[Admission] = deque()  # admitted before all others
 
     @property
     def num_waiting(self) -> int:
@@ -40,11 +40,11 @@ class AdmissionQueue:
         self._waiting.extend(work)
 
     def wants_work(self) -> bool:
-        """True when all that is here runs and there is room for more."""
+        """True when nothing waits and the budget has room."""
         return not self.num_waiting and self.budget.has_room()
 
     def admit(self) -> list[Admission]:
-        """Those that may start now. Strictly in order: a long one at the head is not overtaken for ever."""
+        """Trajectories that may start now, strictly in order, so that a long one at the head cannot starve."""
         admitted = []
         while queue := self._preempted or self._waiting:
             head = queue[0]
@@ -56,16 +56,16 @@ class AdmissionQueue:
         return admitted
 
     def preempt(self) -> list[Hashable]:
-        """Trajectories to park now, asked after each report of the engine; `requeue` each one when it is parked."""
+        """Trajectories to park now. Call it after each engine report, and `requeue` each trajectory once it is parked."""
         return self.budget.preempt()
 
     def requeue(self, parked: Admission) -> None:
-        """A preempted trajectory gives its room back and is the first to get some again, with what it has."""
+        """Release a preempted trajectory's reservation and queue it before all others, with its tokens."""
         self.budget.release(parked.key, finished=False)
         self._preempted.append(parked)
 
     def withdraw(self) -> list[Admission]:
-        """Give back everything that does not run."""
+        """Remove and return every waiting trajectory."""
         waiting = [*self._preempted, *self._waiting]
         self._preempted.clear()
         self._waiting.clear()

@@ -1,12 +1,10 @@
-"""Which trajectories an engine may run at once, so that its KV cache is full and never overfull.
+"""Which trajectories an engine may run at once, so that its KV cache is full but not exceeded.
 
-An engine that admits more than fits evicts running requests and computes their tokens again; one that admits too
-few sits idle. The paper's scheduler (arXiv 2508.20722, section 3.2) admits what surely fits at maximum length; it
-was not released, public code has only its commented-out trace. `AdaptiveBudget` admits what will fit, and parks the
-youngest when it did not.
+An engine that admits too many trajectories evicts running requests and computes their tokens again. An engine that admits
+too few is idle. The paper's scheduler (arXiv 2508.20722, section 3.2) admits a trajectory only if it fits at maximum length.
+It was not released. `AdaptiveBudget` admits by expected length, and parks the shortest trajectories when it was wrong.
 
-Pure: tokens and keys come in as arguments, no clock, no engine. The same object runs in production and in the
-simulator (`benchmarks/rollout/scheduler.py`).
+Pure: no clock, no engine. The same object runs in production and in the simulator (`benchmarks/rollout/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -21,19 +19,21 @@ from rstar2_megatron.rollout.scheduling.kv_reservation import CountBudget, KVBud
 from rstar2_megatron.rollout.scheduling.length_estimate import Array, LengthSurvival
 
 _FEW_LENGTHS = 512
-_LONG_WAIT = 3  # reports that a tool may take
-_CROWDED = 0.8  # of the capacity: from here on the room of those that wait is wanted
+_LONG_WAIT = 3  # engine reports after which a tool wait counts as long
+_CROWDED = 0.8  # share of the capacity above which long tool waits are preempted
 
 
 class AdaptiveBudget(KVBudget):
-    """Admits while the cache will, in all probability, hold what is admitted: `kv_adaptive`.
+    """Admits trajectories that will probably fit: `kv_adaptive`.
 
-    All running trajectories grow one token a step, so with the survival of lengths (`length_estimate`) the use of
-    the cache at every later time is known: expected tokens, and their variance. A trajectory is admitted when the
-    highest point of that curve, plus `z` standard deviations, stays inside the capacity. Reserving each one's
-    maximum leaves most of the cache empty, because few get there and not at the same time. Evictions raise `z`,
-    quiet lowers it slowly: lengths inside a group go together, which the variance does not know. While few lengths
-    are known, what runs grows by a tenth a report, so that a first wrong guess does not fill the engine.
+    All running trajectories grow by one token a step. The survival of lengths (`length_estimate`) therefore gives the expected
+    use of the cache at every later time, and its variance. A trajectory is admitted when the peak of the expectation plus
+    `z` standard deviations stays within the capacity. Reserving every maximum would leave most of the cache empty, because
+    few trajectories reach it, and not at the same time.
+
+    Lengths within a group are correlated, which the variance ignores. So evictions raise `z`, and reports without
+    evictions lower it slowly. While few lengths are known, the number of running trajectories grows by a tenth a report,
+    so that a wrong first estimate does not fill the engine.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class AdaptiveBudget(KVBudget):
         self._lower_by = lower_by
         self._learn_every = learn_every
         self._learnt = 0
-        self._ceiling = float("inf")  # most that may run until the next report
-        self._waits: Counter[Hashable] = Counter()  # reports in a row that found it waiting for its tool
+        self._ceiling = float("inf")  # most trajectories that may run until the next report
+        self._waits: Counter[Hashable] = Counter()  # reports in a row during one tool wait
         self.lengths: LengthSurvival | None = (
-            None  # made at the first admission, which knows the longest response
+            None  # made at the first admission, which gives the longest response
         )
         self._curves: dict[Hashable, tuple[Array, Array]] = {}
-        self._known: dict[tuple[int, int], tuple[Array, Array]] = {}  # curves by length and longest
+        self._known: dict[tuple[int, int], tuple[Array, Array]] = {}  # curves by current and longest response
         self._expected = self._variance = np.zeros(1)
 
     @property
     def reserved_tokens(self) -> int:
-        """The highest point of the projected use."""
+        """Peak of the projected use."""
         return self._prompt_tokens + int(self._peak(self._expected, self._variance))
 
     def observe(
@@ -85,21 +85,21 @@ class AdaptiveBudget(KVBudget):
         self._project()
 
     def preempt(self) -> list[Hashable]:
-        """Those that wait long for a tool while others want their room, then those with the fewest tokens.
+        """Trajectories to park: first those with long tool waits in a crowded cache, then those with the fewest tokens.
 
-        A waiting one does not decode, and the engine drops its tokens when it needs the space: its room is free at
-        once. The ones with the fewest tokens of their own go until the others fit with what they grow to the next
-        report.
+        A trajectory that waits for a tool does not decode, and the engine drops its tokens when it needs the space. So its
+        reservation is free at once. Then the trajectories with the fewest response tokens are parked, until the others fit
+        with their growth up to the next report.
 
-        The engine would evict as many, but only when its cache is full, and it takes the prefixes of those that wait
-        for a tool first, long ones too. The one with the most tokens always stays: something ends, whatever happens.
+        The engine itself would evict only when its cache is full, and would first drop the prefixes of trajectories in a
+        tool call, long ones included. The trajectory with the most tokens always stays, so that one always ends.
         """
         away = self._set_aside()
         staying = {
             key: reservation for key, reservation in self._reservations.items() if key not in self._leaving
         }
         users = Counter(reservation.group for reservation in staying.values())
-        growth = self._growth / max(1, self.running)  # of each one
+        growth = self._growth / max(1, self.running)  # tokens per trajectory until the next report
         prompts = {reservation.group: reservation.prompt_tokens for reservation in staying.values()}
         need: float = self._uncounted + sum(prompts.values())
         need += sum(reservation.response_tokens + growth for reservation in staying.values())
@@ -138,7 +138,7 @@ class AdaptiveBudget(KVBudget):
         return self._prompt_tokens + shared + peak <= self.capacity_tokens
 
     def _peak(self, expected: Array, variance: Array) -> float:
-        # differences of large sums may leave a little less than nothing
+        # rounding can leave a variance slightly below zero
         return float(np.max(expected + self.z * np.sqrt(np.maximum(variance, 0.0))))
 
     def _take(self, key: Hashable, reservation: KVReservation) -> None:
@@ -170,7 +170,7 @@ class AdaptiveBudget(KVBudget):
             self._project()
 
     def _project(self) -> None:
-        """Refresh what is known of lengths, and every running trajectory's curve with it."""
+        """Refresh the length estimate and the curve of every running trajectory."""
         if self.lengths is None:
             return
         self._known.clear()
@@ -192,7 +192,7 @@ class AdaptiveBudget(KVBudget):
         return self._known[like]
 
     def _curves_of(self, reservations: Sequence[KVReservation]) -> tuple[Array, Array]:
-        """Expected response tokens and their variance [reservations, bins + 1] after 0, 1, 2, ... bins of further steps."""
+        """Expected response tokens and their variance, each [reservations, bins + 1], after 0, 1, 2, ... bins of steps."""
         assert self.lengths is not None
         bins, width = self.lengths.num_bins, self.lengths.bin_tokens
         now = np.array([reservation.response_tokens for reservation in reservations], dtype=np.int64)

@@ -1,6 +1,6 @@
-"""What every KV budget keeps: the trajectories that an engine has admitted, their lengths and reservations.
+"""State of every KV budget: the admitted trajectories of an engine, their lengths and reservations.
 
-`KVBudget` itself is the paper's rule, `CountBudget` what public code does; `kv_budget.AdaptiveBudget` is ours.
+`KVBudget` is the paper's rule, `CountBudget` that of public code. `kv_budget.AdaptiveBudget` is this project's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class KVReservation:
     group: Hashable
     prompt_tokens: int
     max_tokens: int  # prompt and longest possible response
-    length: int  # now
+    length: int  # current
 
     @property
     def response_tokens(self) -> int:
@@ -26,9 +26,9 @@ class KVReservation:
 
 
 class KVBudget:
-    """Admission by reservation. Base class: the paper's rule (`kv_reserve`), the maximum of each trajectory.
+    """Admission by reservation. The base class reserves each trajectory's maximum: the paper's rule (`kv_reserve`).
 
-    A group's prompt is counted once, because its trajectories share it in the engine's prefix cache.
+    A group's prompt counts once, because its trajectories share it in the engine's prefix cache.
     """
 
     def __init__(self, capacity_tokens: int, max_requests: int) -> None:
@@ -40,13 +40,13 @@ class KVBudget:
         self.max_requests = max_requests
         self._reservations: dict[Hashable, KVReservation] = {}
         self._prompts: Counter[Hashable] = Counter()
-        self._prompt_tokens = 0  # of the groups that run
+        self._prompt_tokens = 0  # prompts of running groups
         self._reserved = 0  # response tokens
-        self._grown = 0  # tokens that were added since the last report
-        self._growth = 0  # and between the two before
-        self._uncounted = 0  # what the engine holds beyond `used_tokens`
-        self._leaving: set[Hashable] = set()  # preempted, not released yet
-        self._away: set[Hashable] = set()  # of those, they have no room any more
+        self._grown = 0  # new tokens since the last report
+        self._growth = 0  # new tokens between the last two reports
+        self._uncounted = 0  # tokens that the engine holds beyond `used_tokens`
+        self._leaving: set[Hashable] = set()  # preempted and not released yet
+        self._away: set[Hashable] = set()  # the part of `_leaving` whose reservation is already freed
 
     @property
     def running(self) -> int:
@@ -54,22 +54,22 @@ class KVBudget:
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens spoken for: never more than the capacity, but for a lone trajectory."""
+        """Reserved tokens. They exceed the capacity only when a single trajectory runs."""
         return self._prompt_tokens + self._reserved
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that the admitted trajectories have now, shared prompts once."""
+        """Current tokens of the admitted trajectories, with shared prompts counted once."""
         return self._prompt_tokens + sum(
             reservation.response_tokens for reservation in self._reservations.values()
         )
 
     def has_room(self) -> bool:
-        """Whether asking for more work makes sense at all."""
+        """Whether the engine should ask for more work."""
         return self.running < self.max_requests and self.reserved_tokens < self.capacity_tokens
 
     def room(self) -> int:
-        """About how many more trajectories would fit, one at least: how much work to ask for."""
+        """Estimated number of further trajectories that fit, at least 1."""
         slots = self.max_requests - self.running
         if self._reservations:
             each = max(1, self.reserved_tokens // self.running)
@@ -79,10 +79,10 @@ class KVBudget:
     def try_admit(
         self, key: Hashable, group: Hashable, prompt_tokens: int, max_tokens: int, length: int | None = None
     ) -> bool:
-        """Reserve for one trajectory if it fits; `max_tokens` is prompt and longest response.
+        """Reserve for one trajectory if it fits. `max_tokens` is prompt and longest response.
 
-        `length` is what a trajectory that goes on from an earlier step has already. An empty engine takes any
-        trajectory that fits it alone. Raises ValueError for one that never can, and for a key already admitted.
+        `length` is the current length of a resumed trajectory. An empty engine admits any trajectory that fits alone.
+        Raises ValueError for a trajectory that can never fit, and for a key that is already admitted.
         """
         if key in self._reservations:
             raise ValueError(f"trajectory {key!r} is already admitted")
@@ -106,7 +106,7 @@ class KVBudget:
         return True
 
     def settle(self, key: Hashable, length: int) -> None:
-        """The trajectory is `length` tokens long now; its reservation follows."""
+        """Update a trajectory's length and its reservation."""
         if key in self._away:
             return
         reservation = self._reservations[key]
@@ -114,7 +114,7 @@ class KVBudget:
         self._follow(key, reservation)
 
     def release(self, key: Hashable, *, finished: bool = True) -> None:
-        """The trajectory ended (`finished`) or was given up; its tokens are free."""
+        """Free the reservation of a trajectory that ended (`finished`) or stopped unfinished."""
         self._leaving.discard(key)
         if key in self._away:
             self._away.remove(key)
@@ -139,11 +139,11 @@ class KVBudget:
         engine_tokens: int = 0,
         at_tools: Collection[Hashable] = (),
     ) -> None:
-        """The engine's report, about once a second.
+        """Take an engine report (about one a second).
 
-        `evictions`: running requests evicted since the last report (0 tells that all is well); `lengths`: tokens of
-        admitted trajectories now, which grow inside a turn too; `engine_tokens`: what the engine itself says that
-        its running requests hold; `at_tools`: those that wait for a tool's answer.
+        `evictions`: running requests evicted since the last report. `lengths`: current tokens of admitted trajectories,
+        which also grow within a turn. `engine_tokens`: tokens that running requests hold by the engine's own count.
+        `at_tools`: trajectories that wait for a tool's response.
         """
         for key, length in lengths.items():
             if key not in self._away:
@@ -152,10 +152,9 @@ class KVBudget:
         self._uncounted = max(0, engine_tokens - self.used_tokens)
 
     def preempt(self) -> list[Hashable]:
-        """After a report: trajectories that have to make room now; each one is named once.
+        """Trajectories to park after a report. Each one is named once, and is admitted again after `release`.
 
-        They ask for room again, with the tokens that they have, after `release`. What a
-        policy has reserved surely fits, or is none of its business: nobody here.
+        Base policies never preempt.
         """
         return []
 
@@ -163,7 +162,7 @@ class KVBudget:
         self._grown += max(0, length - reservation.length)
         reservation.length = length
 
-    # what a policy decides
+    # overridden by policies
 
     def _fits(self, reservation: KVReservation, shared: int) -> bool:
         need = reservation.max_tokens - reservation.prompt_tokens + shared
@@ -183,7 +182,7 @@ class KVBudget:
 
 
 class CountBudget(KVBudget):
-    """A number of trajectories, whatever they need (`static`, `least_requests`): what public code does."""
+    """Admits up to `max_requests` trajectories of any length (`static`, `least_requests`), as public code does."""
 
     def has_room(self) -> bool:
         return self.running < self.max_requests

@@ -1,8 +1,8 @@
-"""How long trajectories get, learnt from those that have ended and from those that are still running.
+"""Estimates response lengths from ended and from running trajectories.
 
-Trajectories end short first. An estimate from the ended ones alone is therefore far too low early in a phase, which
-is when the cache fills. The product-limit estimator (Kaplan and Meier 1958) counts a running trajectory as one that
-has survived so far, and is unbiased at any time.
+Short trajectories end first. An estimate from ended trajectories alone is therefore far too low early in a phase, when the
+cache fills. The product-limit estimator (Kaplan and Meier 1958) also counts running trajectories, as survivors up to their
+current length.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 _MEMORY = 4096  # trajectories after which an ended one weighs 1/e: lengths drift during training
-
-_SURVIVORS = 16
+_SURVIVORS = 16  # pseudo-survivors of every bin: a length that few have reached counts as long
 
 
 class LengthSurvival:
     """Survival of response lengths over `num_bins` bins up to `max_tokens`.
 
-    `log_survival` [num_bins + 1] holds ln P(length > i * bin_tokens). Lengths that nobody has reached yet count as
-    survived, so an estimate without data is the maximum.
+    `log_survival` [num_bins + 1] holds ln P(length > i * bin_tokens). Lengths without data count as survived, so an
+    estimate without any data is the maximum.
     """
 
     def __init__(self, max_tokens: int, num_bins: int = 64) -> None:
@@ -36,27 +35,26 @@ class LengthSurvival:
         return min(tokens // self.bin_tokens, self.num_bins - 1)
 
     def add(self, tokens: int) -> None:
-        """A trajectory ended with `tokens` response tokens; seen in `log_survival` after `refresh`."""
+        """Add a trajectory that ended with `tokens` response tokens. `refresh` updates `log_survival`."""
         self._ended *= 1 - 1 / _MEMORY
         self._ended[self.bin_of(tokens)] += 1
 
     def refresh(self, running: Iterable[int]) -> None:
         """Recompute `log_survival` from ended trajectories and the lengths of running ones."""
-        reached = np.zeros(self.num_bins)  # running trajectories by the bin they are in
+        reached = np.zeros(self.num_bins)  # running trajectories by current bin
         for tokens in running:
             reached[self.bin_of(tokens)] += 1
-        past = np.cumsum(reached[::-1])[::-1] - reached  # those that have left a bin behind
+        past = np.cumsum(reached[::-1])[::-1] - reached  # running trajectories beyond each bin
         at_risk = np.cumsum(self._ended[::-1])[::-1] + past
-        # as if some more had survived every bin: what few have reached is taken for long
         hazard = self._ended / (at_risk + _SURVIVORS)
         self.log_survival[1:] = np.cumsum(np.log1p(-hazard))
 
 
 class GroupLengths:
-    """Expected duration of a trajectory of each group, from its siblings: longest first needs only an order.
+    """Expected duration of a group's trajectories, from its ended and running ones. Used to start long groups first.
 
-    Seconds (or tokens) of ended trajectories and of running ones so far; with r of n ended the estimate is total
-    exposure / r, drawn towards the mean of all groups by `prior` pseudo-trajectories.
+    The estimate is (seconds of ended and running trajectories) / (number ended), drawn towards the mean of all groups by
+    `prior` pseudo-trajectories.
     """
 
     def __init__(self, prior: float = 2.0) -> None:
@@ -66,7 +64,7 @@ class GroupLengths:
         self._count = 0
 
     def add(self, group: int, duration: float) -> None:
-        """A trajectory of `group` ended after `duration`."""
+        """Add a trajectory of `group` that ended after `duration` seconds."""
         self._ended.setdefault(group, []).append(duration)
         self._total += duration
         self._count += 1
@@ -76,7 +74,7 @@ class GroupLengths:
         return self._count > 0
 
     def expected(self, group: int, running: float = 0.0) -> float:
-        """Expected duration; `running` is the sum of what its unfinished trajectories have had so far."""
+        """Expected duration in seconds. `running` sums the seconds of the group's unfinished trajectories."""
         mean = self._total / self._count if self._count else 1.0
         ended = self._ended.get(group, ())
         return (self._prior * mean + sum(ended) + running) / (self._prior + len(ended))

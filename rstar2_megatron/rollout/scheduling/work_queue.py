@@ -1,8 +1,8 @@
 """The phase's common queue: which rollouts of which group an engine gets when it asks. Pure; time is an argument.
 
-A group is handed out in slices, so that its rollouts share the prompt in an engine's prefix cache and still spread
-over engines. `kv_adaptive` gives out a first slice of every group and then the groups whose trajectories take
-longest: a long one started late is the tail that everybody waits for.
+A group is handed out in slices. Rollouts of a slice share the prompt in an engine's prefix cache, and the slices spread over
+the engines. `kv_adaptive` first hands out one slice of every group, then the groups with the longest trajectories first,
+because a long trajectory that starts late delays the end of the phase.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths
 from rstar2_megatron.trajectory import Problem, Trajectory
 
-_LOADS_S = 0.5  # after which the engines' loads are weighed anew
+_LOADS_S = 0.5  # interval at which the engines' loads are recomputed
 
 
 @dataclass(slots=True)
 class Slice:
-    """Some rollouts of one group for one engine; `parked` are those that go on from an earlier step, by index."""
+    """Some rollouts of one group for one engine. `parked` holds the trajectories to resume, by rollout index."""
 
     group: int
     problem: Problem
@@ -30,15 +30,15 @@ class Slice:
 
 @dataclass(slots=True)
 class _Pending:
-    """A group with rollouts to hand out."""
+    """State of one group."""
 
     group: int
     indices: list[int]
     size: int
-    given: Counter[int] = field(default_factory=Counter)  # rollouts by engine
+    given: Counter[int] = field(default_factory=Counter)  # number of rollouts by engine
     running: dict[int, tuple[int, float]] = field(
         default_factory=dict
-    )  # index: engine, when it was handed out
+    )  # by rollout index: engine, time when it was handed out
 
 
 class WorkQueue:
@@ -49,22 +49,22 @@ class WorkQueue:
         self.num_engines = num_engines
         self.slice_size = 1 if policy == "least_requests" else slice_size
         self._groups: dict[int, _Pending] = {}
-        self._pending: list[int] = []  # groups with something left, in the order of arrival
+        self._pending: list[int] = []  # groups with rollouts to hand out, in order of arrival
         self._owner: dict[int, int] = {}  # static: the group's engine
         self._left = 0
         self._lengths = GroupLengths()
-        self._held = [0] * num_engines  # rollouts that each engine has
-        self._loads = [0.0] * num_engines  # expected seconds of those, all in all
+        self._held = [0] * num_engines  # unfinished rollouts of each engine
+        self._loads = [0.0] * num_engines  # expected remaining seconds of these rollouts, summed
         self._loads_at = float("-inf")
         self._alive = list(range(num_engines))
 
     @property
     def left(self) -> int:
-        """Rollouts that nobody has taken."""
+        """Number of rollouts that no engine has taken."""
         return self._left
 
     def add(self, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """More groups, as (group, rollout indices)."""
+        """Add groups, as (group, rollout indices)."""
         for position, (group, indices) in enumerate(groups):
             self._groups[group] = _Pending(group, list(indices), len(indices))
             self._pending.append(group)
@@ -72,10 +72,10 @@ class WorkQueue:
             self._owner[group] = self._alive[position * len(self._alive) // len(groups)]
 
     def take(self, engine: int, now: float) -> tuple[int, list[int]] | None:
-        """The next slice for `engine`: a group and rollout indices. None when there is nothing for it now.
+        """The next slice for `engine`: a group and rollout indices. None when the engine gets nothing now.
 
-        `static` gives an engine its share and no more; `least_requests` only serves the one with the fewest;
-        `kv_adaptive` makes an engine wait that has more to do than the others when little is left.
+        `static` hands out only the engine's own share. `least_requests` serves only the engine with the fewest rollouts.
+        `kv_adaptive` makes an engine with an above-average load wait when little is left.
         """
         candidates = self._pending
         if self.policy == "least_requests" and self._held[engine] > min(self._held[e] for e in self._alive):
@@ -99,14 +99,14 @@ class WorkQueue:
         return chosen.group, taken
 
     def ended(self, engine: int, group: int, index: int, now: float) -> None:
-        """A rollout of `engine` ended, well or not."""
+        """Record that a rollout of `engine` has ended or come back."""
         self._held[engine] -= 1
         running = self._groups[group].running.pop(index, None)
         if running is not None:
             self._lengths.add(group, now - running[1])
 
     def give_back(self, group: int, index: int) -> None:
-        """A rollout that came back unfinished can be taken again."""
+        """Queue a rollout that came back unfinished."""
         pending = self._groups[group]
         if not pending.indices:
             self._pending.append(group)
@@ -114,7 +114,7 @@ class WorkQueue:
         self._left += 1
 
     def lose_engine(self, engine: int) -> None:
-        """This engine takes nothing more; the others share what was its own. At least one must remain."""
+        """Remove an engine and divide its static share among the others. At least one engine must remain."""
         self._alive.remove(engine)
         heirs = itertools.cycle(self._alive)
         for group, owner in self._owner.items():
@@ -129,7 +129,7 @@ class WorkQueue:
                 return group
 
         def urgency(group: int) -> float:
-            """Long ones first; less so where the engine has many of the group, whose lengths go together."""
+            """Expected duration, reduced by the share of the group that this engine has: lengths in a group correlate."""
             pending = self._groups[group]
             return self._expected(pending, now) * (1 - pending.given[engine] / pending.size)
 
@@ -140,9 +140,10 @@ class WorkQueue:
         return self._lengths.expected(pending.group, so_far)
 
     def _has_more_than_others(self, engine: int, now: float) -> bool:
-        """Whether the engine has more to do than the average, where room in its cache does not say so.
+        """Whether the engine's load is above average.
 
-        That is in the last wave, by expected seconds left, and by number as long as nothing has ended.
+        Before any trajectory has ended, the load is the number of rollouts. Near the end of the phase it is the expected
+        remaining seconds. In between the room in the KV cache decides, and the result is False.
         """
         if not self._held[engine]:
             return False
@@ -164,5 +165,5 @@ class WorkQueue:
                     self._loads[owner] += max(0.1 * expected, expected - (now - since))
 
     def _slice(self) -> int:
-        """Smaller towards the end, so that the last slices even out the engines."""
+        """Size of the next slice: smaller towards the end, so that the last slices balance the engines."""
         return max(1, min(self.slice_size, self._left // (2 * self.num_engines)))
