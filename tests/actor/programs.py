@@ -69,7 +69,8 @@ def train_with_turns(
             actor.offload()
             actor.offload()  # twice is once
             parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
-            tensors = parameters + [t for t in _optimizer_tensors(actor) if t.ndim]
+            on_host = actor.optim.optimizer_cpu_offload  # then the state was never on the device
+            tensors = parameters + [t for t in _optimizer_tensors(actor) if t.ndim and not on_host]
             away &= all(t.untyped_storage().size() == 0 for t in tensors)
             actor.reload()
             history.append(actor.train_step(batch))
