@@ -120,14 +120,14 @@ def _half_step(patch: Any, job: Job, arguments: Any) -> None:
 
 def _keeps_gradients(patch: Any, job: Job, arguments: Any) -> None:
     """Gradients stay where they are."""
-    from rstar2_megatron.actor import megatron_actor
+    from rstar2_megatron.actor.offload import DeviceMemory
 
-    plain = megatron_actor.offload
+    plain = DeviceMemory.offload
 
-    def partly(chunks: Any, optimizer: Any, parts: set[str], **kwargs: Any) -> None:
-        plain(chunks, optimizer, parts - {"grads"}, **kwargs)
+    def partly(self: DeviceMemory, chunks: Any, optimizer: Any, parts: set[str]) -> None:
+        plain(self, chunks, optimizer, parts - {"grads"})
 
-    patch.setattr(megatron_actor, "offload", partly)
+    patch.setattr(DeviceMemory, "offload", partly)
 
 
 def _flipped_byte(patch: Any, job: Job, arguments: Any) -> None:
