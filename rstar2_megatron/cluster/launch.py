@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from rlinf.utils.placement import ModelParallelComponentPlacement
 from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
 from rstar2_megatron.cluster.actor_worker import ActorWorker
 from rstar2_megatron.cluster.calls import WorkerGroup
+from rstar2_megatron.cluster.existing_ray import ClusterError, check_answers, wait_for_nodes
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
@@ -37,27 +37,16 @@ class PlacementError(ValueError):
     """The YAML's placement does not fit the cluster."""
 
 
-class ClusterError(RuntimeError):
-    """The Ray cluster of RAY_ADDRESS does not answer, or has too few nodes."""
-
-
-def wait_for_nodes(cluster: ClusterSettings) -> None:
+def await_cluster(cluster: ClusterSettings) -> None:
     """Wait until the Ray cluster has its nodes, because RLinf waits without a deadline. Raises ClusterError."""
-    address, wanted = os.environ["RAY_ADDRESS"], cluster.num_nodes
-    deadline = time.monotonic() + cluster.node_wait_timeout_s
+    address = os.environ["RAY_ADDRESS"]
+    check_answers(address)
     try:
         ray.init(address=address, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
     try:
-        while (alive := sum(node["Alive"] for node in ray.nodes())) < wanted:
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"the Ray cluster at RAY_ADDRESS={address} has {alive} of cluster.num_nodes={wanted} nodes after "
-                    f"cluster.node_wait_timeout_s={cluster.node_wait_timeout_s:g} s; start the others with `ray start "
-                    f"--address={address}` (RLINF_NODE_RANK set), or lower cluster.num_nodes"
-                )
-            time.sleep(0.5)
+        wait_for_nodes(address, cluster.num_nodes, cluster.node_wait_timeout_s)
     finally:
         ray.shutdown()  # RLinf connects again, in its own namespace
 
@@ -104,7 +93,7 @@ class TrainingCluster:
             )
             self._head.start()
         elif self.settings.cluster.num_nodes > 1:
-            wait_for_nodes(self.settings.cluster)
+            await_cluster(self.settings.cluster)
 
         for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):
             # They reset their level at every use, and the run's plan already shows the placement.

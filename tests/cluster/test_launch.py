@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from rstar2_megatron.cluster.launch import ClusterError, _not_forwarded, object_store_mb, wait_for_nodes
+from rstar2_megatron.cluster.existing_ray import ClusterError
+from rstar2_megatron.cluster.launch import _not_forwarded, await_cluster, object_store_mb
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.settings.load import load_settings
 
@@ -25,10 +26,19 @@ def test_a_head_that_never_gets_its_nodes_is_an_error_in_time() -> None:
         with pytest.raises(
             ClusterError, match=r"has 1 of cluster.num_nodes=2 nodes .* start the others with"
         ):
-            wait_for_nodes(settings.cluster)
+            await_cluster(settings.cluster)
         assert time.monotonic() - started < 60
     finally:
         head.stop()
+
+
+def test_a_head_that_does_not_answer_is_an_error_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    settings, _ = load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2"])
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match=r"RAY_ADDRESS=127\.0\.0\.1:1 does not answer"):
+        await_cluster(settings.cluster)
+    assert time.monotonic() - started < 60
 
 
 def test_a_directory_of_this_machine_is_not_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:

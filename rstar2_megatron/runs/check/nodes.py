@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -42,6 +40,7 @@ class Nodes:
         Raises CheckFailed when there are fewer than `num_nodes` nodes after `join_s`.
         """
         # Here: Ray takes seconds, and reads its environment when it is imported, which our room `cluster` sets before.
+        from rstar2_megatron.cluster.existing_ray import ClusterError, check_answers, wait_for_nodes
         from rstar2_megatron.cluster.ray_head import RayHead  # isort: split
 
         import ray
@@ -56,18 +55,16 @@ class Nodes:
             self._head = RayHead(num_cpus=16)
             self._head.start()
         else:
-            _reach(os.environ["RAY_ADDRESS"])
+            try:
+                check_answers(os.environ["RAY_ADDRESS"])
+            except ClusterError as error:
+                raise CheckFailed(str(error)) from error
         address = os.environ["RAY_ADDRESS"]
         ray.init(address=address, namespace="rstar2-check", logging_level=logging.ERROR, log_to_driver=False)
-        deadline = time.monotonic() + join_s
-        while len(alive := [node for node in ray.nodes() if node["Alive"]]) < num_nodes:
-            if time.monotonic() > deadline:
-                raise CheckFailed(
-                    f"Ray at {address} has {len(alive)} of cluster.num_nodes={num_nodes} nodes after {join_s:.0f} s: "
-                    f"{', '.join(node['NodeManagerAddress'] for node in alive)}",
-                    remedy="ray start --address=HEAD:PORT on the missing nodes; the head's port must be open to them",
-                )
-            time.sleep(0.5)
+        try:
+            alive = wait_for_nodes(address, num_nodes, join_s)
+        except ClusterError as error:
+            raise CheckFailed(str(error)) from error
         own = ray.get_runtime_context().get_node_id()
         alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
         agents: list[Any] = []
@@ -188,20 +185,6 @@ class Nodes:
             self._head.stop()
             self._head = None
         self._files.cleanup()
-
-
-def _reach(address: str) -> None:
-    """Ray itself would wait for minutes for a head that is not there."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return  # "auto", "local": Ray's to resolve
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        raise CheckFailed(
-            f"RAY_ADDRESS={address} does not answer: {error}",
-            remedy="ray start --head there, its port open to this node; or unset RAY_ADDRESS for a run on this node",
-        ) from error
 
 
 def values(answers: Sequence[Answer]) -> list[Any]:

@@ -13,17 +13,9 @@ from rstar2_megatron.settings.schema import RolloutSettings
 _CALL_S = 60.0
 
 
-def engine_run(
-    job: Job,
-    settings: RolloutSettings,
-    vocab_size: int,
-    context_length: int,
-    tokens: int,
-    requests: int,
-    speed_tokens: int,
-) -> dict[str, Any]:
-    """Everything that one engine is asked: starting it takes longest, so it is started once."""
-    return asyncio.run(_engine_run(job, settings, vocab_size, context_length, tokens, requests, speed_tokens))
+def engine_run(job: Job, settings: RolloutSettings, **sizes: int) -> dict[str, Any]:
+    """All that is asked of one engine (`_engine_run`): starting it takes longest, so it is started once."""
+    return asyncio.run(_engine_run(job, settings, **sizes))
 
 
 async def _engine_run(

@@ -74,7 +74,7 @@ def configuration(context: Context) -> Finding:
 def nodes(context: Context) -> Finding:
     """Ray reaches every node, and each tells about itself."""
     wanted = context.settings.cluster.num_nodes
-    addresses = context.nodes.start_ray(wanted)
+    addresses = context.nodes.start_ray(wanted, context.settings.cluster.node_wait_timeout_s)
     paths = [str(context.scratch.parent), str(ROOT)]
     pins = read_pins(_REQUIREMENTS, gpu=not context.slots.is_cpu)
     answers = context.nodes.everywhere(SURVEY, 60.0, paths=paths, pins=sorted(pins))
