@@ -138,6 +138,7 @@ def main(config: str, events: str, *parts: str) -> int:
             raise
         code = stopped.exit_code
     finally:
+        signals.ignore()
         with close_deadline(_CLOSE_LIMIT_S, code, run.temporary.remove, run.directory / "close.log"):
             run.close()
         signals.restore()
