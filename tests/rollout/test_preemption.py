@@ -24,7 +24,7 @@ from rstar2_megatron.settings.schema import (
     SamplingParams,
 )
 from rstar2_megatron.trajectory import Problem, Trajectory
-from tests.rollout.test_agent_loop import WrittenJudge
+from tests.rollout.written import WrittenJudge
 
 pytestmark = pytest.mark.timeout(400)
 _KV_TOKENS = 1024
