@@ -1,7 +1,7 @@
 """A real run on the thin model, part by part: python -m ...check.programs.cluster_program CONFIG EVENTS PART...
 
 It is `RLRun` with its own order of things: every weight route by itself, then one training step, then its checkpoint. What
-became of each part is a line of EVENTS, so that whoever started it knows where it stands when it hangs.
+became of each part is a line of EVENTS, so that the process that started it knows which part hangs.
 """
 
 from __future__ import annotations
