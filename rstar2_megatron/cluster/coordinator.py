@@ -14,7 +14,7 @@ from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
-from rstar2_megatron.rollout.phase import OpenGroup, Phase
+from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import combine
@@ -29,7 +29,7 @@ Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
 
 
 @dataclass
-class RolloutPhase:
+class PhaseResult:
     """Result of a phase: graded groups in the order of their problems, and statistics summed over engines."""
 
     groups: list[Group]
@@ -54,7 +54,7 @@ class RolloutCoordinator:
 
     def run(
         self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None
-    ) -> RolloutPhase:
+    ) -> PhaseResult:
         """Roll out `spec.samples` trajectories of each problem and grade them.
 
         Engines request slices of groups, so a faster engine gets more. `spec.tail` sets whether the phase waits for every
@@ -66,7 +66,7 @@ class RolloutCoordinator:
         phase = self._open(problems, spec)
         start = time.monotonic()
         pending = self._rollout.start("generate", self._channel, spec)
-        run = _PhaseRun(self._channel, phase, spec.phase, len(self._rollout), refill)
+        run = _PhaseServer(self._channel, phase, spec.phase, len(self._rollout), refill)
 
         def check() -> None:
             pending.check()
@@ -93,11 +93,11 @@ class RolloutCoordinator:
             self.carried = carried
         seconds = time.monotonic() - start
         stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
-        return RolloutPhase(groups, seconds, stats)
+        return PhaseResult(groups, seconds, stats)
 
-    def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> Phase:
+    def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> RolloutPhase:
         rollout = self._settings.rollout
-        phase = Phase(
+        phase = RolloutPhase(
             WorkQueue(rollout.scheduler, len(self._rollout), rollout.slice_size),
             spec.samples,
             tail=spec.tail,
@@ -122,11 +122,11 @@ class RolloutCoordinator:
         self._inbox.close()
 
 
-class _PhaseRun:
+class _PhaseServer:
     """State of one running phase: handles incoming messages and answers work requests."""
 
     def __init__(
-        self, channel: Any, phase: Phase, number: int, num_engines: int, refill: Refill | None
+        self, channel: Any, phase: RolloutPhase, number: int, num_engines: int, refill: Refill | None
     ) -> None:
         self.complete: list[Group] = []
         self._channel = channel

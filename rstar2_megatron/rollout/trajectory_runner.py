@@ -201,7 +201,7 @@ class TrajectoryRunner:
                 preemption=self._preemptions[key],
             )
             finished = trajectory.usable
-            self.scheduler.budget.settle(key, trajectory.length)
+            self.scheduler.budget.set_length(key, trajectory.length)
             preempted = (
                 trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
             )

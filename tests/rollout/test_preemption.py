@@ -56,7 +56,7 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
     budget = AdaptiveBudget(engine.kv_capacity_tokens, 16)
     for key in range(600):  # it has learnt that trajectories are short, which these are not
         budget.try_admit(key, "short", 10, 10 + _RESPONSE)
-        budget.settle(key, 20)
+        budget.set_length(key, 20)
         budget.release(key)
     budget.observe(0, {})
     problems = [Problem(f"q{i}", [{"role": "user", "content": f"{i}?"}], ["1"]) for i in range(2)]

@@ -63,7 +63,7 @@ class WrittenEngine:
     async def abort_all(self) -> None:
         self.aborting.set()
 
-    async def settled(self) -> None:
+    async def wait_until_ready(self) -> None:
         await self.change_over.wait()
 
     async def recover(self) -> None:
