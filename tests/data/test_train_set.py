@@ -146,25 +146,25 @@ def test_a_killed_pass_goes_on_to_the_same_result(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(files, tmp_path / "whole", validation=5)
-    judged = []
-    original = train_set.Cleaner.judge
+    checked = []
+    original = train_set.Cleaner.check
 
     def killed(self: Any, shape: Any, row: Any) -> Any:
-        judged.append(row.where)
-        if len(judged) == 31:  # in the second source, after rows that were not saved yet
+        checked.append(row.where)
+        if len(checked) == 31:  # in the second source, after rows that were not saved yet
             raise KeyboardInterrupt
         return original(self, shape, row)
 
-    monkeypatch.setattr(train_set.Cleaner, "judge", killed)
+    monkeypatch.setattr(train_set.Cleaner, "check", killed)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(files, out, validation=5)
     assert not (out / "train.jsonl").exists()
     said: list[str] = []
-    judged_before = len(judged)
+    checked_before = len(checked)
     assert run(files, out, said.append, validation=5) == whole
     assert any("continuing at row 7" in line for line in said)
-    assert len(judged) - judged_before == 51 - 29  # rows of whole saves are not read again
+    assert len(checked) - checked_before == 51 - 29  # rows of whole saves are not read again
     for name in ("train.jsonl", "validation.jsonl", "report.json"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert sorted(p.name for p in out.iterdir()) == ["report.json", "train.jsonl", "validation.jsonl"]
