@@ -218,7 +218,9 @@ def read_counters(directory: str | Path) -> dict[str, Any]:
     """The `counters` given to `start_save`. Local. Raises ValueError when the directory is not a complete checkpoint."""
     path = Path(directory)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise ValueError(f"{path} is not a complete checkpoint: choose another global_step_N or start anew")
+        raise ValueError(
+            f"{path} is not a complete checkpoint: choose another global_step_N by runner.resume_dir"
+        )
     counters = dist_checkpointing.load_common_state_dict(str(path))[_COUNTERS]
     assert isinstance(counters, dict)
     return counters

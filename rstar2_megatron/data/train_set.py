@@ -173,7 +173,7 @@ def process(
     state = ResumablePass(out, configuration, save_rows)
     try:
         if state.resumed and state.source < len(inputs):
-            say(f"going on at row {state.row + 1} of {inputs[state.source].label}")
+            say(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
         cleaner = Cleaner(options, index, {}, set(state.counters.get("conflicting", [])))
         for row in state.accepted():
             cleaner.answers[key_of(row)] = row["solutions"][0]

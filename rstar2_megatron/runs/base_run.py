@@ -36,7 +36,7 @@ class StopSignals:
     """Turns the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up.
 
     Python discards an exception that is raised inside a finalizer or a library's callback. So `Stopped` is raised again
-    every few seconds until `stop_behind`. `install` is called again after Ray has started, because Ray replaces the
+    every few seconds until `ignore`. `install` is called again after Ray has started, because Ray replaces the
     handler of SIGTERM with its own.
     """
 
@@ -54,14 +54,19 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def ignore(self) -> None:
+        """Raise `Stopped` no more: the clean-up has begun."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+
     def stop_behind(self, error: BaseException) -> Stopped | None:
-        """The stop that `error` is or follows from, or None; `Stopped` is raised no more.
+        """The stop that `error` is or follows from, or None.
 
         A library may turn `Stopped` into an error of its own: ray.wait raises SystemError.
         """
         if self.received is None:
             return error if isinstance(error, Stopped) else None
-        signal.setitimer(signal.ITIMER_REAL, 0)
         return Stopped(self.received)
 
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:

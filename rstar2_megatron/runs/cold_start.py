@@ -86,7 +86,7 @@ def check_reference(settings: Settings) -> None:
         where = f"{directory} is gone" if directory else f"its name needs the SFT data: {missing}"
         raise ValueError(
             f"resuming with algorithm.kl_beta={settings.algorithm.kl_beta} needs the cold start's model as reference, but "
-            f"{where}; bring it back, set algorithm.kl_beta=0, or begin anew with runner.resume_dir=null"
+            f"{where}; restore it, set algorithm.kl_beta=0, or start a new run by runner.resume_dir=null"
         )
 
 

@@ -56,6 +56,7 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
         else:
             raise
     finally:
+        signals.ignore()
         if run is not None:
             log = run.directory / "logs" / "close.log"
             with close_deadline(_CLOSE_LIMIT_S, code, run.temporary.remove, log):

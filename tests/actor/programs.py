@@ -227,7 +227,7 @@ def resume(
     directory: Path,
     batches: list[Batch],
 ) -> list[dict[str, float]]:
-    """Load a checkpoint into a new actor that has already trained on something else, and go on."""
+    """Load a checkpoint into a new actor that has already trained on something else, and continue."""
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:
         actor.train_step(batches[-1])
@@ -246,7 +246,7 @@ def keep_and_resume(
     directory: Path,
     batches: list[Batch],
 ) -> tuple[list[float], list[float]]:
-    """Rates of a run that goes on with the optimizer of two steps before it: in one go, and resumed after its first."""
+    """Learning rates of a run that keeps the optimizer of two steps: uninterrupted, and resumed after its first step."""
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:
         for batch in batches[:2]:

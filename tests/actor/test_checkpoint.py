@@ -1,4 +1,4 @@
-"""A resumed run goes on exactly as the uninterrupted one, also under another layout."""
+"""A resumed run continues exactly as the uninterrupted one, also under another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of every layout loads bit for bit, into its own and into another layout, and training goes on alike.
+"""A checkpoint of every layout loads bit for bit, into its own and into another layout, and training continues alike.
 
 The model's sizes are no powers of two, so that gradient buckets need padding; head and embedding are tied or not.
 """

@@ -207,7 +207,7 @@ def build_shape(config_name: str, rank: int) -> dict[str, Any]:
 
 
 def _unsaved(parameters: set[str], held: set[str]) -> list[str]:
-    """Parameters that no entry of the sharded state dict stands for; a grouped expert weight has an entry a number."""
+    """Parameters that no entry of the sharded state dict represents; a grouped expert weight has an entry a number."""
     return sorted(p for p in parameters if p not in held and not any(k.startswith(p) for k in held))[:5]
 
 

@@ -551,14 +551,14 @@ class PreemptingBudget(KVBudget):
         return not (self.full and self.done)
 
 
-@pytest.mark.parametrize("ending", ["goes on", "parked", "cut"])
+@pytest.mark.parametrize("ending", ["continues", "parked", "cut"])
 async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> None:
-    """Preempted and carried trajectories go on, or come back as they are when the phase ends before they run."""
+    """Preempted and carried trajectories continue, or come back as they are when the phase ends before they run."""
     loop = make_loop(tokenizer, [call(), ANSWER])
     engine = ParkableEngine(tokenizer, [ANSWER], delay_s=0.05)
     loop.engine = engine
     budget = PreemptingBudget(20_000, 4)
-    budget.full = ending != "goes on"
+    budget.full = ending != "continues"
     back: list[Trajectory] = []
     carried = Trajectory(PROBLEM.query_id, 5, loop.template.prompt_ids(PROBLEM), [8, 9], [1, 1], [-0.1, -0.2])
     carried.version_spans, carried.open_turn = [VersionSpan(0, 2, 2)], 0
@@ -577,12 +577,12 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
     runner.observe(EngineReport(ready=True, progress=0.0))
     while loop.stats.preemptions < 3:
         await asyncio.sleep(0)
-    if ending != "goes on":
+    if ending != "continues":
         await runner.park(cut=ending == "cut")
     await asyncio.wait_for(running, 20)
     assert budget.running == 0 and budget.reserved_tokens == 0
     assert len({t.rollout_index for t in back}) == len(back)
-    if ending == "goes on":
+    if ending == "continues":
         assert [t.finish_reason for t in back] == [FinishReason.ANSWERED] * 6
         assert loop.stats.preemptions == 3 and loop.stats.parked == 0
         assert carried.response_ids[:2] == [8, 9] and carried.version_spans[0].version == 2

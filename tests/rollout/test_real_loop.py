@@ -1,4 +1,4 @@
-"""Whole trajectories with nothing stood in: SGLang, the agent loop, the Code Judge with its Redis."""
+"""Whole trajectories with every part real: SGLang, the agent loop, the Code Judge with its Redis."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def signals() -> Iterator[StopSignals]:
     signals = StopSignals()
     signals.install()
     yield signals
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    signals.ignore()
     signals.restore()
     signal.signal(signal.SIGALRM, alarm)
 
@@ -37,6 +37,8 @@ def test_a_stop_that_a_finalizer_discards_is_raised_again(signals: StopSignals) 
         time.sleep(30)
     stopped = signals.stop_behind(caught.value)
     assert stopped is not None and stopped.exit_code == 143
+    signals.ignore()
+    os.kill(os.getpid(), signal.SIGINT)  # during the clean-up
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 

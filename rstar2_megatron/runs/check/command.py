@@ -94,6 +94,7 @@ def check(
             return stopped.exit_code
         raise
     finally:
+        signals.ignore()
         remove = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
         with close_deadline(_CLOSE_LIMIT_S, 1, remove, output / "check-close.log"):
             _close(context)

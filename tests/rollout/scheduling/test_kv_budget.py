@@ -80,10 +80,10 @@ def test_admission_never_exceeds_the_capacity(
 def grow_together(
     budget: KVBudget, work: list[tuple[int, int, float]], steps: list[int]
 ) -> tuple[AdmissionQueue, dict[int, int]]:
-    """A toy engine that decodes: all that run grow by as much between two reports, the preempted wait and go on.
+    """A toy engine: between two reports all running trajectories grow by the same number of tokens. Preempted ones wait.
 
-    Asserts after every report that what stays fits, a lone one apart, and that the one with the most tokens stays.
-    Returns the scheduler and the final lengths, when all have ended.
+    Asserts after every report that the remaining trajectories fit (unless only one is left), and that the one with the
+    most tokens remains. Returns the queue and the final lengths, when all have ended.
     """
     scheduler = AdmissionQueue(budget)
     final = {i: max(1, round(response * share)) for i, (_, response, share) in enumerate(work)}

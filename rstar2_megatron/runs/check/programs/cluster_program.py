@@ -1,7 +1,7 @@
 """A real run on the thin model, part by part: python -m ...check.programs.cluster_program CONFIG EVENTS PART...
 
 It is `RLRun` with its own order of things: every weight route by itself, then one training step, then its checkpoint. What
-became of each part is a line of EVENTS, so that whoever started it knows where it stands when it hangs.
+became of each part is a line of EVENTS, so that the process that started it knows which part hangs.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def main(config: str, events: str, *parts: str) -> int:
             raise
         code = stopped.exit_code
     finally:
+        signals.ignore()
         with close_deadline(_CLOSE_LIMIT_S, code, run.temporary.remove, run.directory / "close.log"):
             run.close()
         signals.restore()
