@@ -13,6 +13,7 @@ from tqdm import tqdm
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
@@ -136,6 +137,9 @@ class _PhaseServer:
         self._refill = refill
         self._pending_requests: list[WorkRequest] = []  # not answered yet
         self._tail_since: float | None = None  # when an engine first had room and no work was left
+        self._last_token = (
+            time.monotonic()
+        )  # when the last trajectory ended on its engine, before it was graded
         self._refilled = 0
         self._gone: dict[int, str] = {}  # reasons by lost engine
 
@@ -153,6 +157,7 @@ class _PhaseServer:
         else:
             for ended in message:
                 if ended.phase == self._number:
+                    self._last_token = max(self._last_token, now - ended.grading_s)
                     group = self._phase.ended(ended.engine, ended.group, ended.trajectory, now)
                     if group is not None:
                         self.complete.append(group)
@@ -200,10 +205,15 @@ class _PhaseServer:
         self, seconds: float, groups: Sequence[Group], carried: Sequence[OpenGroup]
     ) -> dict[str, float]:
         """Statistics that only the driver can count."""
-        since = self._tail_since
+        now = time.monotonic()
+        grading = max(0.0, now - self._last_token)
+        tail = 0.0 if self._tail_since is None else max(0.0, now - self._tail_since)
+        TRACE.ended("grading after the last token", grading)
+        TRACE.ended("tail", tail)
         cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
         return {
-            "tail_seconds": 0.0 if since is None else max(0.0, time.monotonic() - since),
+            "tail_seconds": tail,
+            "grading_seconds": grading,
             "engines_gone": float(len(self._gone)),
             "refilled_problems": float(self._refilled),
             "cut_trajectories": float(cut),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.stats import RolloutStats
@@ -246,7 +247,9 @@ class Turns:
         trajectory = self.trajectory
         if trajectory.open_turn is None:
             trajectory.open_turn = len(trajectory.response_ids)
-        result = await self._generate()
+        with TRACE.span("generate") as span:
+            result = await self._generate()
+            span.update(tokens=len(result.token_ids), cached=result.cached_tokens)
         self._append_generated(result)
         if result.finish_reason == "abort":
             raise Parked if self.parking else Interrupted("the engine aborted the request")
