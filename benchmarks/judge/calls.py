@@ -32,8 +32,8 @@ from benchmarks.judge.bare import bare_fork_cpu_ms
 from benchmarks.judge.programs import BARE_CASES, program
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.outcome import JudgeResult
 from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer

@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
-from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome, make_result
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.protocol import (

@@ -19,8 +19,7 @@ import aiohttp
 import tenacity
 
 from rstar2_megatron.judge.client.batches import Batches, BrokenBatch, RefusedBatch
-from rstar2_megatron.judge.client.result import JudgeResult
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 
 _RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx

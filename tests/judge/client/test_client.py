@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeRejected, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 
 
 @pytest.fixture

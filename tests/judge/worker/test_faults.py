@@ -20,8 +20,8 @@ from redis import Redis
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.processes import listen
 from rstar2_megatron.judge.queue import PREFIX, JobQueue
+from rstar2_megatron.services.process import listen
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge import in_process
 from tests.judge.waiting import until
