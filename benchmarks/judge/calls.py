@@ -38,7 +38,9 @@ from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
-CASES = ("print", "numpy", "sympy", "surds", "mix", "batch", "session", "overhead")
+CASES = (
+    "print", "template", "numpy", "sympy", "template_sympy", "surds", "mix", "batch", "session", "overhead",
+)  # fmt: skip
 OURS_ONLY = ("session", "overhead")
 BATCH_SIZE = 64
 # 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly
