@@ -218,6 +218,7 @@ async def _http_server(
     import uvicorn
 
     from rstar2_megatron.judge.server.app import create_app
+    from rstar2_megatron.judge.server.connections import BoundedProtocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -233,7 +234,7 @@ async def _http_server(
     )
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
-        backlog=2048,
+        backlog=2048, http=BoundedProtocol,
     )  # fmt: skip
     server = Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
