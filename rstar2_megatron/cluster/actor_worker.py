@@ -10,7 +10,9 @@ from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import Sent, WeightSender
+from rstar2_megatron.records.trace import Row, actor_row
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
 from rstar2_megatron.weights.route import Place, WeightRoute
@@ -19,7 +21,7 @@ from rstar2_megatron.weights.route import Place, WeightRoute
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-class ActorWorker(Worker):
+class ActorWorker(TracedWorker, Worker):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
@@ -30,6 +32,9 @@ class ActorWorker(Worker):
         """Address at which rank 0 hosts the actor's process group, as a torch init method."""
         host = os.environ["MASTER_ADDR"]
         return f"tcp://{host}:{free_port(host)}"
+
+    def trace_row(self) -> Row:
+        return actor_row(self._rank)
 
     def place(self) -> Place:
         """Node and accelerators of this rank."""
@@ -55,12 +60,14 @@ class ActorWorker(Worker):
             raise RuntimeError("ActorWorker.initialize has not been called")
         return self._actor
 
+    @traced
     def train_step(self, sequences: list[TrainSequence]) -> dict[str, float]:
         """One training step on the global batch. Collective; every rank returns the same metrics."""
         algorithm = self._settings.algorithm
         rows = self._settings.data.rollout_batch_size * algorithm.group_size // algorithm.n_minibatches
         return self.actor.train_step(sequences, mini_batch_rows=rows)
 
+    @traced
     def compute_logprobs(self, sequences: list[TrainSequence]) -> list[list[float]]:
         """Log-prob of each token (0.0 at position 0) under the current weights. Collective."""
         return self.actor.compute_logprobs(sequences)
@@ -92,6 +99,7 @@ class ActorWorker(Worker):
         self.actor.reset_optimizer(optim, lr_sched, max_steps * minibatches)
         self.actor.freeze_reference()
 
+    @traced
     def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
         """Stream all weights by Hugging Face name to the engines' workers. Collective over actor ranks."""
         return self._sender.send(self.actor.iter_hf_weights(), route, engines)
@@ -100,10 +108,12 @@ class ActorWorker(Worker):
         """Free the buckets of the last `send_weights`."""
         self._sender.forget()
 
+    @traced
     def offload(self, keep_weights: bool = False) -> None:
         """Offload from the accelerator as `actor.offload_*` sets, except the weights with `keep_weights`."""
         self.actor.offload(keep_weights=keep_weights)
 
+    @traced
     def reload(self) -> None:
         """Move the offloaded tensors back to the accelerator."""
         self.actor.reload()
@@ -111,10 +121,12 @@ class ActorWorker(Worker):
     def weights_checksum(self) -> dict[str, int]:
         return self.actor.weights_checksum()
 
+    @traced
     def save_checkpoint(self, directory: str, wait: bool = True) -> None:
         """Write a checkpoint. wait=False returns once the tensors are copied; `finish_checkpoint` waits for the files."""
         self.actor.save_checkpoint(directory, wait=wait)
 
+    @traced
     def finish_checkpoint(self) -> None:
         """Wait until the files of the last checkpoint are written."""
         self.actor.finish_checkpoint()

@@ -13,8 +13,10 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.outbox import Outbox
+from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.records.trace import Row, engine_row
 from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
@@ -32,7 +34,7 @@ from rstar2_megatron.weights.route import Place, WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(TracedWorker, Worker):
     def __init__(self, settings: Settings, device: str) -> None:
         super().__init__()
         self._settings = settings
@@ -43,6 +45,9 @@ class RolloutWorker(Worker):
         self._started = False
         self._receiver = WeightReceiver(self)
         self._engine_workers: list[Any] = []
+
+    def trace_row(self) -> Row:
+        return engine_row(self._rank)
 
     async def place(self) -> Place:
         """Node and accelerators of this engine."""
@@ -75,6 +80,7 @@ class RolloutWorker(Worker):
             "start_seconds": time.perf_counter() - start,
         }
 
+    @traced
     async def receive_weights(self, route: WeightRoute, version: int) -> str:
         """Receive the actor's weights and load them into the engine as `version`.
 
@@ -108,6 +114,7 @@ class RolloutWorker(Worker):
         """End `receive_weights`, because the sending side of the weight sync has failed."""
         self._receiver.abort(route, reason)
 
+    @traced
     async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
         """Open the host copy of the last sync for engine restarts. A lost engine is restarted now.
 
@@ -120,10 +127,11 @@ class RolloutWorker(Worker):
             return str(error)
         return ""
 
-    async def meet(self, engine_workers: list[Any]) -> None:
+    async def set_engine_workers(self, engine_workers: list[Any]) -> None:
         """Set the handles of all rollout workers, in rank order."""
         self._engine_workers = engine_workers
 
+    @traced
     async def release_memory(self) -> dict[str, float]:
         """Release KV cache and weights for a collocated actor. Generation needs `resume_memory` first.
 
@@ -133,6 +141,7 @@ class RolloutWorker(Worker):
         await self._engine.release_memory()
         return {"release_seconds": time.monotonic() - start}
 
+    @traced
     async def resume_memory(self, tags: list[MemoryTag]) -> dict[str, float]:
         """Allocate memory again: `["weights"]` before `receive_weights`, `["kv_cache"]` once the actor has offloaded."""
         start = time.monotonic()

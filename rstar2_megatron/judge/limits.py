@@ -6,6 +6,7 @@ The sandbox imports this file: standard library only.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ _ENVIRONMENT = {
     "MAX_MEMORY": "memory_mb",
     "MAX_STDOUT_ERROR_LENGTH": "output_chars",
 }
+LEVELS = ("minimal", "partial", "full")  # of isolation
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 
 
@@ -177,9 +179,10 @@ def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
     if files and kind == "math":
         raise ValueError("files: not for submissions of type math")
     checked = {_checked_path(path): _content(path, content) for path, content in files.items()}
-    folders = {str(folder) for path in checked for folder in PurePosixPath(path).parents}
-    if len(checked) < len(files) or not folders.isdisjoint(checked):
-        raise ValueError("files: two of them have the same path, or one is the folder of another")
+    parts = sorted(PurePosixPath(path).parts for path in checked)
+    for one, other in itertools.pairwise(parts):
+        if other[: len(one)] == one:
+            raise ValueError(f"files: {'/'.join(one)!r} and {'/'.join(other)!r} cannot both be written")
     size = sum(map(len, checked.values())) * 3 // 4
     if size > _FILES_BYTES:
         raise ValueError(f"files: {size} bytes together, at most {_FILES_BYTES}")
@@ -187,12 +190,11 @@ def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 
 def _checked_path(path: str) -> str:
-    """The path without empty and `.` parts."""
     plain = PurePosixPath(path)
     size = len(path.encode("utf-8", "surrogatepass"))
     if not plain.parts or plain.is_absolute() or ".." in plain.parts or _NO_PATH.search(path) or size > 255:
         raise ValueError(f"files: {path!r} is not a path below the working directory")
-    return str(plain)
+    return path
 
 
 def _content(path: str, content: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
@@ -119,6 +120,8 @@ class TrajectoryRunner:
         """Pass an engine report on: lengths and evictions to the scheduler, the load to the statistics."""
         stats = self.loop.stats
         stats.observe(report)
+        TRACE.counter("KV tokens", used=report.used_tokens, capacity=report.max_total_tokens)
+        TRACE.counter("requests", running=report.running_requests, waiting=report.waiting_requests)
         if self._reported_capacity not in (0, report.max_total_tokens):
             # a restarted engine may have found another amount of free memory
             self.scheduler.budget.capacity_tokens = report.max_total_tokens
@@ -193,15 +196,17 @@ class TrajectoryRunner:
 
         finished = preempted = False
         try:
-            trajectory = await self.loop.run(
-                work.problem,
-                key[1],
-                on_progress=progress,
-                resume=work.parked.get(key[1]),
-                preemption=self._preemptions[key],
-            )
+            with TRACE.task(f"{work.problem.query_id}#{key[1]}") as span:
+                trajectory = await self.loop.run(
+                    work.problem,
+                    key[1],
+                    on_progress=progress,
+                    resume=work.parked.get(key[1]),
+                    preemption=self._preemptions[key],
+                )
+                span.update(tokens=trajectory.length, ended=str(trajectory.finish_reason or "parked"))
             finished = trajectory.usable
-            self.scheduler.budget.settle(key, trajectory.length)
+            self.scheduler.budget.set_length(key, trajectory.length)
             preempted = (
                 trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
             )

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.cluster.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
+from rstar2_megatron.cluster.tracing import StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
@@ -137,6 +138,9 @@ class RLRun(ClusterRun):
             device=self.cluster.device,
             colocated=colocated,
         )
+        self.traces = StepTraces(
+            self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward)
+        )
         kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
         self._say(
             f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
@@ -234,7 +238,8 @@ class RLRun(ClusterRun):
             )
             # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
             after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
-            result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
+            with self.traces.step(step):
+                result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
             row = {
                 "step": float(step),
                 **step_metrics(
@@ -253,7 +258,7 @@ class RLRun(ClusterRun):
             print(step_line(row), flush=True)
             self.files.append(step, row, result.groups, result.shown)
             log.log({k: v for k, v in row.items() if k != "step"}, step)
-            self._stop_if_ruined(step, row)
+            self._stop_on_collapse(step, row)
         self._publish_checkpoint()
         return max(done, runner.max_steps), ""
 
@@ -274,7 +279,7 @@ class RLRun(ClusterRun):
         if save:
             self._save(step)
 
-    def _stop_if_ruined(self, step: int, row: dict[str, float]) -> None:
+    def _stop_on_collapse(self, step: int, row: dict[str, float]) -> None:
         """Raises CollapseError for a ruined run; a checkpoint of ruined weights is discarded."""
         try:
             self.watch.add(row)

@@ -30,6 +30,9 @@ _ACTOR_ANYWHERE = frozenset(
         "forget_weights",
         "finish_checkpoint",
         "shutdown",
+        "trace_clock",
+        "begin_trace",
+        "end_trace",
     }
 )
 _ACTOR_WEIGHTS = frozenset({"send_weights", "weights_checksum", "export_hf"})

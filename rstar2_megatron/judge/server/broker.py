@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.coalescing import ReplyCoalescing
 from rstar2_megatron.judge.limits import (
     MEGABYTE,
     CallLimits,
@@ -26,6 +25,7 @@ from rstar2_megatron.judge.limits import (
 )
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Sender, until_redis_answers
+from rstar2_megatron.judge.scheduling import ReplyCoalescing
 from rstar2_megatron.judge.server.math_answers import MathJudge
 
 log = logging.getLogger(__name__)

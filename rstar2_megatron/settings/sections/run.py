@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rstar2_megatron.settings.sections.base import Section
+
+Steps = Annotated[
+    list[Annotated[int, Field(ge=1)]],
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    ),
+]
+"""Step numbers from 1; one number stands for a list of it."""
 
 
 class ClusterSettings(Section):
@@ -95,6 +103,9 @@ class RunnerSettings(Section):
     """Lengths, turns and tool times of every trajectory to rollouts.jsonl, for `python -m benchmarks.rollout.scheduler`."""
     save_rollout_tokens: bool = False
     """Write every trajectory of each step, token for token, to rollouts/step_N.jsonl.gz of the run."""
+    trace: Steps = []
+    """A step, or a list of steps, to write to traces/step_N.json of the run, which Perfetto opens and
+    `python -m rstar2_megatron.report.timeline RUN` draws."""
     replay_rollouts: str | None = None
     """A directory written by save_rollout_tokens: train on its steps instead of rolling out. The same trajectories
     under two layouts, losses or backends give losses that can be compared number by number."""
