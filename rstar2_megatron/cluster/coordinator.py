@@ -15,7 +15,7 @@ from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.live_view import LiveView, ShowProgress
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
-from rstar2_megatron.rollout.phase import OpenGroup, Phase
+from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.progress import PhaseProgress
 from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
@@ -32,7 +32,7 @@ Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
 
 
 @dataclass
-class RolloutPhase:
+class PhaseResult:
     """Result of a phase: graded groups in the order of their problems, and statistics summed over engines."""
 
     groups: list[Group]
@@ -60,7 +60,7 @@ class RolloutCoordinator:
 
     def run(
         self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None
-    ) -> RolloutPhase:
+    ) -> PhaseResult:
         """Roll out `spec.samples` trajectories of each problem and grade them.
 
         Engines request slices of groups, so a faster engine gets more. `spec.tail` sets whether the phase waits for every
@@ -72,7 +72,7 @@ class RolloutCoordinator:
         phase = self._open(problems, spec)
         start = time.monotonic()
         pending = self._rollout.start("generate", self._channel, spec)
-        run = _PhaseRun(self._channel, phase, spec.phase, len(self._rollout), refill)
+        run = _PhaseServer(self._channel, phase, spec.phase, len(self._rollout), refill)
 
         live = LiveView(self._rollout, phase, PhaseProgress(label, self._lengths), self.show_progress)
 
@@ -103,11 +103,11 @@ class RolloutCoordinator:
             self.carried = carried
         seconds = time.monotonic() - start
         stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
-        return RolloutPhase(groups, seconds, stats)
+        return PhaseResult(groups, seconds, stats)
 
-    def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> Phase:
+    def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> RolloutPhase:
         rollout = self._settings.rollout
-        phase = Phase(
+        phase = RolloutPhase(
             WorkQueue(rollout.scheduler, len(self._rollout), rollout.slice_size),
             spec.samples,
             tail=spec.tail,
@@ -132,11 +132,11 @@ class RolloutCoordinator:
         self._inbox.close()
 
 
-class _PhaseRun:
+class _PhaseServer:
     """State of one running phase: handles incoming messages and answers work requests."""
 
     def __init__(
-        self, channel: Any, phase: Phase, number: int, num_engines: int, refill: Refill | None
+        self, channel: Any, phase: RolloutPhase, number: int, num_engines: int, refill: Refill | None
     ) -> None:
         self.complete: list[Group] = []
         self._channel = channel

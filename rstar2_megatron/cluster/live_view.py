@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from rstar2_megatron.cluster.calls import DeadlineExceeded, PendingCall, WorkerFailed, WorkerGroup, WorkerLost
-from rstar2_megatron.rollout.phase import Phase
+from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.progress import PhaseProgress, Progress
 from rstar2_megatron.services.metrics_server import MetricsServer
 
@@ -22,7 +22,7 @@ class LiveView:
     """Of one phase. `poll` is called often and never waits."""
 
     def __init__(
-        self, rollout: WorkerGroup, phase: Phase, progress: PhaseProgress, show: ShowProgress
+        self, rollout: WorkerGroup, phase: RolloutPhase, progress: PhaseProgress, show: ShowProgress
     ) -> None:
         self._rollout, self._phase, self._progress, self._show = rollout, phase, progress, show
         self._line = StatusLine(sys.stderr)

@@ -128,7 +128,7 @@ class RolloutWorker(TracedWorker, Worker):
             return str(error)
         return ""
 
-    async def meet(self, engine_workers: list[Any]) -> None:
+    async def set_engine_workers(self, engine_workers: list[Any]) -> None:
         """Set the handles of all rollout workers, in rank order."""
         self._engine_workers = engine_workers
 

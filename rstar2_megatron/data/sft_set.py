@@ -66,7 +66,7 @@ def parse_source(word: str) -> list[Input]:
     return [Input(name, str(file)) for file in find_files(path)] if path else [Input(name)]
 
 
-def place(conversation: Mapping[str, Any], seed: int) -> str:
+def sampling_key(conversation: Mapping[str, Any], seed: int) -> str:
     """Sort key of a conversation in the sampling order: a hash of the user messages."""
     said = [m["content"] for m in conversation["messages"] if m["role"] == "user"]
     return hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=12).hexdigest()
@@ -104,7 +104,7 @@ def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: 
     selection = Selection(options.counts)
     try:
         for row in state.accepted():
-            where = place(row, options.seed)
+            where = sampling_key(row, options.seed)
             selection.offer(row["source"], where)
             selection.seen.add(where)
         while state.source < len(inputs):
@@ -132,7 +132,7 @@ def _read_source(source: Input, state: ResumablePass, selection: Selection, opti
                 conversation = SFT_SOURCES[source.name].parse(row)
                 if sum(map(len, _texts(conversation))) > options.max_chars:
                     raise Unusable("too long")
-                where = place(conversation, options.seed)
+                where = sampling_key(conversation, options.seed)
                 if where in selection.seen:
                     raise Unusable("duplicate")
                 counts["usable"] += 1
@@ -165,7 +165,9 @@ def _write_results(state: ResumablePass, selection: Selection, options: Options)
     order = sorted(chosen, key=lambda item: item[1])
     held_out = set(order[: options.validation])
     rows = {
-        key: row for row in state.accepted() if (key := (row["source"], place(row, options.seed))) in chosen
+        key: row
+        for row in state.accepted()
+        if (key := (row["source"], sampling_key(row, options.seed))) in chosen
     }
     written = {
         "train.jsonl": write_jsonl(state.out / "train.jsonl", (rows[k] for k in order if k not in held_out))

@@ -103,7 +103,7 @@ class Cleaner:
     conflicting: set[str]
     """Fingerprints of problems that were published with different answers."""
 
-    def judge(self, shape: MathSource, row: Row) -> tuple[dict[str, Any] | None, str, str]:
+    def check(self, shape: MathSource, row: Row) -> tuple[dict[str, Any] | None, str, str]:
         """(row to keep, "", "") or (None, why it is dropped, the n-gram it shares). Raises DataError."""
         raw = shape.parse(row)
         if raw.why_not:
@@ -140,7 +140,7 @@ def problem_row(task: str, key: str, text: str, answer: str) -> dict[str, Any]:
     }
 
 
-def key_of(row: dict[str, Any]) -> str:
+def fingerprint_of(row: dict[str, Any]) -> str:
     """The fingerprint inside a row's query_id."""
     return str(row["query_id"]).rpartition("-")[2]
 
@@ -173,10 +173,10 @@ def process(
     state = ResumablePass(out, configuration, save_rows)
     try:
         if state.resumed and state.source < len(inputs):
-            say(f"going on at row {state.row + 1} of {inputs[state.source].label}")
+            say(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
         cleaner = Cleaner(options, index, {}, set(state.counters.get("conflicting", [])))
         for row in state.accepted():
-            cleaner.answers[key_of(row)] = row["solutions"][0]
+            cleaner.answers[fingerprint_of(row)] = row["solutions"][0]
         while state.source < len(inputs):
             _read_source(inputs[state.source], state, cleaner, options.limit)
             state.next_source()
@@ -199,7 +199,7 @@ def _read_source(source: Input, state: ResumablePass, cleaner: Cleaner, limit: i
         for row in read_input(source, shape, state.row):
             if limit is not None and state.row >= limit:
                 break
-            kept, why, shared = cleaner.judge(shape, row)
+            kept, why, shared = cleaner.check(shape, row)
             counts["in"] = counts.get("in", 0) + 1
             if kept is not None:
                 state.accept(kept)
@@ -232,7 +232,7 @@ def _write_results(
 
     def rows(validation: bool) -> Iterator[dict[str, Any]]:
         for row in state.accepted():
-            key = key_of(row)
+            key = fingerprint_of(row)
             if key in cleaner.conflicting:
                 conflicts[str(row["task"])] += not validation
             elif (key in held_out) is validation:

@@ -15,6 +15,7 @@ _ENVIRONMENT = {
     "MAX_MEMORY": "memory_mb",
     "MAX_STDOUT_ERROR_LENGTH": "output_chars",
 }
+LEVELS = ("minimal", "partial", "full")  # of isolation
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 
 

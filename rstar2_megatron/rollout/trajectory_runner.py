@@ -223,7 +223,7 @@ class TrajectoryRunner:
                 )
                 span.update(tokens=trajectory.length, ended=str(trajectory.finish_reason or "parked"))
             finished = trajectory.usable
-            self.scheduler.budget.settle(key, trajectory.length)
+            self.scheduler.budget.set_length(key, trajectory.length)
             preempted = (
                 trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
             )

@@ -132,12 +132,12 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
         )
     if algorithm.kl_beta and algorithm.kl_penalty_type not in KL_ESTIMATORS:
         yield (
-            f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is no KL "
+            f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is not a KL "
             f"loss (its expected gradient is not the KL's); choose one of {', '.join(KL_ESTIMATORS)}"
         )
     if runner.init_checkpoint and settings.cold_start.enabled:
         yield (
-            f"runner.init_checkpoint={runner.init_checkpoint} goes on with a trained model, but cold_start.enabled=True "
+            f"runner.init_checkpoint={runner.init_checkpoint} continues a trained model, but cold_start.enabled=True "
             "fine-tunes one first; set cold_start.enabled=False or runner.init_checkpoint=null"
         )
     if runner.task_type == "reasoning":

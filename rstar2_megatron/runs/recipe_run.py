@@ -82,7 +82,7 @@ class _Runner:
                     return 128 + self._stopped_by
                 if code:
                     print(
-                        f"error: stage {stage.name} ended with {code}; the same command goes on there",
+                        f"error: stage {stage.name} ended with {code}; the same command continues at this stage",
                         file=sys.stderr,
                     )
                     return code
@@ -111,7 +111,7 @@ class _Runner:
             known = self.state["stages"].get(stage.name)
             if known and known["status"] == "done" and known["fingerprint"] != self.plan.fingerprint(stage):
                 raise ConfigError(
-                    f"stage {stage.name} in {self.plan.root} was done with other settings than now; take them back, "
+                    f"stage {stage.name} in {self.plan.root} was run with other settings; restore them, "
                     f"give the recipe another name (runner.experiment_name=NAME), or remove {self.plan.root}"
                 )
 

@@ -273,7 +273,7 @@ class RLRun(ClusterRun):
             self._export_step(row)
             self.files.append(step, row, result.groups, result.shown)
             log.log({k: v for k, v in row.items() if k != "step"}, step)
-            self._stop_if_ruined(step, row)
+            self._stop_on_collapse(step, row)
         self._publish_checkpoint()
         return max(done, runner.max_steps), ""
 
@@ -294,7 +294,7 @@ class RLRun(ClusterRun):
         if save:
             self._save(step)
 
-    def _stop_if_ruined(self, step: int, row: dict[str, float]) -> None:
+    def _stop_on_collapse(self, step: int, row: dict[str, float]) -> None:
         """Raises CollapseError for a ruined run; a checkpoint of ruined weights is discarded."""
         try:
             self.watch.add(row)

@@ -163,7 +163,7 @@ def test_a_killed_pass_goes_on_to_the_same_result(
     said: list[str] = []
     judged_before = len(judged)
     assert run(files, out, said.append, validation=5) == whole
-    assert any("going on at row 7" in line for line in said)
+    assert any("continuing at row 7" in line for line in said)
     assert len(judged) - judged_before == 51 - 29  # rows of whole saves are not read again
     for name in ("train.jsonl", "validation.jsonl", "report.json"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

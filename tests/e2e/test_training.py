@@ -208,7 +208,7 @@ def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) ->
     run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
     ports = listening_ports(run)
     run.send(signal.SIGTERM)
-    assert run.wait(60) == 143
+    assert run.wait(60) == 143, run.text()[-4000:]
     leaves_nothing(run, ports)
     assert "Unhandled error" not in run.text(), run.text()[-4000:]
 

@@ -32,13 +32,12 @@ from typing import NoReturn
 
 from rstar2_megatron.judge.limits import default_permits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux
-from rstar2_megatron.judge.sandbox.call import CallRunner
+from rstar2_megatron.judge.sandbox.call import LENGTH, CallRunner, send_message, serve_slot
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, make_connection, serve_calls
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.sandbox.interpreter import SessionRunner
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import children, weigh_as
-from rstar2_megatron.judge.sandbox.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"

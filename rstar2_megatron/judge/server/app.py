@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.limits import LEVELS, CallLimits
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
 from rstar2_megatron.judge.server.broker import Broker, Ticket
 from rstar2_megatron.judge.server.submission import BatchSubmission, Submission, check_session_name
@@ -135,14 +135,13 @@ class JudgeServer:
         """State of the queue and the workers; `isolation` is the weakest level of all workers."""
         told = await self.broker.queue.status()
         workers = told["workers"]
-        order = ["minimal", "partial", "full"]
         levels = [w["isolation"].get("level", "minimal") for w in workers.values()]
         return {
             "queue": told["queue"],
             "num_workers": sum(w["slots"] for w in workers.values()),
             "sessions": sum(w["sessions"] for w in workers.values()),
             "session_room": sum(w["session_room"] for w in workers.values()),
-            "isolation": min(levels, key=order.index) if levels else None,
+            "isolation": min(levels, key=LEVELS.index) if levels else None,
             "workers": workers,
             "limits": self.broker.limits.as_dict(),
             "queue_time_limit_s": self.broker.queue_time_limit_s,

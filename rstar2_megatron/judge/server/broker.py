@@ -15,10 +15,10 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.coalescing import ReplyCoalescing
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.scheduling import ReplyCoalescing
 from rstar2_megatron.judge.server.math_answers import MathJudge
 from rstar2_megatron.judge.server.sender import Sender
 from rstar2_megatron.judge.server.submission import Submission, check_files, check_session, check_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -85,6 +86,10 @@ def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
     if files and kind == "math":
         raise ValueError("files: not for submissions of type math")
     checked = {_checked_path(path): _content(path, content) for path, content in files.items()}
+    parts = sorted(PurePosixPath(path).parts for path in checked)
+    for one, other in itertools.pairwise(parts):
+        if other[: len(one)] == one:
+            raise ValueError(f"files: {'/'.join(one)!r} and {'/'.join(other)!r} cannot both be written")
     size = sum(map(len, checked.values())) * 3 // 4
     if size > _FILES_BYTES:
         raise ValueError(f"files: {size} bytes together, at most {_FILES_BYTES}")

@@ -119,17 +119,17 @@ class EngineClient(SupervisedEngine):
 
         Raises EngineLost, or its subclass GenerationTimeout after `timeout_s`, which also aborts the request in the engine.
         Raises EngineError when SGLang refuses the request, for example because it is too long, and when the engine is not
-        `settled`.
+        `wait_until_ready`.
         """
         child = self._alive_child()
         if self._changes:
-            raise EngineError(f"{self.name} starts or changes its weights: wait until it is settled")
+            raise EngineError(f"{self.name} starts or changes its weights: await wait_until_ready first")
         if self._released:
             raise EngineError(
                 f"{self.name} has released its memory {sorted(self._released)}: resume_memory first"
             )
         if self._missing_weights:
-            raise EngineLost(f"{self.name} has no current weights: call update_weights")
+            raise EngineLost(f"{self.name} has no current weights: call update_weights first")
         # fixed width: SGLang aborts every request whose id starts with the given one
         rid = f"{next(self._request_ids):016x}"
         if on_tokens is not None:

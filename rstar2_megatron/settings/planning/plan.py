@@ -23,7 +23,7 @@ from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memor
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
-from rstar2_megatron.settings.planning.table import Plan, parameters_text
+from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
 from rstar2_megatron.settings.planning.times import plan_times
 from rstar2_megatron.settings.planning.training import plan_training
 from rstar2_megatron.settings.schema import Settings
@@ -32,7 +32,7 @@ __all__ = [
     "GB",
     "HostMemory",
     "Memory",
-    "Plan",
+    "RunPlan",
     "host_memory",
     "kv_bytes_per_token",
     "kv_capacity",
@@ -58,14 +58,14 @@ def make_plan(
     *,
     slots: Slots | None = None,
     find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
-) -> Plan:
+) -> RunPlan:
     """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, 8 x 80 GB a node are assumed.
 
     Raises ValueError for an invalid placement or an unsupported model.
     """
     if slots is None:
         slots = slots_of(settings.cluster, find_gpus(), visible_host_gb())
-    plan = Plan(f"Plan of {settings.runner.experiment_name}")
+    plan = RunPlan(f"Plan of {settings.runner.experiment_name}")
     places = component_slots(settings.cluster, slots.count)
     model, source = model_of(settings)
     plan_placement(plan, settings, slots, places)
