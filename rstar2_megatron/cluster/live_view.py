@@ -12,7 +12,8 @@ from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.progress import PhaseProgress, Progress
 from rstar2_megatron.services.metrics_server import MetricsServer
 
-_POLL_S = 2.0
+_POLL_S = 2.0  # between two questions
+_LOOK_S = 0.2  # between two looks for the answer
 _LINE_S = 60.0  # between lines where the output is no terminal
 
 ShowProgress = Callable[[Progress], None]
@@ -27,15 +28,18 @@ class LiveView:
         self._rollout, self._phase, self._progress, self._show = rollout, phase, progress, show
         self._line = StatusLine(sys.stderr)
         self._call: PendingCall | None = None
-        self._asked = time.monotonic()
+        self._next = time.monotonic() + _POLL_S
 
     def poll(self) -> None:
         now = time.monotonic()
-        if self._call is None and now - self._asked >= _POLL_S:
-            self._asked = now
+        if now < self._next:
+            return
+        self._next = now + _LOOK_S
+        if self._call is None:
             self._call = self._rollout.start("load")
-        elif self._call is not None and self._call.settle(0):
+        elif self._call.wait_for_end(0):
             call, self._call = self._call, None
+            self._next = now + _POLL_S
             try:
                 loads = [load for load in call.result(1.0) if load is not None]
             except (
