@@ -61,6 +61,8 @@ class RLRun(ClusterRun):
             self.directory,
             save_rollouts=settings.runner.save_rollouts,
             save_rollout_tokens=settings.runner.save_rollout_tokens,
+            keep_rollouts=settings.runner.keep_rollouts,
+            max_file_mb=settings.runner.max_file_mb,
         )
         self.last_evaluation: tuple[int, Any] = (-1, None)
         self.watch = CollapseWatch(settings.runner.max_empty_steps)

@@ -128,6 +128,11 @@ class RunnerSettings(Section):
     """A step, or a list of steps, to write to traces/step_N.json of the run, which Perfetto opens and
     `python -m rstar2_megatron.report.timeline RUN` draws."""
     profiler: ProfilerSettings = ProfilerSettings()
+    keep_rollouts: int | None = Field(None, ge=1)
+    """Number of newest steps whose files in rollouts/ are kept; null: all."""
+    max_file_mb: int = Field(1024, ge=1)
+    """Largest trajectories.jsonl and rollouts.jsonl: the rows of the oldest steps are dropped. Also the largest log in
+    logs/, of which one older part is kept beside it."""
     replay_rollouts: str | None = None
     """A directory written by save_rollout_tokens: train on its steps instead of rolling out. The same trajectories
     under two layouts, losses or backends give losses that can be compared number by number."""
