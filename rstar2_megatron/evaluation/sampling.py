@@ -140,25 +140,19 @@ def sample(
     return [found[key] for key in keys if key in found]
 
 
+@dataclass
 class _Sampler:
     """One call of `sample`: services up, engines pulling attempts, services down."""
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        settings: SamplingSettings,
-        file: SampleFile,
-        found: dict[tuple[str, int], Sample],
-        label: str,
-        progress: bool,
-    ) -> None:
-        self.problems = problems
-        self.settings = settings
-        self.file = file
-        self.found = found
-        self.label = label
-        self.progress = progress
-        self.logs = file.path.parent.resolve() / "logs"
+    problems: Sequence[Problem]
+    settings: SamplingSettings
+    file: SampleFile
+    found: dict[tuple[str, int], Sample]
+    label: str
+    progress: bool
+
+    def __post_init__(self) -> None:
+        self.logs = self.file.path.parent.resolve() / "logs"
 
     async def run(self) -> None:
         settings = self.settings

@@ -125,7 +125,9 @@ def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int 
 
 def start(job: Job, case: Case) -> MegatronActor:
     """The actor of this rank, initialised; collective."""
-    from rstar2_megatron.actor.megatron_actor import MegatronActor
+    from rstar2_megatron.actor.megatron_actor import (
+        MegatronActor,  # here: the driver reads this file and does no torch work
+    )
 
     actor = MegatronActor(
         case.actor,
@@ -152,6 +154,5 @@ def logprob_tolerance(precision: str) -> float:
 
 
 def mean_difference(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """Mean |difference| over all tokens."""
     pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
     return sum(abs(a - b) for a, b in pairs) / max(len(pairs), 1)

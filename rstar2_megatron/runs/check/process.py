@@ -67,7 +67,7 @@ def _leave() -> None:
     if torch is None:
         return
     if torch.distributed.is_initialized():
-        from rstar2_megatron.actor import process_groups
+        from rstar2_megatron.actor import process_groups  # here: other programs need no torch
 
         process_groups.leave()
     if torch.cuda.is_available():
