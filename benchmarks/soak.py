@@ -2,7 +2,7 @@
 
 Starts the tiny run on a CPU with small steps and looks at it after each one: private memory, descriptors and threads of every
 process by its role, files in /dev/shm that its processes have open or mapped, and files below its TMPDIR. One JSON line: for
-each quantity the mean of an early and of the last fifth of the steps and the growth a step between them; what was left at the end.
+each quantity the means of an early and of the last fifth of the steps and the growth a step; what was left at the end.
 """
 
 from __future__ import annotations
