@@ -15,9 +15,9 @@ from pathlib import Path
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.judge.processes import is_loopback
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.records.trajectory_files import rollouts_path
+from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes

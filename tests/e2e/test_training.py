@@ -150,7 +150,7 @@ def test_a_checkpoint_can_be_evaluated(first_run: Path) -> None:
     checkpoint = first_run / "checkpoints" / "global_step_2"
     config = find_run_config(checkpoint)
     assert config == first_run / "config.yaml"
-    settings, _ = load_settings(str(config))
+    settings = load_settings(str(config))
     converted = hugging_face_directory(checkpoint, settings.rollout.model.model_path)
     ours, exported = (load_file(path / "model.safetensors") for path in (converted, first_run / "model"))
     assert ours.keys() == exported.keys()

@@ -13,8 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
-from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome, make_result
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerationTimeout
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome

@@ -6,6 +6,7 @@ PID namespace ends all descendants with the call; without one, the call parent a
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import json
 import os
@@ -31,10 +32,23 @@ LENGTH = struct.Struct("<I")
 DEMOTED = bytes(4)  # an empty message to the worker during a call: the call is demoted, its answer follows
 _LIBRARIES = re.compile(r"\b(numpy|sympy|mpmath|scipy|pandas|matplotlib|networkx|sklearn|statsmodels)\b")
 
+# The public clients' template carries the program as a literal in base64.
+_ENCODED = re.compile(r"""\bb64decode\(b?(["'])([A-Za-z0-9+/]{8,1000000}={0,2})\1""")
+
 
 def uses_libraries(job: dict[str, Any]) -> bool:
     """A guess that affects only the cost: the program itself imports what the guess has missed."""
-    return job["type"] == "python" and _LIBRARIES.search(job["solution"]) is not None
+    if job["type"] != "python":
+        return False
+    source = job["solution"]
+    return any(_LIBRARIES.search(text) for text in (source, *map(_decoded, _ENCODED.findall(source))))
+
+
+def _decoded(literal: tuple[str, str]) -> str:
+    try:
+        return binascii.a2b_base64(literal[1]).decode("latin-1")
+    except binascii.Error:
+        return ""
 
 
 class Runner:
