@@ -2,7 +2,7 @@
 
 Starts the tiny run on a CPU with small steps and looks at it after each one: private memory, descriptors and threads of every
 process by its role, files in /dev/shm that its processes have open or mapped, and files below its TMPDIR. One JSON line: for
-each quantity its means over the second, the third and the last fifth of the steps, and the growth a step between the latter two;
+each quantity its means over the second, third and last fifth of the steps, and the growth a step between the latter two;
 what was left at the end. `--out` also keeps the memory after every step.
 """
 
