@@ -215,8 +215,8 @@ class _PhaseServer:
         now = time.monotonic()
         grading = max(0.0, now - self._last_token)
         tail = 0.0 if self._tail_since is None else max(0.0, now - self._tail_since)
-        TRACE.ended("grading after the last token", grading)
-        TRACE.ended("tail", tail)
+        TRACE.add("grading after the last token", now - grading, now)
+        TRACE.add("tail", now - tail, now)
         cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
         return {
             "tail_seconds": tail,
