@@ -21,7 +21,7 @@ Batch = list[TrainSequence]
 
 @dataclass(frozen=True)
 class Case:
-    """What an actor of a check is made from."""
+    """Settings and model directory of an actor in a check."""
 
     actor: ActorSettings
     runner: RunnerSettings

@@ -1,4 +1,4 @@
-"""What a check is, and what it answers. Pure."""
+"""A check and its result. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Check:
 
 @dataclass
 class Result:
-    """What the report holds of one check."""
+    """The entry of one check in the report."""
 
     name: str
     state: State

@@ -55,5 +55,5 @@ def largest_error(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, fl
 
 
 def reference_path(scratch: Path) -> str:
-    """Where the gradients of one rank with a packed batch lie."""
+    """The file of the gradients of one rank with a packed batch."""
     return str(scratch / "gradients.safetensors")

@@ -1,4 +1,4 @@
-"""How fast the ranks exchange gradients: NCCL beside GPUs, gloo on CPU slots."""
+"""Bandwidth of collectives between ranks: NCCL on GPUs, gloo on CPU slots."""
 
 from __future__ import annotations
 

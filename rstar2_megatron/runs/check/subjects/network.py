@@ -194,7 +194,7 @@ def engine_layers(context: Context) -> Finding:
 
 
 def implementation(job: Job) -> str:
-    """What `transformer_impl: auto` means in this process."""
+    """The implementation that `transformer_impl: auto` chooses in this process."""
     # here, because it imports megatron-core
     from rstar2_megatron.actor.network.layer_spec import choose_implementation
 
