@@ -97,11 +97,9 @@ def lengths(context: Context) -> tuple[int, int]:
     return (20, 64) if context.device == "cpu" else (128, 1024)
 
 
-def make_batch(context: Context, count: int = 12, seed: int = 0) -> Batch:
+def make_batch(context: Context) -> Batch:
     """Ragged trajectories with masked spans and advantages of both signs."""
-    model = context.thin_config
-    low, high = lengths(context)
-    return random_batch(model, count, low, high, seed)
+    return random_batch(context.thin_config, 12, *lengths(context))
 
 
 def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int = 0) -> Batch:
