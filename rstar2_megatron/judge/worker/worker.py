@@ -145,9 +145,11 @@ class Worker:
         self.prefetched.answered(len(answers), time.monotonic())
         try:
             if answers or (count and self._may_have_jobs):
+                if count:  # lowered before asking: a bell may raise it while the answer is on its way
+                    self._may_have_jobs = False
                 jobs = await self._ask(answers, count)
-                if count:
-                    self._may_have_jobs = len(jobs) == count  # a full answer: the queue may hold more
+                if count and len(jobs) == count:  # the queue may hold more
+                    self._may_have_jobs = True
                 for job in jobs:
                     if job.key not in self.running:  # else a restarted Redis forgot that it runs here
                         self.prefetched.add(job)
@@ -155,6 +157,7 @@ class Worker:
                     self._begin_jobs()
         except (RedisError, OSError) as error:
             self._done = answers + self._done
+            self._may_have_jobs = True
             if not self.stopping.is_set():
                 log.error("exchanging jobs failed: %s", error)
                 await asyncio.sleep(0.5)
