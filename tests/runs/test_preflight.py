@@ -84,6 +84,8 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             ["data.max_prompt_length=600", "runner.seq_length=640"],
             r"=600 \+ .*=256 exceed .*=640; set runner.seq_length=856",
         ),
+        (["runner.max_steps=9", "runner.trace=[3,10]"], r"runner.trace=\[3, 10\] names step 10, but .*=9"),
+        (["runner.max_steps=9", "runner.profiler.steps=10"], r"runner.profiler.steps=\[10\] names step 10"),
         (["algorithm.group_size=4"], r"down_sample_to_n=8 exceeds algorithm.group_size=4"),
         (
             ["algorithm.down_sampling.down_sampling_config.min_zero_reward_trace_num=8"],
