@@ -93,7 +93,7 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         ),
         (
             ["algorithm.kl_beta=0.1", "algorithm.kl_penalty_type=kl"],
-            r"kl_penalty_type=kl with algorithm.kl_beta=0.1 is no KL loss .* choose one of low_var_kl",
+            r"kl_penalty_type=kl with algorithm.kl_beta=0.1 is not a KL loss .* choose one of low_var_kl",
         ),
         (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
         (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),
