@@ -92,7 +92,7 @@ class TrainingCluster:
                 object_store_mb=object_store_mb(self.settings),
             )
             self._head.start()
-        elif self.settings.cluster.num_nodes > 1:
+        else:
             await_cluster(self.settings.cluster)
 
         for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):

@@ -24,7 +24,7 @@ from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.sft.rows import load_sft_rows
-from rstar2_megatron.sft.training import run_phase
+from rstar2_megatron.sft.training import run_sft_phase
 
 Evaluate = Callable[[str], HeldOutResult]
 
@@ -107,7 +107,7 @@ def run_cold_start(
         timeout = settings.runner.step_timeout_s
         rows = load_sft_rows([phase.data_path], tokenizer, settings.runner.seq_length)
         actor.call("start_sft_phase", phase, timeout_s=timeout)
-        history = run_phase(actor, phase, rows, settings.cold_start.seed, timeout)
+        history = run_sft_phase(actor, phase, rows, settings.cold_start.seed, timeout)
         if history:
             losses[phase.name] = history[-1]["sft/loss"]
             print(

@@ -240,7 +240,12 @@ def make_forks_cheap() -> None:
 
 
 def import_standard_library() -> None:
-    """Import what programs use most. All calls would copy rare modules, so programs import them: cmath, datetime (2 ms)."""
+    """Import what programs, and the public clients' template (ast, base64), use most.
+
+    All calls would copy rare modules, so programs import them: cmath, datetime (2 ms).
+    """
+    import ast
+    import base64
     import collections
     import decimal
     import fractions
@@ -250,7 +255,7 @@ def import_standard_library() -> None:
     import random
     import string
 
-    del collections, decimal, fractions, functools, itertools, math, random, string
+    del ast, base64, collections, decimal, fractions, functools, itertools, math, random, string
     builtins.exit, builtins.quit = (_sitebuiltins.Quitter(name, "Ctrl-D") for name in ("exit", "quit"))
     builtins.help = _sitebuiltins._Helper()
 

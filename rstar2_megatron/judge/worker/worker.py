@@ -49,7 +49,7 @@ class Worker:
         slots: int,
         sessions: int = 0,
         session_ttl_s: float = 900.0,
-        require_isolation: str = "any",
+        require_isolation: str = "partial",
         permits: int | None = None,
         name: str | None = None,
     ) -> None:
