@@ -38,10 +38,13 @@ What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (default
   metrics.jsonl  one object a step        tensorboard/   event files       trajectories.jsonl  samples
   curves.png     reward, length, errors   checkpoints/global_step_N/       model/              Hugging Face directory
   rollouts/      all tokens, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
+  traces/        with runner.trace=N: step N for Perfetto (python -m rstar2_megatron.report.timeline RUN draws it)
+  profiles/      with runner.profiler.steps=N: torch profiles of actor and engines
 
 Often changed:
   runner.max_steps=N runner.save_interval=N runner.experiment_name=NAME runner.resume_dir=auto|null|PATH
   rollout.model.model_path=DIR data.train_data_paths=[FILE] data.rollout_batch_size=N algorithm.group_size=N
+  runner.metrics_port=N (Prometheus) runner.max_file_mb=N runner.keep_rollouts=N
   actor.model.tensor_model_parallel_size=N actor.optim.lr=X algorithm.recompute_logprobs=True
   algorithm.variant=paper|released|released-rlinf   resampling, reward, aggregation and limits of one code, together
 

@@ -6,6 +6,7 @@ Small numbers of steps; the supervised start is short, done once, and shared thr
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -88,6 +89,16 @@ def test_the_traced_step_has_every_row_and_the_shares_of_its_metrics(first_run: 
     shares = shares_of(step)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares == pytest.approx({name: row[f"share/{name}"] for name in shares}, abs=0.02)
+
+
+def test_the_profiled_step_has_a_file_of_every_rank(first_run: Path) -> None:
+    (directory,) = (first_run / "profiles").iterdir()
+    files = sorted(path.name for path in directory.iterdir())
+    assert directory.name == "step_2" and files[:2] == ["actor_rank_0.json.gz", "actor_rank_1.json.gz"]
+    assert [name[:9] for name in files[2:]] == ["engine_0-", "engine_1-"]
+    for file in directory.iterdir():
+        names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert names & {"aten::mm", "aten::addmm", "aten::matmul"}, file
 
 
 def test_supervised_start_taught_the_format(first_run: Path) -> None:

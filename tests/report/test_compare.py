@@ -27,7 +27,8 @@ from rstar2_megatron.report.comparison_files import Comparison, draw_comparison
 from rstar2_megatron.report.curves import main
 from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, REWARD, panel
-from rstar2_megatron.report.read import read_log, read_logs
+from rstar2_megatron.report.read import read_logs
+from tests.report.logs import read_log
 from tests.report.test_report import write_run
 
 REWARD_PANEL = [panel("reward")]

@@ -74,7 +74,7 @@ def test_the_saved_configuration_keeps_the_values(tmp_path: Path) -> None:
 
 def test_an_unknown_variant_names_the_known() -> None:
     with pytest.raises(
-        ConfigError, match="algorithm.variant='relased'; it is paper, released, released-rlinf"
+        ConfigError, match=r"algorithm.variant='relased'; it is paper, released, released-rlinf"
     ):
         load(SIZE, ["algorithm.variant=relased"])
 
