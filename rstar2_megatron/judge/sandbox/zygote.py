@@ -299,7 +299,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     tree: GroupTree | None = None
     groups: list[SlotGroup | None] = [None] * (slots + sessions)
     try:
-        tree = GroupTree(slots + sessions, max(1, slots * 3 // 16))
+        tree = GroupTree(slots + sessions, min(100, max(1, slots * 3 // 16)))
         groups = list(tree.slots)
         layers.activate("memory_cgroup")
         if tree.without_cpu is None:
