@@ -13,7 +13,7 @@ from rstar2_megatron.runs.check.agent import NodeAgent
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes, values
 from rstar2_megatron.runs.check.process import Job
-from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.runs.check.runner import run_checks
 from rstar2_megatron.runs.check.subjects import collectives, engine, judge, machine
 from rstar2_megatron.runs.check.subjects.thin_model import thin_config
@@ -246,7 +246,7 @@ def test_a_failure_stops_only_what_depends_on_it() -> None:
         Check("c", failing(ZeroDivisionError("by zero")), "mend it"),
         Check("d", finding("fine"), "", after=("b",)),
         Check("e", finding("fine"), "", after=("d",)),
-        Check("f", failing(NotHere("no experts")), ""),
+        Check("f", failing(CheckSkipped("no experts")), ""),
         Check("g", finding("fine"), "", gpu=True),
         Check("h", finding("fine"), "", ranks=4),
         Check("i", finding("fine"), "", nodes=2),

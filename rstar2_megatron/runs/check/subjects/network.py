@@ -16,7 +16,7 @@ from rstar2_megatron.runs.check.case import (
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.programs.gradients import reference_path
-from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 
 _GRADIENTS = "rstar2_megatron.runs.check.programs.gradients:gradients"
 _PLAIN_OPTIMIZER = {
@@ -172,12 +172,12 @@ def layout(**model: Any) -> Callable[[Context], Finding]:
         changes = dict(model)
         if changes.get("tensor_model_parallel_size", 1) > 1:
             if config.num_kv_heads % 2 or config.vocab_size % 2:
-                raise NotHere(
+                raise CheckSkipped(
                     f"{config.num_kv_heads} key/value heads or a vocabulary of {config.vocab_size} cannot be halved"
                 )
             changes["sequence_parallel"] = settings.actor.model.sequence_parallel or config.is_moe
         if changes.get("expert_model_parallel_size", 1) > 1 and not config.is_moe:
-            raise NotHere("the model has no experts")
+            raise CheckSkipped("the model has no experts")
         return compared(context, plain_case(context, **changes), ranks=2)
 
     return run
@@ -186,10 +186,12 @@ def layout(**model: Any) -> Callable[[Context], Finding]:
 def engine_layers(context: Context) -> Finding:
     """TransformerEngine's layers against megatron-core's local ones."""
     if context.settings.actor.model.transformer_impl == "local":
-        raise NotHere("actor.model.transformer_impl=local")
+        raise CheckSkipped("actor.model.transformer_impl=local")
     other = context.nodes.ranks("rstar2_megatron.runs.check.subjects.network:implementation", 1, 60.0)[0]
     if other == "local":
-        raise NotHere("TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine")
+        raise CheckSkipped(
+            "TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine"
+        )
     return compared(context, plain_case(context, transformer_impl="local"))
 
 
