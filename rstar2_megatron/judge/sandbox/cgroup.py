@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 _NAME = "rstar2-judge"
+_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 
 def _own_directory() -> tuple[Path, int]:
@@ -45,14 +46,10 @@ class SlotGroup:
 
     def __init__(self, directory: Path, version: int) -> None:
         directory.mkdir()
-        limit, events = (
-            ("memory.limit_in_bytes", "memory.oom_control")
-            if version == 1
-            else ("memory.max", "memory.events")
-        )
-        self._limit = os.open(directory / limit, os.O_WRONLY | os.O_CLOEXEC)
+        self._limit = os.open(directory / _LIMIT[version], os.O_WRONLY | os.O_CLOEXEC)
         self._members = os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-        self._events = os.open(directory / events, os.O_RDONLY | os.O_CLOEXEC)
+        names = ("memory.oom_control", "memory.failcnt") if version == 1 else ("memory.events",)
+        self._events = [os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC) for name in names]
         self._size = 0
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
@@ -60,7 +57,7 @@ class SlotGroup:
 
     @property
     def descriptors(self) -> set[int]:
-        return {self._limit, self._members, self._events}
+        return {self._limit, self._members, *self._events}
 
     def join(self) -> None:
         """Move the calling process into the group; its later children are in it too."""
@@ -72,11 +69,12 @@ class SlotGroup:
             os.write(self._limit, str(size).encode())
             self._size = size
 
-    def kills(self) -> int:
-        """Number of processes of this group that the kernel has killed for lack of memory."""
-        told = os.pread(self._events, 4096, 0)
-        found = told.find(b"oom_kill ")
-        return int(told[found + 9 :].split(None, 1)[0]) if found >= 0 else 0
+    def shortage(self) -> tuple[int, int]:
+        """How many of its processes the kernel has killed for lack of memory, and how often this group's limit was reached."""
+        words = b" ".join([os.pread(fd, 4096, 0) for fd in self._events]).split()
+        told = dict(zip(words[::2], words[1::2], strict=False))
+        reached = told.get(b"max", words[-1])  # version 1: the other file's only number
+        return int(told.get(b"oom_kill", 0)), int(reached)
 
 
 class GroupTree:
@@ -88,6 +86,7 @@ class GroupTree:
         sweep_stale(base)
         self.root = base / f"{_NAME}-{os.getpid()}"
         self.root.mkdir()
+        _bound_service(self.root, version)
         self.slots: list[SlotGroup] = []
         try:
             if version == 2:
@@ -100,3 +99,12 @@ class GroupTree:
     def remove(self) -> None:
         """Remove the groups; their processes must have ended."""
         _remove_tree(self.root)
+
+
+def _bound_service(root: Path, version: int) -> None:
+    """Leave a quarter of the memory that this process may use to others: slots promise more than the machine has."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for directory in root.parents:
+        with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit
+            sizes.append(int((directory / _LIMIT[version]).read_text()))
+    (root / _LIMIT[version]).write_text(str(min(sizes) * 3 // 4))

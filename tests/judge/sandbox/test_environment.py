@@ -80,6 +80,7 @@ linux.do([seccomp.install_step(seccomp.compile_filter(0x7FFF0000, refused))])
 async def main():
     pool = SlotPool(1)
     await pool.start(60)
+    await pool.check_isolation("partial")  # root: own uids
     print(json.dumps(sorted(pool.description["isolation"]["missing"])))
     slot = await pool.free.get()
     endless = "import os, time\\nif os.fork() == 0:\\n    os.setsid()\\nprint('there', flush=True)\\ntime.sleep(60)"
