@@ -19,7 +19,7 @@ MB = 1 << 20
 @pytest.fixture
 def tree() -> Iterator[GroupTree]:
     try:
-        made = GroupTree(1)
+        made = GroupTree(1, 1)
     except OSError as error:
         pytest.skip(f"no memory control groups: {error}")
     yield made
@@ -31,7 +31,7 @@ def test_the_service_has_a_limit_below_the_machines_memory(
     tree: GroupTree, own_mb: int, outcome: Outcome
 ) -> None:
     (limit,) = [
-        path for name in ("memory.limit_in_bytes", "memory.max") if (path := tree.root / name).exists()
+        path for name in ("memory.limit_in_bytes", "memory.max") if (path := tree.roots[0] / name).exists()
     ]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert int(limit.read_text()) <= memory * 3 // 4
