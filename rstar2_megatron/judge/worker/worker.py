@@ -365,7 +365,8 @@ class Worker:
             try:
                 async for key in self.queue.cancellations(self.name):
                     if key.startswith("@"):
-                        await self._end_session(key[1:])
+                        if self.sessions.end(key[1:]):
+                            await self._forget_sessions([key[1:]])
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
                     elif self.prefetched.drop(key):
@@ -375,10 +376,6 @@ class Worker:
             except (RedisError, OSError) as error:
                 log.debug("listening for cancellations failed: %s", error)
                 await asyncio.sleep(0.5)
-
-    async def _end_session(self, name: str) -> None:
-        if self.sessions.end(name):
-            await self._forget_sessions([name])
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Lease no more jobs, wait `drain_s` for running ones, end the sandbox, put the others back."""
