@@ -25,6 +25,7 @@ HEARTBEAT_S = 1.0
 HEARTBEAT_TTL_S = 6  # a worker without a heartbeat for so long has lost its jobs
 MAX_TRIES = 2  # a job whose worker dies runs once more, then fails as poison
 KEEP_ANSWER_S = 600
+_CELLS_BYTES, _CELLS_S = 1 << 20, 3600  # kept of a session that can be rebuilt, after its last call
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
 _CONNECTIONS = 32
@@ -194,6 +195,25 @@ class JobQueue:
     async def held_sessions(self, worker: str) -> set[str]:
         """The sessions of `worker` that Redis knows of."""
         return {name.decode() for name in await self.redis.smembers(f"{self.prefix}held:{worker}")}
+
+    async def waiting_openers(self) -> dict[str, int]:
+        """Client -> number of its jobs that wait to open a session."""
+        openers = {}
+        for owner in await self.redis.lrange(f"{self.prefix}sring", 0, -1):
+            for client in await self.redis.lrange(f"{self.prefix}sring:{owner.decode()}", 0, -1):
+                openers[client.decode()] = await self.redis.llen(f"{self.prefix}squeue:{client.decode()}")
+        return openers
+
+    async def keep_cell(self, session: str, cell: bytes | None) -> None:
+        """Add a call (one line of JSON) to those that a session is rebuilt from; None, or one too many: forget them all."""
+        name = f"{self.prefix}cells:{session}"
+        if cell is None or await self.redis.append(name, cell + b"\n") > _CELLS_BYTES:
+            await self.redis.delete(name)
+        await self.redis.expire(name, _CELLS_S)
+
+    async def cells(self, session: str) -> list[bytes]:
+        """The kept calls of a session, in order; one may be there twice."""
+        return (await self.redis.get(f"{self.prefix}cells:{session}") or b"").splitlines()
 
     async def forget_sessions(self, worker: str, sessions: list[str]) -> None:
         """Record that these sessions have ended at `worker`."""

@@ -78,8 +78,8 @@ class JudgeClient:
         self.max_overload_s = max_overload_s
         self.max_concurrency = max_concurrency
         self._headers = {}
-        # the server's variable; RLinf passes it to workers on all nodes
-        token = token or os.environ.get("JUDGE_TOKEN")
+        # the server's variable, which may hold several; RLinf passes it to workers on all nodes
+        token = token or os.environ.get("JUDGE_TOKEN", "").split(",")[0]
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         if client_id:
@@ -106,14 +106,16 @@ class JudgeClient:
         options: Mapping[str, Any] | None = None,
         files: Mapping[str, str | bytes] | None = None,
         session: str | None = None,
+        replay: bool = False,
     ) -> JudgeResult:
         """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
 
         `files` are written to its working directory. Calls with the same `session` (choose a unique name) share one live
         interpreter from the first call until `close_session`, and run in the order they are sent. When the judge
         loses the interpreter, the next call ends as SESSION_LOST, an infrastructure outcome, and its program does not
-        run. When a program ends its own interpreter (memory, os._exit), `result.session` is "lost" and the next call
-        opens a new one.
+        run. With `replay` at every call, the judge first runs the session's earlier calls again in a new interpreter;
+        SESSION_LOST then means that one of them gave another output. When a program ends its own interpreter (memory,
+        os._exit), `result.session` is "lost" and the next call opens a new one.
         """
         try:
             (code + stdin).encode()
@@ -127,6 +129,8 @@ class JudgeClient:
             submission["options"]["session"] = session
             is_open = self._sessions.setdefault(session, False)
             submission["options"]["session_must_exist"] = str(is_open).lower()
+            if replay:
+                submission["options"]["session_replay"] = "true"
         self._counts["calls"] += 1
         if self._gate is None:
             self._gate = asyncio.Semaphore(self.max_concurrency)

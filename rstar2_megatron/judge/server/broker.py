@@ -111,7 +111,7 @@ class Broker:
         options = submission.options or {}
         try:
             limits = self.limits.with_options(options, ceiling=self._ceiling())
-            session, must_exist = check_session(options, submission.type)
+            session = check_session(options, submission.type)
             files = check_files(options, submission.type)
             check_text(submission)
         except ValueError as error:
@@ -132,15 +132,16 @@ class Broker:
         if files:
             request["files"] = files
         place = ""
-        if session is not None:
-            request |= {"session": session, "session_must_exist": must_exist}
-            place = f"{'=' if must_exist else '@'}{session}"
+        if session:
+            request |= session
+            must_be_open = session["session_must_exist"] and not session["session_replay"]
+            place = f"{'=' if must_be_open else '@'}{session['session']}"
         if submission.sub_id is None:
             key = f"{client}/u{sub_id}{place}"
         else:  # the same id and content are the same job while its answer is kept
             digest = hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()
             key = f"{client}/k{digest}{place}"
-        if self.cache_s and session is None:
+        if self.cache_s and not session:
             program = orjson.dumps({**request, "sub_id": None})
             self._cached_as[key] = hashlib.blake2b(program, digest_size=16).hexdigest()
         request["queued_at"] = time.time()
