@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
+from rstar2_megatron.actor.profile import TorchProfile
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import Sent, WeightSender
@@ -26,6 +28,7 @@ class ActorWorker(TracedWorker, Worker):
         super().__init__()
         self._settings = settings
         self._actor: MegatronActor | None = None
+        self._profile: TorchProfile | None = None
         self._sender = WeightSender(self)
 
     def rendezvous_address(self) -> str:
@@ -117,6 +120,16 @@ class ActorWorker(TracedWorker, Worker):
     def reload(self) -> None:
         """Move the offloaded tensors back to the accelerator."""
         self.actor.reload()
+
+    def begin_profile(self, directory: str) -> None:
+        """Record a torch profile until `end_profile`."""
+        self._profile = TorchProfile(self._settings.runner.profiler)
+
+    def end_profile(self, directory: str) -> None:
+        """Write the profile to `directory`."""
+        if self._profile is not None:
+            self._profile.write(Path(directory) / f"actor_rank_{self._rank}.json.gz")
+            self._profile = None
 
     def weights_checksum(self) -> dict[str, int]:
         return self.actor.weights_checksum()

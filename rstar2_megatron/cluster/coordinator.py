@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.cluster.live_view import LiveView, ShowProgress
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
+from rstar2_megatron.rollout.progress import PhaseProgress
+from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import combine
@@ -52,6 +54,9 @@ class RolloutCoordinator:
         self._grading: PendingCall = reward.start("serve", channel)
         self._num_reward_workers = len(reward)
         self._phases = 0
+        self._lengths = LengthSurvival(settings.runner.seq_length)
+        self.show_progress: ShowProgress = lambda progress: None
+        """Gets the progress of a running phase every few seconds."""
 
     def run(
         self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None
@@ -69,17 +74,19 @@ class RolloutCoordinator:
         pending = self._rollout.start("generate", self._channel, spec)
         run = _PhaseServer(self._channel, phase, spec.phase, len(self._rollout), refill)
 
+        live = LiveView(self._rollout, phase, PhaseProgress(label, self._lengths), self.show_progress)
+
         def check() -> None:
             pending.check()
             self._grading.check()
+            live.poll()
 
         def receive() -> None:
             left = self._timeout_s - (time.monotonic() - start)
             run.handle(self._inbox.get(left, while_waiting=check), time.monotonic())
-            bar.n, bar.total = len(run.complete), len(run.complete) + phase.num_open
-            bar.refresh()
+            live.poll()
 
-        with tqdm(total=phase.num_open, desc=label, unit="group", leave=False, disable=None) as bar:
+        with contextlib.closing(live):
             while not phase.over:
                 receive()
             run.end()
@@ -90,10 +97,12 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
+        for trajectory in (t for group in groups for t in group.usable):
+            self._lengths.add(len(trajectory.response_ids))
         if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start
-        stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
+        stats = {**combine(workers, seconds), **run.stats(groups, carried)}
         return PhaseResult(groups, seconds, stats)
 
     def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> RolloutPhase:
@@ -201,15 +210,13 @@ class _PhaseServer:
         for engine in range(self._num_engines):
             self._channel.put(WorkAnswer(self._number, None), key=work_key(engine))
 
-    def stats(
-        self, seconds: float, groups: Sequence[Group], carried: Sequence[OpenGroup]
-    ) -> dict[str, float]:
+    def stats(self, groups: Sequence[Group], carried: Sequence[OpenGroup]) -> dict[str, float]:
         """Statistics that only the driver can count."""
         now = time.monotonic()
         grading = max(0.0, now - self._last_token)
         tail = 0.0 if self._tail_since is None else max(0.0, now - self._tail_since)
-        TRACE.ended("grading after the last token", grading)
-        TRACE.ended("tail", tail)
+        TRACE.add("grading after the last token", now - grading, now)
+        TRACE.add("tail", now - tail, now)
         cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
         return {
             "tail_seconds": tail,

@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 
 from rstar2_megatron.services.owned_directory import make_owned_directory
-from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import free_port, terminate_tree
+from rstar2_megatron.services.process import free_port, start_child, terminate_tree
 
 _SOCKET_PATH = 107  # longest path of a Unix socket
 _BELOW = len("/ray-abcdefgh/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -57,7 +56,7 @@ class RayHead:
         # RLinf's workers have their own environments, so they cannot use workers that Ray starts in advance.
         env.setdefault("RAY_prestart_worker_first_driver", "0")
         with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [
                     *(sys.executable, "-m", "ray.scripts.scripts", "start"),
                     "--head",
@@ -74,12 +73,9 @@ class RayHead:
                     f"--object-store-memory={self.object_store_mb << 20}",
                     f"--temp-dir={self._directory}",
                 ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                log,
                 env=env,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
+                cwd=None,  # Ray's workers inherit the driver's directory
             )
         deadline = time.monotonic() + self.start_timeout_s
         while b"Ray runtime started" not in log_path.read_bytes():

@@ -22,6 +22,7 @@ from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.rollout.messages import EngineGone, RolloutResult, WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.progress import EngineLoad
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
@@ -148,6 +149,15 @@ class RolloutWorker(TracedWorker, Worker):
         await self._engine.resume_memory(tags)
         return {"resume_seconds": time.monotonic() - start}
 
+    async def begin_profile(self, directory: str) -> None:
+        """Record a torch profile of the engine's next `runner.profiler.engine_forwards` forward passes."""
+        profiler = self._settings.runner.profiler
+        await self._engine.start_profile(profiler, directory, f"engine_{self._rank}")
+
+    async def end_profile(self, directory: str) -> None:
+        """Write the profile now, unless the engine has recorded all its forward passes."""
+        await self._engine.stop_profile()
+
     async def weights_checksum(self) -> dict[str, int]:
         return await self._engine.weights_checksum()
 
@@ -199,6 +209,21 @@ class RolloutWorker(TracedWorker, Worker):
             "engine_restarts": float(self._engine.restarts),
             **{f"judge/{name}": value for name, value in self._judge.take_counters().items()},
         }
+
+    async def load(self) -> EngineLoad | None:
+        """What this worker does now; None between phases."""
+        runner = self._runner
+        if runner is None:
+            return None
+        return EngineLoad(
+            self._rank,
+            runner.response_tokens,
+            list(runner.responses.values()),
+            runner.num_waiting,
+            runner.num_at_tool,
+            self._engine.kv_used_tokens,
+            self._engine.kv_capacity_tokens,
+        )
 
     async def end_phase(self, cut: bool) -> None:
         """Park all running trajectories. `generate` then returns as soon as the running tool calls have ended."""

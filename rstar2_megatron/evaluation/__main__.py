@@ -128,7 +128,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     if name == "base":
         required = ["cluster.component_placement=null", "runner.experiment_name=evaluation"]
         required += ["rollout.model.model_path=null_model", "data.train_data_paths=[]"]
-    settings, _ = load_settings(name, [*required, *arguments.overrides])
+    settings = load_settings(name, [*required, *arguments.overrides])
     base = settings.rollout.model.model_path
     model = hugging_face_directory(arguments.model, base if config else None)
 

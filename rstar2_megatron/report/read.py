@@ -26,7 +26,7 @@ from rstar2_megatron.report.log_formats import (
 )
 from rstar2_megatron.report.names import PASS_RATE, REWARD, TO_VERL, ours_from_verl
 
-__all__ = ["Log", "Series", "read_log", "read_logs"]
+__all__ = ["Log", "Series", "read_logs"]
 
 Reader = Callable[[Log], None]
 
@@ -53,14 +53,6 @@ def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
         names = ", ".join(log.label for log in logs[:5]) + (", ..." if len(logs) > 5 else "")
         logs[0].messages.append(f"{path}: holds {len(logs)} runs, each read by itself ({names})")
     return logs
-
-
-def read_log(path: str | Path, *, verl: bool = False) -> Log:
-    """The run of a path that holds one. Raises ValueError when it holds several."""
-    logs = read_logs(path, verl=verl)
-    if len(logs) > 1:
-        raise ValueError(f"{path} holds {len(logs)} runs: {', '.join(log.label for log in logs)}")
-    return logs[0]
 
 
 def _finish(log: Log, reader: Reader, verl: bool) -> Log:

@@ -28,7 +28,6 @@ from rstar2_megatron.reward.released_grader import MAX_SHOWN_CHARS, quick_releas
 Mode = Literal["paper", "released"]
 
 GRADER_TIMEOUT = "grader_timeout"
-DETAILS = ("correct", "wrong", "no_answer_tag", "no_box", "ungradable", "grader_timeout")
 DEFAULT_MEMORY_BYTES = 2 * 1024**3  # address space; numpy and sympy alone map several hundred MB
 _START_TIMEOUT_S = 120.0
 _CACHE_SIZE = 20_000
@@ -40,7 +39,10 @@ class GraderLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """`reward` is 1.0 or 0.0, `detail` one of DETAILS, `answer` the extracted answer."""
+    """`reward` is 1.0 or 0.0, `answer` the extracted answer.
+
+    `detail` is correct, wrong, no_answer_tag, no_box, ungradable or grader_timeout.
+    """
 
     reward: float
     detail: str

@@ -114,6 +114,10 @@ class RolloutPhase:
         return len(self._open)
 
     @property
+    def num_closed(self) -> int:
+        return len(self._closed)
+
+    @property
     def over(self) -> bool:
         """Whether the phase can end without waiting for further trajectories."""
         if not self._open:

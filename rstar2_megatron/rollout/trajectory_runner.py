@@ -63,6 +63,10 @@ class TrajectoryRunner:
         self._preemptions: dict[_Key, Preemption] = {}  # by running trajectory
         self._preempting: set[asyncio.Task[None]] = set()
         self._lengths: dict[_Key, int] = {}  # last known lengths of running trajectories, in tokens
+        self.responses: dict[_Key, int] = {}
+        """Response tokens so far of each running trajectory."""
+        self.response_tokens = 0
+        """Response tokens of this phase so far."""
         self._pull: asyncio.Future[list[Slice] | None] | None = None
         self._no_more = False
         self._gave_back = False
@@ -87,6 +91,16 @@ class TrajectoryRunner:
                     raise self._failure
         finally:
             await self._cancel()
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that were taken and do not run."""
+        return len(self._waiting)
+
+    @property
+    def num_at_tool(self) -> int:
+        """Running trajectories that wait for a tool call."""
+        return sum(preemption.at_tool for preemption in self._preemptions.values())
 
     async def park(self, *, cut: bool) -> None:
         """End the phase now. Running trajectories go unfinished to `on_trajectory`, after any running tool call.
@@ -183,16 +197,19 @@ class TrajectoryRunner:
             waiting = self._waiting.pop(key)
             self.loop.stats.admission_seconds += time.monotonic() - waiting.since
             self._preemptions[key] = Preemption()
-            self._watch(self._run_one(key, waiting.work))
+            self.responses[key] = admission.length - admission.prompt_tokens
+            self._watch(self._run_one(key, waiting.work, admission.prompt_tokens))
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
 
-    async def _run_one(self, key: _Key, work: Slice) -> None:
+    async def _run_one(self, key: _Key, work: Slice, prompt_tokens: int) -> None:
         def progress(length: int) -> None:
             self._lengths[key] = length
+            self.response_tokens += length - prompt_tokens - self.responses[key]
+            self.responses[key] = length - prompt_tokens
 
         finished = preempted = False
         try:
@@ -213,6 +230,7 @@ class TrajectoryRunner:
         finally:
             del self._preemptions[key]
             self._lengths.pop(key, None)
+            del self.responses[key]
             if not preempted:
                 self.scheduler.budget.release(key, finished=finished)
             self._wake.set()

@@ -6,8 +6,6 @@ import logging
 import sys
 import time
 
-from omegaconf import DictConfig
-
 from rstar2_megatron.runs.base_run import BaseRun, StopSignals
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.close_deadline import close_deadline
@@ -20,7 +18,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_LIMIT_S = 75.0  # for workers, engines, judge and Ray; below the grace period of a recipe
 
 
-def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
+def execute(settings: Settings, *, dry_run: bool) -> int:
     """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input."""
     try:
         settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))

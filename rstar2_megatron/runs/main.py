@@ -36,10 +36,13 @@ What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (default
   metrics.jsonl  one object a step        tensorboard/   event files       trajectories.jsonl  samples
   curves.png     reward, length, errors   checkpoints/global_step_N/       model/              Hugging Face directory
   rollouts/      all tokens, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
+  traces/        with runner.trace=N: step N for Perfetto (python -m rstar2_megatron.report.timeline RUN draws it)
+  profiles/      with runner.profiler.steps=N: torch profiles of actor and engines
 
 Often changed:
   runner.max_steps=N runner.save_interval=N runner.experiment_name=NAME runner.resume_dir=auto|null|PATH
   rollout.model.model_path=DIR data.train_data_paths=[FILE] data.rollout_batch_size=N algorithm.group_size=N
+  runner.metrics_port=N (Prometheus) runner.max_file_mb=N runner.keep_rollouts=N
   actor.model.tensor_model_parallel_size=N actor.optim.lr=X algorithm.recompute_logprobs=True
 
 Examples:
@@ -96,13 +99,13 @@ def main(argv: list[str]) -> int:
         recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
         if recipes:
             return _run_recipe(recipes, arguments)
-        settings, config = load_settings(arguments.config, arguments.overrides)
+        settings = load_settings(arguments.config, arguments.overrides)
         if arguments.print_config:
             print(print_config(settings), end="")
             return 0
         if arguments.check:
             return check(settings)
-        return execute(settings, config, dry_run=arguments.dry_run)
+        return execute(settings, dry_run=arguments.dry_run)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

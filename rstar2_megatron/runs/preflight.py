@@ -20,6 +20,7 @@ from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
+from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
@@ -340,11 +341,6 @@ def replay_problems(directory: str | None, max_steps: int) -> Iterator[str]:
             f"runner.replay_rollouts={directory} has no {rollouts_path(directory, missing[0]).name}; give the rollouts/ "
             f"directory of a run with runner.save_rollout_tokens=True, or set runner.max_steps={missing[0] - 1}"
         )
-
-
-def checkpoint_bytes(settings: Settings, model: ModelConfig) -> int:
-    """One checkpoint: parameters, fp32 master copy and two moments."""
-    return model.num_parameters * (14 if settings.actor.model.precision == "bf16" else 16)
 
 
 def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[Path], int]) -> Iterator[str]:

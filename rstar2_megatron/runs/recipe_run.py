@@ -25,7 +25,7 @@ from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import kill_tree
-from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
+from rstar2_megatron.settings.load import ConfigError, print_config
 
 STATE = "recipe.json"
 _END_GRACE_S = 90.0  # in which a stage ends its workers, engines, judge and Ray
@@ -46,8 +46,7 @@ def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_
 def _dry_run(plan: StagePlan) -> int:
     for number, stage in enumerate(plan.recipe.stages, 1):
         print(_title(number, plan, stage), flush=True)
-        settings = plan.settings(stage, for_plan=True)
-        execute(settings, to_dict_config(settings), dry_run=True)
+        execute(plan.settings(stage, for_plan=True), dry_run=True)
         print()
     return 0
 

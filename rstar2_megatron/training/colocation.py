@@ -33,6 +33,8 @@ _ACTOR_ANYWHERE = frozenset(
         "trace_clock",
         "begin_trace",
         "end_trace",
+        "begin_profile",
+        "end_profile",
     }
 )
 _ACTOR_WEIGHTS = frozenset({"send_weights", "weights_checksum", "export_hf"})

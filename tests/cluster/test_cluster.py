@@ -31,12 +31,12 @@ from tests.rollout.tiny import make_model
 
 @pytest.fixture
 def settings() -> Settings:
-    return load_settings("rstar2-tiny-cpu", [])[0]
+    return load_settings("rstar2-tiny-cpu", [])
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[TrainingCluster]:
-    settings, _ = load_settings("rstar2-tiny-cpu", [])
+    settings = load_settings("rstar2-tiny-cpu", [])
     cluster = TrainingCluster(settings, to_dict_config(settings))
     cluster.start()
     try:

@@ -43,9 +43,7 @@ PROBLEMS = [
 
 
 def settings(*words: str):
-    return load_settings(
-        "rstar2-tiny-cpu", ["evaluation.num_samples=2", "evaluation.num_problems=3", *words]
-    )[0]
+    return load_settings("rstar2-tiny-cpu", ["evaluation.num_samples=2", "evaluation.num_problems=3", *words])
 
 
 def test_scores_of_all_and_of_each_task(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from rstar2_megatron.report.compare import (
 from rstar2_megatron.report.curves import draw_run, main
 from rstar2_megatron.report.draw import points
 from rstar2_megatron.report.names import COMPARABLE, LENGTH, REWARD, TO_VERL, ours_from_verl
-from rstar2_megatron.report.read import Log, read_log
+from rstar2_megatron.report.read import Log
 from rstar2_megatron.report.table import mean_of, render_table
+from tests.report.logs import read_log
 
 
 def write_run(directory: Path, rewards: list[float], first_step: int = 1) -> Path:

@@ -18,7 +18,7 @@ def settings(tmp_path: Path) -> Settings:
     """SFT is asked for and done: its cache is there."""
     data = tmp_path / "sft.jsonl"
     data.write_text("{}\n")
-    settings = load_settings("rstar2-tiny-cpu", ["algorithm.kl_beta=0.01"])[0]
+    settings = load_settings("rstar2-tiny-cpu", ["algorithm.kl_beta=0.01"])
     settings.rollout.model.model_path = str(tmp_path / "base")
     settings.cold_start.enabled, settings.cold_start.cache_dir = True, str(tmp_path / "cache")
     settings.cold_start.phases = [

@@ -19,6 +19,7 @@ from rstar2_megatron.settings.placement import (
     visible_host_gb,
 )
 from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_sft
+from rstar2_megatron.settings.planning.disk import plan_disk
 from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memory
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
@@ -86,6 +87,7 @@ def make_plan(
         plan_training(plan, settings, slots, model, world)
     if task == "sft":
         return plan
+    plan_disk(plan, settings, model)
     plan_rollout(plan, settings, slots, model, len(places.get("rollout", range(slots.count))))
     if not slots.is_cpu and task == "reasoning":
         if collocated(settings.cluster, slots):
