@@ -119,7 +119,7 @@ class JudgeServer:
         """Result JSON of each submission, in order. Raises _ClientGone, QueueFull."""
         tickets = await self.broker.submit(submissions, client_name(request), long=long)
         leaves = asyncio.ensure_future(_until_client_leaves(request))
-        everything = asyncio.gather(*(self.broker.wait(ticket) for ticket in tickets))
+        everything = asyncio.ensure_future(self._wait_all(tickets))
         try:
             waits: list[asyncio.Future[Any]] = [leaves, everything]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +130,9 @@ class JudgeServer:
             leaves.cancel()
             everything.cancel()
             self._abandon(tickets)
+
+    async def _wait_all(self, tickets: list[Ticket]) -> list[bytes]:
+        return await asyncio.gather(*map(self.broker.wait, tickets))
 
     def _abandon(self, tickets: list[Ticket]) -> None:
         """Cancel unanswered tickets, in a task of its own: the request's task may be cancelled."""
