@@ -368,3 +368,5 @@ end
 return {back, failed}
 """
 )
+
+ALL = {name: text for name, text in list(globals().items()) if name.isupper() and not name.startswith("_")}

@@ -59,6 +59,7 @@ class Broker:
         """A result also answers identical calls for `cache_s` seconds; 0: never."""
         self.queue = queue
         self.limits = limits
+        self._ceiling = limits._replace(output_chars=_OUTPUT_CEILING)
         self.cache_s = cache_s
         self.queue_time_limit_s = queue_time_limit_s
         self.name = uuid.uuid4().hex
@@ -110,7 +111,7 @@ class Broker:
         sub_id = submission.sub_id or uuid.uuid4().hex
         options = submission.options or {}
         try:
-            limits = self.limits.with_options(options, ceiling=self._ceiling())
+            limits = self.limits.with_options(options, ceiling=self._ceiling)
             session = check_session(options, submission.type)
             files = check_files(options, submission.type)
             check_text(submission)
@@ -188,13 +189,6 @@ class Broker:
         ]
         if kept:
             await self.queue.remember(kept, self.cache_s)
-
-    def _ceiling(self) -> CallLimits:
-        return CallLimits(
-            time_limit_s=self.limits.time_limit_s,
-            memory_mb=self.limits.memory_mb,
-            output_chars=_OUTPUT_CEILING,
-        )
 
     async def wait(self, ticket: Ticket) -> bytes:
         """The result JSON of a ticket. Bounded by its limits."""
