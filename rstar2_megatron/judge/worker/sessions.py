@@ -110,12 +110,8 @@ class Sessions:
             is_lost = answer.endswith(b'"session": "lost"}')
             session.calls += 1
             if request.get("session_replay"):
-                cell = {
-                    "number": session.calls,
-                    "key": key,
-                    "request": request,
-                    "answer": orjson.loads(answer),
-                }
+                told = {"number": session.calls, "key": key, "request": request}
+                cell = told | {"answer": orjson.loads(answer)}
                 step = partial(self.queue.keep_cell, name, None if is_lost else orjson.dumps(cell))
                 await until_redis_answers("cells", step)
         except BaseException:
@@ -161,9 +157,7 @@ class Sessions:
             session.answers.append((cell["key"], orjson.dumps(before)))
 
     def evict_for(self, waiting: dict[str, int]) -> list[str]:
-        """End idle sessions for clients that wait to open some (client -> how many) since the last time that this was asked.
-
-        Returns the ended sessions' names.
+        """End idle sessions for clients that still wait to open some (client -> how many). Returns the ended ones' names.
 
         The least recently used goes first, and only one of an owner with at least two more than the waiting one's, or of
         another client of the same owner with at least two more. A client is OWNER~NAME.
