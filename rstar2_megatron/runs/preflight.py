@@ -89,6 +89,9 @@ def _raise_or_warn(problems: list[str], dry_run: bool, warnings: list[str]) -> N
 def arithmetic_problems(settings: Settings) -> Iterator[str]:
     """Numbers of the YAML that contradict each other."""
     runner, algorithm, data, rollout = settings.runner, settings.algorithm, settings.data, settings.rollout
+    for key, steps in (("trace", runner.trace), ("profiler.steps", runner.profiler.steps)):
+        if late := [step for step in steps if step > runner.max_steps]:
+            yield f"runner.{key}={steps} names step {late[0]}, but runner.max_steps={runner.max_steps}; steps count from 1"
     response = algorithm.sampling_params.max_new_tokens
     if data.max_prompt_length + response > runner.seq_length:
         yield (

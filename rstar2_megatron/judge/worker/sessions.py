@@ -128,7 +128,7 @@ class Sessions:
         if request.get("session_replay"):
             cells = await until_redis_answers("cells", partial(self.queue.cells, name))
         if (request["session_must_exist"] and not cells) or not self.pool.session_room:
-            raise SessionGone("it has expired, or its worker ended")
+            raise SessionGone(f"session {name} is not open here: it has expired, or its worker ended")
         session = _Session(await self.pool.open_session_slot(), time.monotonic(), key.partition("/")[0])
         self._open[name] = session
         try:
@@ -138,7 +138,7 @@ class Sessions:
             self.end(name)
             await until_redis_answers("cells", partial(self.queue.keep_cell, name, None))
             why = str(error) or f"replaying its calls takes more than {_REPLAY_S:.0f} s"
-            raise SessionGone(why) from None
+            raise SessionGone(f"session {name} is not open here: {why}") from None
         except BaseException:
             self.end(name)
             raise
@@ -156,18 +156,21 @@ class Sessions:
                 raise SessionGone(f"its call {session.calls} gave another output when it was replayed")
             session.answers.append((cell["key"], orjson.dumps(before)))
 
-    def evict_for(self, waiting: dict[str, int]) -> list[str]:
-        """End idle sessions for clients that still wait to open some (client -> how many). Returns the ended ones' names.
+    async def make_room(self) -> list[str]:
+        """When no more sessions fit, end idle ones for clients that wait to open some. Returns the ended ones' names.
 
         The least recently used goes first, and only one of an owner with at least two more than the waiting one's, or of
         another client of the same owner with at least two more. A client is OWNER~NAME.
         """
+        if self.pool.session_room:
+            return []
         oldest = time.monotonic() - EVICTABLE_AFTER_S
+        waiting, before = await self.queue.waiting_openers(), self._waited
+        self._waited = waiting
+        wanted = Counter({client: count for client, count in waiting.items() if client in before})
         counts = Counter(session.client for session in self._open.values())
         owners = Counter(session.client.partition("~")[0] for session in self._open.values())
         evicted = []
-        wanted = Counter({client: count for client, count in waiting.items() if client in self._waited})
-        self._waited = waiting
         for name, session in sorted(self._open.items(), key=lambda item: item[1].used_at):
             owner = session.client.partition("~")[0]
             for client in wanted:
