@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -197,6 +198,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON: command, machine, result")
     arguments = parser.parse_args()
     raise_open_files()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and processes end too
     with service(arguments.workers) as (url, tree):
         before = tree.cpu_s()
         line = asyncio.run(Burst(url).send(arguments.calls))
