@@ -13,6 +13,7 @@ from tqdm import tqdm
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, Phase
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
@@ -30,7 +31,10 @@ Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
 
 @dataclass
 class RolloutPhase:
-    """Result of a phase: graded groups in the order of their problems, and statistics summed over engines."""
+    """Result of a phase: graded groups in the order of their problems, and statistics summed over engines.
+
+    Ended trajectories are without their tokens (`RolloutCoordinator.tokens`).
+    """
 
     groups: list[Group]
     seconds: float
@@ -47,6 +51,7 @@ class RolloutCoordinator:
         self._rollout = rollout
         self._settings = settings
         self._timeout_s = settings.runner.step_timeout_s
+        self.tokens = TokenSource(rollout, self._timeout_s)
         self._inbox = ChannelReader(channel, TO_DRIVER)
         self._grading: PendingCall = reward.start("serve", channel)
         self._num_reward_workers = len(reward)
@@ -89,6 +94,7 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
+        self.tokens.fetch(t for group in carried for t in group.ended.values())
         if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start

@@ -150,7 +150,7 @@ def score(
 ) -> list[list[float]]:
     actor = _actor(rank, world_size, init_method, config, model_path)
     try:
-        return actor.compute_logprobs(batch)
+        return [row.tolist() for row in actor.compute_logprobs(batch)]
     finally:
         actor.close()
 
