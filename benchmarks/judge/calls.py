@@ -32,13 +32,15 @@ from benchmarks.judge.bare import bare_fork_cpu_ms
 from benchmarks.judge.programs import BARE_CASES, program
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.outcome import JudgeResult
 from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
-CASES = ("print", "numpy", "sympy", "surds", "mix", "batch", "session", "overhead")
+CASES = (
+    "print", "template", "numpy", "sympy", "template_sympy", "surds", "mix", "batch", "session", "overhead",
+)  # fmt: skip
 OURS_ONLY = ("session", "overhead")
 BATCH_SIZE = 64
 # 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly

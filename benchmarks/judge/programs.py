@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import base64
+import functools
 import math
+from importlib.util import find_spec
+from pathlib import Path
 
 PRINT = "print({i})"
 NUMPY = "import numpy as np\na = np.arange(10000).reshape(100, 100) + {i}\nprint(int((a @ a.T).trace()))"
@@ -13,10 +18,35 @@ LOOP = "while True: pass  # {i}"
 BARE_CASES = ("print", "numpy", "sympy", "surds")  # told beside what the program costs in a bare fork
 
 
+@functools.cache
+def _public_template() -> tuple[str, str]:
+    """The text that RLinf's tool (as rStar's) puts before each program, and the form around the program's base64."""
+    package = find_spec("rlinf")
+    if package is None or package.origin is None:
+        raise RuntimeError(
+            "the cases template and template_sympy send what RLinf's tool sends: install rlinf"
+        )
+    tool = Path(package.origin).parent / "agents/rstar2/http_code_judge_tool.py"
+    texts = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse(tool.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return texts["code_template_setup"], texts["code_template_exec"]
+
+
+def in_public_template(code: str) -> str:
+    """The program that the public clients send for `code`."""
+    setup, form = _public_template()
+    return setup + form.format(base64.b64encode(code.encode()).decode(), "False")
+
+
 def program(case: str, i: int) -> str:
     """The mix is 5% endless loops, the rest half print, half sympy."""
     if case == "session":
         return f"total = globals().get('total', 0) + {i}\nprint(total)"
+    if case in ("template", "template_sympy"):
+        return in_public_template(program("print" if case == "template" else "sympy", i))
     if case in ("print", "batch", "overhead"):
         return PRINT.format(i=i)
     if case == "mix":

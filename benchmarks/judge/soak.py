@@ -32,9 +32,8 @@ import psutil
 from benchmarks.judge.calls import Tree
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.services.owned_directory import sweep_stale_directories
 
 _SAMPLE_S = 5.0

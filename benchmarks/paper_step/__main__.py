@@ -82,7 +82,7 @@ def settings_of(options: argparse.Namespace, tokenizer: Path) -> Settings:
         "cold_start.enabled=False",
         "cold_start.builder=null",
     ]
-    return load_settings("rstar2-tiny-cpu", changes)[0]
+    return load_settings("rstar2-tiny-cpu", changes)
 
 
 def rehearse(options: argparse.Namespace, directory: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import ray
 
 _ANSWER_S = 10.0
+_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # an empty SETTINGS frame of HTTP/2
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
 
 
 class ClusterError(RuntimeError):
@@ -16,12 +19,16 @@ class ClusterError(RuntimeError):
 
 
 def check_answers(address: str) -> None:
-    """Raises ClusterError when nothing listens at HOST:PORT: Ray would wait minutes for a head that is not there."""
+    """Raises ClusterError when no gRPC server answers at HOST:PORT: Ray would wait minutes for a head that is not there."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto", "local": Ray resolves them
     try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
+            connection.sendall(_GREETING)
+            encrypted = os.environ.get("RAY_USE_TLS", "0") == "1"
+            if not encrypted and connection.recv(9)[3:4] != _SETTINGS[3:4]:  # the type of the first frame
+                raise ConnectionError("what listens there is no Ray head")
     except OSError as error:
         raise ClusterError(
             f"RAY_ADDRESS={address} does not answer: {error}. Start Ray there by `ray start --head`, with its port open to "

@@ -82,7 +82,7 @@ class TrainingCluster:
                 object_store_mb=object_store_bytes(self.settings) >> 20,
             )
             self._head.start()
-        elif self.settings.cluster.num_nodes > 1:
+        else:
             await_cluster(self.settings.cluster)
 
         for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):

@@ -2,7 +2,7 @@
 
 A caller needs only `sample(problems, settings, out)`:
 
-    settings = SamplingSettings.of(load_settings(NAME)[0], spec, model="DIR")
+    settings = SamplingSettings.of(load_settings(NAME), spec, model="DIR")
     samples = sample(problems, settings, Path("out/trajectories.jsonl"))
 
 It starts SGLang engines, grading processes, and the Code Judge with its Redis unless the settings name a running judge. It

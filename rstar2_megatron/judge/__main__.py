@@ -10,7 +10,7 @@ import os
 import sys
 
 from rstar2_megatron.judge import commands
-from rstar2_megatron.judge.limits import CallLimits, default_permits
+from rstar2_megatron.judge.limits import LEVELS, CallLimits, default_permits
 
 log = logging.getLogger("judge")
 _SESSIONS_PER_CORE = 32
@@ -47,7 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         "--cache-s", type=float, default=0.0,
         help="how long a result answers identical stateless calls (0: every call is run)",
     )  # fmt: skip
-    parser.add_argument("--require-isolation", choices=["any", "full"], default="any")
+    parser.add_argument(
+        "--require-isolation", choices=LEVELS, default=os.environ.get("JUDGE_REQUIRE_ISOLATION", "partial"),
+        help="level below which no worker starts (JUDGE_REQUIRE_ISOLATION; partial)",
+    )  # fmt: skip
     parser.add_argument("--port-file", help="JSON {url, redis_uri, pid} written here once ready")
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the starting process ends")
     parser.add_argument("--drain-s", type=float, help="how long a stopping worker waits for its calls")
@@ -84,6 +87,10 @@ def check_counts(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--sessions {arguments.sessions}: between 0 and 4096 live interpreters")
     if not arguments.session_ttl_s > 0:
         raise ValueError(f"--session-ttl-s {arguments.session_ttl_s}: must be above 0")
+    if arguments.require_isolation not in LEVELS:
+        raise ValueError(
+            f"JUDGE_REQUIRE_ISOLATION={arguments.require_isolation!r}: one of {', '.join(LEVELS)}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,19 +7,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from rstar2_megatron.judge import processes
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.records.whole_file import write_json
-from rstar2_megatron.services.process import end_child
+from rstar2_megatron.services.process import end_child, is_loopback, listen
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
 
 log = logging.getLogger("judge")
@@ -27,11 +27,27 @@ _READY_TIMEOUT_S = 60.0
 _DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 
 
+async def watch_parent(stop: Callable[[], None]) -> None:
+    """Call `stop` when the parent process has ended."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        await asyncio.sleep(0.25)
+    stop()
+
+
+def on_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` on SIGTERM, SIGINT and SIGHUP."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            loop.add_signal_handler(number, stop)
+
+
 def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
     stop = asyncio.Event()
-    processes.on_signals(stop.set)
+    on_signals(stop.set)
     if arguments.exit_with_parent:
-        watcher = asyncio.ensure_future(processes.watch_parent(stop.set))
+        watcher = asyncio.ensure_future(watch_parent(stop.set))
         stop.watcher = watcher  # type: ignore[attr-defined]  # keeps the task alive
     return stop
 
@@ -187,12 +203,12 @@ class _WorkerProcess:
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:
     linux.raise_open_files()
-    if not processes.is_loopback(arguments.host) and not os.environ.get("JUDGE_TOKEN"):
+    if not is_loopback(arguments.host) and not os.environ.get("JUDGE_TOKEN"):
         raise ValueError(
             f"--host {arguments.host} is beyond loopback and the service runs code for whoever asks: "
             "set the environment variable JUDGE_TOKEN, or bind 127.0.0.1"
         )
-    return processes.listen(arguments.host, arguments.port)
+    return listen(arguments.host, arguments.port)
 
 
 @contextlib.asynccontextmanager
@@ -202,6 +218,7 @@ async def _http_server(
     import uvicorn
 
     from rstar2_megatron.judge.server.app import create_app
+    from rstar2_megatron.judge.server.connections import BoundedProtocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -217,7 +234,7 @@ async def _http_server(
     )
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
-        backlog=2048,
+        backlog=2048, http=BoundedProtocol,
     )  # fmt: skip
     server = Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))

@@ -96,13 +96,13 @@ def main(argv: list[str]) -> int:
         recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
         if recipes:
             return _run_recipe(recipes, arguments)
-        settings, config = load_settings(arguments.config, arguments.overrides)
+        settings = load_settings(arguments.config, arguments.overrides)
         if arguments.print_config:
             print(print_config(settings), end="")
             return 0
         if arguments.check:
             return check(settings)
-        return execute(settings, config, dry_run=arguments.dry_run)
+        return execute(settings, dry_run=arguments.dry_run)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

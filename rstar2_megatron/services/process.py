@@ -1,4 +1,4 @@
-"""Free ports, and ending processes with all their descendants."""
+"""Free ports, listening sockets, and ending processes with all their descendants."""
 
 from __future__ import annotations
 
@@ -41,6 +41,35 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+class PortTaken(RuntimeError):
+    """The address cannot be bound; `reason` is the system's error text."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(
+            f"cannot listen on {host}:{port} ({reason}): stop what uses it, "
+            "or choose another with --port (0 takes a free one)"
+        )
+        self.reason = reason
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises PortTaken naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise PortTaken(host, port, error.strerror or str(error)) from None
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def terminate_tree(pid: int, *, grace_s: float = 5.0, first_signal: int = signal.SIGTERM) -> None:

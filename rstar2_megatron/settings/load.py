@@ -35,19 +35,18 @@ class ConfigError(ValueError):
 
 @dataclass
 class Loaded:
-    """Settings, the same settings as a DictConfig with all defaults, and notes for the user."""
+    """Settings and notes for the user."""
 
     settings: Settings
-    config: DictConfig
     notes: list[str] = field(default_factory=list)
 
 
-def load_settings(config: str, overrides: Sequence[str] = ()) -> tuple[Settings, DictConfig]:
+def load_settings(config: str, overrides: Sequence[str] = ()) -> Settings:
     """As `load`, with the notes written to standard error."""
     loaded = load(config, overrides)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
-    return loaded.settings, loaded.config
+    return loaded.settings
 
 
 def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
@@ -76,7 +75,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
         settings = Settings.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_validation_message(error)) from None
-    return Loaded(settings, to_dict_config(settings), notes)
+    return Loaded(settings, notes)
 
 
 def print_config(settings: Settings) -> str:

@@ -47,7 +47,6 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("runner.weight_sync_interval", "weights are synced every step"),
     ("runner.per_worker_log", "logs are shared"),
     ("runner.enable_per_worker_log", "logs are shared"),
-    ("runner.profiler", "no profiler section"),
     *(
         (f"algorithm.{name}", "micro-batches follow runner.max_tokens_per_mbs")
         for name in (

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import pytest
 
 from rstar2_megatron.cluster.existing_ray import ClusterError
-from rstar2_megatron.cluster.launch import _not_forwarded, await_cluster
+from rstar2_megatron.cluster.launch import TrainingCluster, _not_forwarded, await_cluster
 from rstar2_megatron.cluster.ray_head import RayHead
-from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.settings.load import load_settings, to_dict_config
 
 
 @pytest.mark.timeout(300)
 def test_a_head_that_never_gets_its_nodes_is_an_error_in_time() -> None:
-    settings, _ = load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2", "cluster.node_wait_timeout_s=2"])
+    settings = load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2", "cluster.node_wait_timeout_s=2"])
     head = RayHead(num_cpus=2)
     head.start()
     try:
@@ -32,13 +34,24 @@ def test_a_head_that_never_gets_its_nodes_is_an_error_in_time() -> None:
         head.stop()
 
 
-def test_a_head_that_does_not_answer_is_an_error_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    settings, _ = load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2"])
-    started = time.monotonic()
-    with pytest.raises(ClusterError, match=r"RAY_ADDRESS=127\.0\.0\.1:1 does not answer"):
-        await_cluster(settings.cluster)
-    assert time.monotonic() - started < 60
+@pytest.mark.parametrize("listener", ["nobody", "silent", "another server"])
+def test_a_head_that_does_not_answer_is_an_error_in_seconds(
+    monkeypatch: pytest.MonkeyPatch, listener: str
+) -> None:
+    """On one node too. Ray itself would wait for minutes."""
+    monkeypatch.setattr("rstar2_megatron.cluster.existing_ray._ANSWER_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = 1 if listener == "nobody" else server.getsockname()[1]
+        if listener == "another server":
+            threading.Thread(
+                target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request"), daemon=True
+            ).start()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        settings = load_settings("rstar2-tiny-cpu", [])
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match=rf"RAY_ADDRESS=127\.0\.0\.1:{port} does not answer"):
+            TrainingCluster(settings, to_dict_config(settings)).start()
+        assert time.monotonic() - started < 60
 
 
 def test_a_directory_of_this_machine_is_not_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ STORE = 96 << 20  # bytes
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[TrainingCluster]:
-    settings, _ = load_settings("rstar2-tiny-cpu", [])
+    settings = load_settings("rstar2-tiny-cpu", [])
     cluster = TrainingCluster(settings, to_dict_config(settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "object_store_bytes", lambda settings: STORE)

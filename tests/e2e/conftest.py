@@ -19,7 +19,8 @@ def first_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run of two steps, the supervised start and its evaluations included; returns its directory."""
     results = tmp_path_factory.mktemp("results")
     run = RunProcess(
-        arguments(cache, results, "first", "runner.save_rollout_tokens=True"), results / "first.log"
+        arguments(cache, results, "first", "runner.save_rollout_tokens=True", "runner.trace=2"),
+        results / "first.log",
     ).start()
     code = run.wait(600)
     assert code == 0, run.text()[-6000:]

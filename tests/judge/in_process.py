@@ -10,10 +10,9 @@ from typing import Any
 
 import orjson
 
-from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.limits import CallLimits, Submission
 from rstar2_megatron.judge.queue import JobQueue, LeasedJob
 from rstar2_megatron.judge.server.broker import Broker, Ticket
-from rstar2_megatron.judge.server.submission import Submission
 from rstar2_megatron.judge.worker.worker import Worker
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -40,13 +39,13 @@ class Judge:
     async def submit(self, *programs: str, sessions: Sequence[str] = ()) -> list[Ticket]:
         """All at once; the last ones are cells of these sessions."""
         submissions = [Submission(type="python", solution=program) for program in programs]
-        for submission, session in zip(submissions[len(programs) - len(sessions) :], sessions, strict=True):
-            submission.options = {"session": session}
+        for number, session in enumerate(sessions, len(programs) - len(sessions)):
+            submissions[number] = submissions[number]._replace(options={"session": session})
         return await self.broker.submit(submissions, "tests")
 
     async def results(self, tickets: list[Ticket]) -> list[dict[str, Any]]:
         async with asyncio.timeout(60):
-            answers = [await self.broker.wait(ticket, time.monotonic()) for ticket in tickets]
+            answers = [await self.broker.wait(ticket) for ticket in tickets]
         return [orjson.loads(answer) for answer in answers]
 
 

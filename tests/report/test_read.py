@@ -98,7 +98,7 @@ def test_rlinf_steps_in_mini_batches_become_training_steps(tmp_path: Path) -> No
         for step in range(3):
             writer.add_scalar(REWARD, step / 10, 4 * step)
             writer.add_scalar("time/step", 1.0, 4 * step)
-            for i in range(4):  # the losses of each mini-batch stand at a number of their own
+            for i in range(4):  # the losses of each mini-batch have a number of their own
                 writer.add_scalar("train/actor/policy_loss", float(4 * step + i), 4 * step + i)
     log = read_log(tmp_path)
     assert log.aligned(REWARD) == pytest.approx({1: 0.0, 2: 0.1, 3: 0.2})
@@ -227,7 +227,7 @@ def test_wandb_offline_file(tmp_path: Path) -> None:
     damaged = read_log(tmp_path, verl=True)
     assert 1 <= len(damaged.series[REWARD]) < 8 and "damaged record" in damaged.messages[0]
     path.write_bytes(b"something else")
-    assert "is no .wandb file" in read_log(path).messages[0]
+    assert "is not a .wandb file" in read_log(path).messages[0]
 
 
 def test_a_broken_event_file_is_read_up_to_the_break(tmp_path: Path) -> None:

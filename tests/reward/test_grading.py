@@ -44,7 +44,7 @@ def children() -> set[int]:
 
 
 async def test_table_of_pairs(pool: GraderPool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Answers whose braces do not close cannot stand in a box: they reach the grader directly."""
+    """Answers with unclosed braces cannot be inside a box: they reach the grader directly."""
     pairs = flat()
     assert len(pairs) >= 300
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from transformers import AutoTokenizer
 
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_name, tool_schemas
 from rstar2_megatron.trajectory import Problem
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path):
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.runs.preflight import check_before_start, checkpoint_bytes
+from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.settings.load import ConfigError, load
+from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import model_of
 from rstar2_megatron.settings.schema import Settings
 

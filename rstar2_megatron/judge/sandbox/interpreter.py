@@ -20,8 +20,9 @@ from typing import Any
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.call import Runner
-from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.sandbox.output import Output, outcome_of_failure, report
 from rstar2_megatron.judge.sandbox.process_tree import (
     Supervision,
     end_group,
@@ -89,8 +90,8 @@ class SessionRunner(Runner):
             code = self._finish()
             if verdict is None and self._ran_out_of_memory(kills_before):
                 verdict = Outcome.MEMORY
-            elif code == SANDBOX_FAILED and stderr.startswith(self.sandbox.failure_mark):
-                verdict = Outcome.INTERNAL_ERROR
+            elif failure := self.sandbox.failure.take():
+                verdict, stderr = outcome_of_failure(failure), failure
             elif verdict is None and code == 0:  # os._exit(0), or bytes on the channel that the program wrote
                 code = 1
             stderr += "\nThe interpreter has ended: names of earlier calls are gone.\n"
@@ -125,12 +126,16 @@ class SessionRunner(Runner):
 
     def _send(self, job: dict[str, Any]) -> Outcome | None:
         """Send the cell. Returns KILLED when the interpreter does not read it."""
-        texts = (job["solution"], job.get("input") or "", json.dumps(job.get("files") or {}))
+        texts = (job["solution"], json.dumps(job.get("files") or {}))
         parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+        stdin = linux.memory_file((job.get("input") or "").encode("utf-8", "surrogatepass"))
         try:
-            self.channel.sendall(CELL_HEADER.pack(*map(len, parts)) + b"".join(parts))
+            socket.send_fds(self.channel, [CELL_HEADER.pack(*map(len, parts))], [stdin])
+            self.channel.sendall(b"".join(parts))
         except OSError:
             return Outcome.KILLED if _is_alive(self.pid) else None
+        finally:
+            os.close(stdin)
         return None
 
     def _interrupt(self) -> float:

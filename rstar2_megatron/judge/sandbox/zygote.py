@@ -32,13 +32,12 @@ from typing import NoReturn
 
 from rstar2_megatron.judge.limits import default_permits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux
-from rstar2_megatron.judge.sandbox.call import CallRunner
+from rstar2_megatron.judge.sandbox.call import LENGTH, CallRunner, send_message, serve_slot
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, make_connection, serve_calls
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.sandbox.interpreter import SessionRunner
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import children, weigh_as
-from rstar2_megatron.judge.sandbox.slot_process import LENGTH, send_message, serve_slot
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
@@ -241,7 +240,12 @@ def make_forks_cheap() -> None:
 
 
 def import_standard_library() -> None:
-    """Import what programs use most. All calls would copy rare modules, so programs import them: cmath, datetime (2 ms)."""
+    """Import what programs, and the public clients' template (ast, base64), use most.
+
+    All calls would copy rare modules, so programs import them: cmath, datetime (2 ms).
+    """
+    import ast
+    import base64
     import collections
     import decimal
     import fractions
@@ -251,7 +255,7 @@ def import_standard_library() -> None:
     import random
     import string
 
-    del collections, decimal, fractions, functools, itertools, math, random, string
+    del ast, base64, collections, decimal, fractions, functools, itertools, math, random, string
     builtins.exit, builtins.quit = (_sitebuiltins.Quitter(name, "Ctrl-D") for name in ("exit", "quit"))
     builtins.help = _sitebuiltins._Helper()
 

@@ -21,8 +21,7 @@ from redis.exceptions import RedisError
 from rstar2_megatron.judge.limits import CallLimits, default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, until_redis_answers
-from rstar2_megatron.judge.worker.permits import Permit, Permits
-from rstar2_megatron.judge.worker.prefetch import ROUND_TRIP_S, PrefetchedJobs
+from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, Permit, Permits, PrefetchedJobs
 from rstar2_megatron.judge.worker.sessions import SessionGone, Sessions
 from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
@@ -50,7 +49,7 @@ class Worker:
         slots: int,
         sessions: int = 0,
         session_ttl_s: float = 900.0,
-        require_isolation: str = "any",
+        require_isolation: str = "partial",
         permits: int | None = None,
         name: str | None = None,
     ) -> None:

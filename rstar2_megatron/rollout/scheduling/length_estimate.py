@@ -39,6 +39,14 @@ class LengthSurvival:
         self._ended *= 1 - 1 / _MEMORY
         self._ended[self.bin_of(tokens)] += 1
 
+    def expected_left(self, tokens: int) -> float:
+        """Expected tokens that a trajectory of `tokens` response tokens still gets, by the last `refresh`."""
+        first = self.bin_of(tokens)
+        survival = np.exp(self.log_survival[first:] - self.log_survival[first])
+        means = (survival[:-1] + survival[1:]) / 2 * self.bin_tokens
+        part = max(0.0, first + 1 - tokens / self.bin_tokens)  # of its bin that lies ahead
+        return float(part * means[0] + means[1:].sum())
+
     def refresh(self, running: Iterable[int]) -> None:
         """Recompute `log_survival` from ended trajectories and the lengths of running ones."""
         reached = np.zeros(self.num_bins)  # running trajectories by current bin

@@ -78,7 +78,7 @@ def make_case(
 
 
 def smooth(settings: Settings) -> AlgorithmSettings:
-    """The YAML's loss without jumps: where a ratio stands beside a clip, rounding alone would change the gradient."""
+    """The YAML's loss without jumps: where a ratio is next to a clip bound, rounding alone would change the gradient."""
     return settings.algorithm.model_copy(
         update={
             "n_minibatches": 1,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rstar2_megatron.settings.planning.table import Plan
+from rstar2_megatron.settings.planning.table import RunPlan
 from rstar2_megatron.settings.schema import Settings
 
 TOKEN_BYTES = 9  # id 4, mask 1, log-prob 4
@@ -52,7 +52,7 @@ def object_store_problems(settings: Settings, memory_bytes: int, shared_bytes: i
         yield f"{what}; /dev/shm has {shared_bytes / 1e9:.1f} GB free: enlarge it (docker run --shm-size), or lower one of them"
 
 
-def plan_transport(plan: Plan, settings: Settings, engines: int) -> None:
+def plan_transport(plan: RunPlan, settings: Settings, engines: int) -> None:
     """Rows for trajectories of half the longest length; the object store is for the longest."""
     trajectories = settings.data.rollout_batch_size * settings.algorithm.group_size
     length = settings.runner.seq_length // 2

@@ -62,15 +62,16 @@ def test_an_environment_under_tmp_is_seen_by_calls() -> None:
 
 
 def test_where_namespaces_and_mounts_are_refused_calls_run_all_the_same() -> None:
-    """As in a container with its engine's usual filter. The same filter that calls have stands in for it."""
+    """As in a container with its engine's usual filter."""
     program = """
 import asyncio, json, psutil
-from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.worker.slots import SlotPool
 
 linux.no_new_privileges()
-linux.do([linux.call_filter_step()])
+refused = [seccomp.Rule(name, 0x50001) for name in ("mount", "unshare", "setns")]
+linux.do([seccomp.install_step(seccomp.compile_filter(0x7FFF0000, refused))])
 
 async def main():
     pool = SlotPool(1)

@@ -17,7 +17,7 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.sandbox.process_tree import DEMOTIONS
-from rstar2_megatron.judge.worker.permits import Permits
+from rstar2_megatron.judge.scheduling import Permits
 from rstar2_megatron.services.redis_server import RedisServer
 
 

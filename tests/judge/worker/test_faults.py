@@ -20,8 +20,8 @@ from redis import Redis
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.processes import listen
 from rstar2_megatron.judge.queue import PREFIX, JobQueue
+from rstar2_megatron.services.process import listen
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge import in_process
 from tests.judge.waiting import until
@@ -247,7 +247,7 @@ async def test_a_job_that_kills_its_slot_twice_is_an_internal_error(service: Jud
 async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "sesame")
     headers = {"Authorization": "Bearer sesame"}
-    extra = ("--max-queued", "3", "--queue-time-limit-s", "2")
+    extra = ("--max-queued", "6", "--queue-time-limit-s", "2")  # half of it is one client's
     with JudgeService(workers=1, time_limit_s=9.0, extra_arguments=extra) as service:
         assert httpx.get(f"{service.url}/ping", trust_env=False).status_code == 200
         assert httpx.get(f"{service.url}/status", trust_env=False).status_code == 401

@@ -9,9 +9,10 @@ from functools import partial
 import orjson
 import pytest
 
+from rstar2_megatron.judge import scheduling
 from rstar2_megatron.judge.queue import LeasedJob
-from rstar2_megatron.judge.worker import prefetch, worker
-from rstar2_megatron.judge.worker.prefetch import ROUND_TRIP_S, PrefetchedJobs
+from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, PrefetchedJobs
+from rstar2_megatron.judge.worker import worker
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge.in_process import Judge, judge
 from tests.judge.waiting import until
@@ -74,7 +75,7 @@ def redis() -> Iterator[RedisServer]:
 @pytest.fixture
 def prefetch_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that there are slots for are leased, however slow this machine is at the moment."""
-    monkeypatch.setattr(prefetch, "ROUND_TRIP_S", 1000.0)
+    monkeypatch.setattr(scheduling, "ROUND_TRIP_S", 1000.0)
     monkeypatch.setattr(worker, "ROUND_TRIP_S", 1.0)
 
 

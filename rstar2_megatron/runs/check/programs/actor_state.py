@@ -59,7 +59,7 @@ def device_bytes(actor: Any, device: str) -> int:
 
 
 def offload_and_reload(job: Job, case: Case, batch: Batch) -> dict[str, Any]:
-    """Bytes before, away and back again; whether the weights came back bit by bit, and whether training goes on."""
+    """Bytes before, away and back again; whether the weights came back bit by bit, and whether training still works."""
     actor = start(job, case)
     actor.train_step(batch)
     weights, before = actor.weights_checksum(), device_bytes(actor, job.device)

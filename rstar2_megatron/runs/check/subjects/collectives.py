@@ -84,7 +84,9 @@ def judge(rates: list[float], planned: float, least: float, *, gpu: bool, what: 
         return Finding(f"{words} (gloo; the plan has no figure for CPUs)", figures)
     words += f"; planned {planned / 1e9:.0f}"
     if slowest < least:
-        raise CheckFailed(f"{words}, and less than {least / 1e9:.0f} means a wrong path", figures)
+        raise CheckFailed(
+            f"{words}, below the least of {least / 1e9:.0f}: traffic takes a slow path", figures
+        )
     return Finding(words, figures)
 
 

@@ -173,7 +173,7 @@ def layout(**model: Any) -> Callable[[Context], Finding]:
         if changes.get("tensor_model_parallel_size", 1) > 1:
             if config.num_kv_heads % 2 or config.vocab_size % 2:
                 raise NotHere(
-                    f"{config.num_kv_heads} key/value heads and {config.vocab_size} words do not halve"
+                    f"{config.num_kv_heads} key/value heads or a vocabulary of {config.vocab_size} cannot be halved"
                 )
             changes["sequence_parallel"] = settings.actor.model.sequence_parallel or config.is_moe
         if changes.get("expert_model_parallel_size", 1) > 1 and not config.is_moe:

@@ -37,7 +37,7 @@ def thin_config(model_path: str, layers: int) -> dict[str, Any]:
     known = known_model(model_path)
     if known is None:
         raise CheckFailed(
-            f"rollout.model.model_path={model_path} has no config.json and a name that says nothing of its shape"
+            f"rollout.model.model_path={model_path} has no config.json, and its name is not a known model's"
         )
     return {**_as_dict(known), "num_hidden_layers": layers}
 

@@ -28,7 +28,7 @@ _TAIL = 6000
 
 
 class ClusterProgram:
-    """The program that runs the parts. Started anew, with the parts that are left, when one had to be killed."""
+    """The program that runs the parts. After a part had to be killed it is restarted with the parts that are left."""
 
     def __init__(self, context: Context, program: str = PROGRAM) -> None:
         self._program = program
