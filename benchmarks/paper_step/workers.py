@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.paper_step.model import PaperEngine, PaperJudge, shape_of
 from rstar2_megatron.actor.network.microbatch import PackContext, build_microbatch
-from rstar2_megatron.actor.packing import make_plan
+from rstar2_megatron.actor.packing import plan_microbatches
 from rstar2_megatron.algorithm.batch import TrainBatch
 from rstar2_megatron.cluster.actor_worker import ActorWorker
 from rstar2_megatron.cluster.reward_worker import RewardWorker
@@ -52,7 +52,7 @@ class PaperActor(ActorWorker):
         sequences = read_batch(batch)
         unpacked = time.process_time()
         runner = self._settings.runner
-        plan = make_plan(
+        plan = plan_microbatches(
             [s.length for s in sequences], self._world_size, max_tokens=runner.max_tokens_per_mbs, count=1
         )
         context = PackContext(64, 1e4, torch.float32, "cpu", 1, False, 1, 0, "local")
