@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,7 +74,7 @@ def settings_of(options: argparse.Namespace, tokenizer: Path) -> Settings:
         f"algorithm.group_size={options.group}",
         f"algorithm.down_sampling.down_sampling_config.down_sample_to_n={options.group // 2}",
         f"algorithm.sampling_params.max_new_tokens={options.max_tokens}",
-        f"data.rollout_batch_size={options.problems}",
+        f"data.rollout_batch_size={max(options.problems)}",
         f"data.max_prompt_length={_MAX_PROMPT}",
         "actor.model.tensor_model_parallel_size=1",
         "agentloop.max_assistant_turns=10",
@@ -85,17 +86,15 @@ def settings_of(options: argparse.Namespace, tokenizer: Path) -> Settings:
     return load_settings("rstar2-tiny-cpu", changes)
 
 
-def rehearse(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    """One step for each number of problems, in one cluster."""
     tokenizer = directory / "tokenizer"
     make_tokenizer(tokenizer)
     settings = settings_of(options, tokenizer)
+    text = "how many of them are there? " * 60
     problems = [
-        Problem(
-            f"q{i}",
-            [{"role": "user", "content": f"Problem {i}: " + "how many of them are there? " * 60}],
-            [SOLUTION],
-        )
-        for i in range(options.problems)
+        Problem(f"q{i}", [{"role": "user", "content": f"Problem {i}: {text}"}], [SOLUTION])
+        for i in range(max(options.problems))
     ]
     cluster = TrainingCluster(settings, to_dict_config(settings))
     try:
@@ -117,36 +116,40 @@ def rehearse(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             settings, groups["actor"], groups["engine"], coordinator, device="cpu", colocated=False
         )
         trainer._gates_open = False  # no model, whose log-probs could agree
-        before, begun = processes.cpu(), time.monotonic()
-        result = trainer.step(1, ProblemLoader(problems, settings.data))
-        wall = time.monotonic() - begun
-        metrics = step_metrics(
-            result.groups, result.resampled, result.actor_metrics, result.rollout_stats, result.seconds
-        )
-        spent, after_step = processes.cpu() - before, time.monotonic()
+        for step, count in enumerate(options.problems, start=1):
+            data = settings.data.model_copy(update={"rollout_batch_size": count})
+            processes.forget_peaks()
+            yield measure(trainer, step, ProblemLoader(problems[:count], data), processes, options)
         coordinator.close()
-        parts = {name: seconds for name, seconds in result.seconds.items() if seconds > 0.005}
-        return {
-            "problems": options.problems,
-            "group": options.group,
-            "mean_tokens": round(metrics["rollout/response_length_all"]),
-            "trajectories": int(metrics["rollout/num_trajectories"]),
-            "kept": int(metrics["rollout/total_num_sequence"]),
-            "wall_s": {
-                **_rounded(parts),
-                "step": round(wall, 2),
-                "metrics": round(after_step - begun - wall, 2),
-            },
-            "cpu_s": {**_rounded(spent), "step": round(sum(spent.values()), 2)},
-            "cpu_s_by_part": {name: _rounded(kinds) for name, kinds in CountingClock.parts.items() if kinds},
-            "peak_mb": processes.peak_mb(),
-            "rank": {k.removeprefix("actor/"): round(v, 3) for k, v in result.actor_metrics.items()},
-        }
     finally:
         cluster.close()
 
 
-def _rounded(values: dict[str, float]) -> dict[str, float]:
+def measure(
+    trainer: Trainer, step: int, loader: ProblemLoader, processes: Processes, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One step."""
+    before, begun = processes.cpu(), time.monotonic()
+    result = trainer.step(step, loader)
+    metrics = step_metrics(
+        result.groups, result.resampled, result.actor_metrics, result.rollout_stats, result.seconds
+    )
+    wall, spent = time.monotonic() - begun, processes.cpu() - before
+    return {
+        "problems": len(result.groups),
+        "group": options.group,
+        "mean_tokens": round(metrics["rollout/response_length_all"]),
+        "trajectories": int(metrics["rollout/num_trajectories"]),
+        "kept": int(metrics["rollout/total_num_sequence"]),
+        "wall_s": {**_rounded(result.seconds), "step": round(wall, 2)},
+        "cpu_s": {**_rounded(spent), "step": round(sum(spent.values()), 2)},
+        "cpu_s_by_part": {name: _rounded(kinds) for name, kinds in CountingClock.parts.items() if kinds},
+        "peak_mb": processes.peak_mb(),
+        "rank": {k.removeprefix("actor/"): round(v, 3) for k, v in result.actor_metrics.items()},
+    }
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in values.items() if value > 0.005}
 
 
@@ -154,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--problems", type=int, default=512)
+    parser.add_argument("--problems", type=int, nargs="+", default=[512], help="a step for each of them")
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--mean-tokens", type=int, default=5000, help="of a response, tool text included")
     parser.add_argument("--max-tokens", type=int, default=12288)
@@ -164,9 +167,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file that the object is added to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="paper-step-") as directory:
-        result = rehearse(options, Path(directory))
-    print(json.dumps(result), flush=True)
-    keep_rows(options.out, [{"case": options.case or f"{options.problems} x {options.group}", **result}])
+        for result in rehearse(options, Path(directory)):
+            print(json.dumps(result), flush=True)
+            case = options.case or f"{result['problems']} x {options.group}, mean {options.mean_tokens}"
+            keep_rows(options.out, [{"case": case, **result}])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -41,6 +42,12 @@ class Processes:
                 if line.startswith("VmHWM:"):
                     peaks[kind] = max(peaks.get(kind, 0), int(line.split()[1]) >> 10)
         return peaks
+
+    def forget_peaks(self) -> None:
+        """Let `peak_mb` count from here on, where the kernel allows it."""
+        for process in self._all():
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
     def _all(self) -> list[psutil.Process]:
         here = psutil.Process()
