@@ -371,8 +371,8 @@ def save_and_count(
     directory: Path,
     batch: Batch,
     bucket_size: int,
-) -> int:
-    """Bytes that a save took at most on this rank, beside model and optimizer."""
+) -> tuple[int, int]:
+    """Bytes that a save and a load took at most on this rank, beside model and optimizer."""
     with _bucket_size(bucket_size if config[0].optim.overlap_grad_reduce else None):
         actor = _actor(rank, world_size, init_method, config, model_path)
     try:
@@ -380,7 +380,9 @@ def save_and_count(
         with _LiveBytes() as count:
             actor.save_checkpoint(directory, wait=False)
         actor.finish_checkpoint()
-        return count.peak
+        with _LiveBytes() as loading:
+            actor.load_checkpoint(directory)
+        return count.peak, loading.peak
     finally:
         actor.close()
 
