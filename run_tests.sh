@@ -13,7 +13,7 @@ echo "== ruff";   $py -m ruff check . || status=1
                   $py -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format ."; status=1; }
 echo "== mypy";   $py -m mypy rstar2_megatron || status=1
 echo "== imports"; .venv/bin/lint-imports --no-logo || status=1
-# Each run of the program starts a dozen processes; with PYTHONDONTWRITEBYTECODE set, each would compile the project anew.
+# Each run of the program starts a dozen processes; with PYTHONDONTWRITEBYTECODE set, each would compile the project again.
 $py -m compileall -q rstar2_megatron tests
 echo "== pytest"; $py -m pytest "$@" || status=1
 [ $status -eq 0 ] || echo "run_tests.sh: something above failed" >&2

@@ -21,7 +21,7 @@ from rstar2_megatron.reward.math_grader import grade_answer
 from rstar2_megatron.reward.pool import GraderPool
 from tests.reward.pairs import flat
 
-INTEGER_SHARE = 0.9  # DAPO-Math's answers are integers; the rest stands for other sources
+INTEGER_SHARE = 0.9  # DAPO-Math's answers are integers; the rest represents other sources
 ROLLOUTS = 32
 
 

@@ -2,7 +2,7 @@
 # Does on a machine without a GPU what set-up does on one with: installs requirements/gpu.lock with the CUDA torch of the
 # registry, builds TransformerEngine for one architecture, imports everything with a stub of the driver, runs tests/install there
 # and writes what it saw to DIR/report.json.
-#   bash scripts/try_gpu_install.sh DIR        25 GB; a second run goes on where the first one stopped
+#   bash scripts/try_gpu_install.sh DIR        25 GB; a second run continues where the first one stopped
 #   MAX_JOBS=2 NVTE_CUDA_ARCHS=90              compilers at a time (1), architecture (90)
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."

@@ -10,7 +10,7 @@ import pytest
 from rstar2_megatron.tiny.build import TinyPaths, build_tiny
 from tests.tiny.small import SMALL
 
-# a shared machine's pauses are no fault of the code; pytest's own time limit stands
+# a shared machine's pauses are no fault of the code; pytest's own time limit remains
 hypothesis.settings.register_profile("no-deadline", deadline=None)
 hypothesis.settings.load_profile("no-deadline")
 

@@ -99,7 +99,7 @@ def loaded(output: Path, tensor_parallel: int) -> dict[str, float]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from rstar2_megatron.actor.hf_weights import load_hf_weights
-    from rstar2_megatron.actor.network.model import bare, build_chunks
+    from rstar2_megatron.actor.network.model import build_chunks, unwrap
     from rstar2_megatron.actor.process_groups import set_seed
 
     config = ModelConfig.from_directory(output)
@@ -110,7 +110,7 @@ def loaded(output: Path, tensor_parallel: int) -> dict[str, float]:
     set_seed(0)
     actor, _, _ = settings_for(8192, 1, "bf16", tensor_model_parallel_size=tensor_parallel)
     _, chunks = build_chunks(config, actor.model, "local", "cpu")
-    parts = [bare(chunk) for chunk in chunks]
+    parts = [unwrap(chunk) for chunk in chunks]
     for parameter in parts[0].parameters():
         parameter.data.fill_(1.0)  # touch the pages, so that loading is not charged for them
     figures = resident_peak_gb(lambda: load_hf_weights(parts, config, output))

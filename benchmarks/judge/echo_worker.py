@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import orjson
 
+from rstar2_megatron.judge.commands import on_signals, watch_parent
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.processes import on_signals, watch_parent
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.worker.slots import Slot, SlotPool
 from rstar2_megatron.judge.worker.worker import Worker

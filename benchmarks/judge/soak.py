@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,8 @@ import psutil
 from benchmarks.judge.calls import Tree
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.services.owned_directory import sweep_stale_directories
 
 _SAMPLE_S = 5.0
@@ -123,7 +121,7 @@ class Soak:
         if result.stdout != f"{expected}\n":
             self.counts["wrong"] += 1
             if len(self.wrong) < _MOST_EXAMPLES:
-                self.wrong.append({"expected": expected, **asdict(result)})
+                self.wrong.append({"expected": expected, **result._asdict()})
 
     async def _call(self, client: JudgeClient, number: int) -> None:
         while time.monotonic() < self.ends_at:

@@ -47,7 +47,7 @@ from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem
 
 # 12 x 16 trajectories, a response budget of 640 tokens, calls of 50 ms: a CPU's version of the paper's stage
-_SHAPE = Shape(
+SHAPE = Shape(
     12,
     16,
     640,
@@ -208,8 +208,8 @@ async def run(options: argparse.Namespace) -> None:
         traces = recorded(options.trace, options.max_response_tokens)
         earlier = []
     else:
-        traces = synthetic(_SHAPE, options.seed)
-        earlier = [] if options.first_step else synthetic(_SHAPE, options.seed + 1)
+        traces = synthetic(SHAPE, options.seed)
+        earlier = [] if options.first_step else synthetic(SHAPE, options.seed + 1)
     engines = [EngineClient(settings, seed=i, name=f"engine {i}", max_context_tokens=2040) for i in range(2)]
     wording = AgentLoopSettings(
         system_prompt=STANDARD_IO,

@@ -23,7 +23,7 @@ from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import GenerateResult
-from rstar2_megatron.rollout.phase import Phase
+from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
@@ -84,8 +84,8 @@ class TraceEngine:
             result.finish_reason = "stop"
         return result
 
-    async def settled(self) -> None:
-        await self.engine.settled()
+    async def wait_until_ready(self) -> None:
+        await self.engine.wait_until_ready()
 
     async def recover(self) -> None:
         await self.engine.recover()
@@ -138,7 +138,7 @@ async def replay(
     problems = [
         Problem(str(group), [{"role": "user", "content": words(group, traces)}], ["0"]) for group in groups
     ]
-    phase = Phase(WorkQueue(policy, len(engines), slice_size), size)
+    phase = RolloutPhase(WorkQueue(policy, len(engines), slice_size), size)
     phase.add_problems(problems)
     changed = asyncio.Condition()
     finished: list[Trajectory] = []

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.rollout.engine_model import EngineModel, Request
 from benchmarks.rollout.engine_speed import EngineSpeed
 from benchmarks.rollout.traces import Trace
-from rstar2_megatron.rollout.phase import OpenGroup, Phase
+from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
@@ -84,7 +84,7 @@ class Simulator:
         self.policy = policy
         self.traces = {(t.group, t.index): t for t in traces}
         sizes = Counter(t.group for t in traces)
-        self.phase = Phase(WorkQueue(policy, cluster.engines, slice_size), 0)
+        self.phase = RolloutPhase(WorkQueue(policy, cluster.engines, slice_size), 0)
         self.phase.add(
             [OpenGroup(Problem(str(group), [], []), size) for group, size in sorted(sizes.items())]
         )
@@ -227,13 +227,13 @@ class _Engine:
         life.turn += 1
         if life.turn < len(life.trace.turns):
             life.length += turn.tool_tokens
-            self.scheduler.budget.settle(key, life.length)
+            self.scheduler.budget.set_length(key, life.length)
             if self.simulator.lockstep:
                 self.round.append((turn.tool_seconds, key))
             else:
                 heapq.heappush(self.tools, (now + turn.tool_seconds, key))
             return
-        self.scheduler.budget.settle(key, life.length)
+        self.scheduler.budget.set_length(key, life.length)
         self.scheduler.budget.release(key)
         self.simulator.phase.ended(self.number, life.trace.group, _ended(life.trace), now)
         self.model.forget(key)
@@ -275,7 +275,7 @@ class _Engine:
 
     def _requeue(self, key: int) -> None:
         self.lives[key].preempted = False
-        self.scheduler.budget.settle(key, self.lives[key].length)
+        self.scheduler.budget.set_length(key, self.lives[key].length)
         self.scheduler.requeue(self._request_for(key))
 
 

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from rstar2_megatron.actor.network.model import bare
+from rstar2_megatron.actor.network.model import unwrap
 from rstar2_megatron.actor.optimizer_state import (
     check_state_fits_weights,
     local_checksums,
@@ -105,7 +105,7 @@ class PendingSave:
             # Live tensors are copied, because training would change them during the write. Tensors of the distributed
             # optimizer were gathered for this checkpoint only: a copy would waste 12 bytes of host memory a parameter.
             arguments[1] = [
-                (file, key, (data, [(item, _kept(tensor, live)) for item, tensor in tensors]))
+                (file, key, (data, [(item, _host_copy(tensor, live)) for item, tensor in tensors]))
                 for file, key, (data, tensors) in arguments[1]
             ]
         self._thread = threading.Thread(target=self._write, args=(arguments,), name="checkpoint-writer")
@@ -141,7 +141,7 @@ class PendingSave:
         dist.barrier()
 
 
-def _kept(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+def _host_copy(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
     """A host copy of the tensor; the tensor itself when it is on the host and not live."""
     if not tensor.is_cpu:
         return tensor.cpu()
@@ -150,7 +150,7 @@ def _kept(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
 
 def _live_storages(chunks: list[Any], optimizer: Any) -> set[int]:
     """Addresses of the storages that hold weights, master weights and moments."""
-    models = [bare(chunk) for chunk in chunks]
+    models = [unwrap(chunk) for chunk in chunks]
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
@@ -179,7 +179,7 @@ def replace_directory(partial: Path, final: Path) -> None:
 def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
-        state[_model_key(chunks, number)] = bare(chunk).sharded_state_dict(metadata=dict(_METADATA))
+        state[_model_key(chunks, number)] = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
     with positions_without_padding(chunks):
         state["optimizer"] = optimizer.sharded_state_dict(
             dict(state), is_loading=loading, metadata=dict(_METADATA)
@@ -218,13 +218,15 @@ def read_counters(directory: str | Path) -> dict[str, Any]:
     """The `counters` given to `start_save`. Local. Raises ValueError when the directory is not a complete checkpoint."""
     path = Path(directory)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise ValueError(f"{path} is not a complete checkpoint: choose another global_step_N or start anew")
+        raise ValueError(
+            f"{path} is not a complete checkpoint: choose another global_step_N by runner.resume_dir"
+        )
     counters = dist_checkpointing.load_common_state_dict(str(path))[_COUNTERS]
     assert isinstance(counters, dict)
     return counters
 
 
-def form_of(actor: ActorSettings) -> dict[str, Any]:
+def checkpoint_format(actor: ActorSettings) -> dict[str, Any]:
     """Settings that determine the format of a checkpoint; the parallel layout is not among them."""
     return {
         "actor.model.precision": actor.model.precision,
@@ -232,9 +234,9 @@ def form_of(actor: ActorSettings) -> dict[str, Any]:
     }
 
 
-def check_form(directory: str | Path, counters: dict[str, Any], actor: ActorSettings) -> None:
-    """Raises ValueError when the checkpoint was saved under settings that give it another format (`form_of`)."""
-    form = form_of(actor)
+def check_format(directory: str | Path, counters: dict[str, Any], actor: ActorSettings) -> None:
+    """Raises ValueError when the checkpoint was saved under settings that give it another format (`checkpoint_format`)."""
+    form = checkpoint_format(actor)
     for key, saved in counters.get("form", {}).items():
         if saved != form[key]:
             raise ValueError(
@@ -252,7 +254,7 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     path = Path(directory)
     state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(path))
     for number, chunk in enumerate(chunks):
-        bare(chunk).load_state_dict(state[_model_key(chunks, number)])
+        unwrap(chunk).load_state_dict(state[_model_key(chunks, number)])
     loaded = local_checksums(chunks)
     optimizer.load_state_dict(state["optimizer"])
     check_state_fits_weights(str(path), chunks, optimizer, loaded)

@@ -26,7 +26,7 @@ from rstar2_megatron.actor.losses import (
     sft_metrics,
 )
 from rstar2_megatron.actor.offload import DeviceMemory
-from rstar2_megatron.actor.packing import Plan, make_plan, split_minibatches
+from rstar2_megatron.actor.packing import MicroBatchPlan, plan_microbatches, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.loss import aggregate
 from rstar2_megatron.model.flops import peak_tflops
@@ -175,7 +175,7 @@ class MegatronActor:
         reference = self._score_reference(sequences)
 
         steps: list[dict[str, float]] = []
-        plans: list[Plan] = []
+        plans: list[MicroBatchPlan] = []
         for indices in minibatches:
             part = [sequences[i] for i in indices]
             plan = self._plan(part)
@@ -230,9 +230,9 @@ class MegatronActor:
         """The temperature of the log-probs that the engine reports; 1 for greedy decoding."""
         return self.algorithm.sampling_params.temperature or 1.0
 
-    def _plan(self, sequences: Sequence[TrainSequence]) -> Plan:
+    def _plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
         dynamic = self.runner.enable_dynamic_batch_size
-        return make_plan(
+        return plan_microbatches(
             [s.length for s in sequences],
             self.layout.data,
             max_tokens=self.runner.max_tokens_per_mbs * self.layout.context if dynamic else None,
@@ -255,7 +255,7 @@ class MegatronActor:
     def _update(
         self,
         sequences: Sequence[TrainSequence],
-        plan: Plan,
+        plan: MicroBatchPlan,
         loss: LossFunction,
         *,
         temperature: float,
@@ -274,7 +274,7 @@ class MegatronActor:
         return result
 
     def _speed(
-        self, sequences: Sequence[TrainSequence], plans: list[Plan], seconds: float
+        self, sequences: Sequence[TrainSequence], plans: list[MicroBatchPlan], seconds: float
     ) -> dict[str, float]:
         lengths = [s.length for s in sequences]
         flops = self.model_config.train_flops(lengths, sum(s.num_trained_tokens for s in sequences))
@@ -349,7 +349,7 @@ class MegatronActor:
             "skipped_steps": self.skipped_steps,
             "schedule_start": self.schedule_start,
             "weights_checksum": self.weights_checksum(),
-            "form": checkpoint.form_of(self.actor),
+            "form": checkpoint.checkpoint_format(self.actor),
         }
         self._pending = checkpoint.start_save(directory, self.policy.chunks, self.policy.optimizer, counters)
         if wait:
@@ -375,7 +375,7 @@ class MegatronActor:
 
         self.finish_checkpoint()
         counters = checkpoint.read_counters(directory)
-        checkpoint.check_form(directory, counters, self.actor)
+        checkpoint.check_format(directory, counters, self.actor)
         checkpoint.load(directory, self.policy.chunks, self.policy.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rstar2_megatron.actor.network.model import bare
+from rstar2_megatron.actor.network.model import unwrap
 from rstar2_megatron.weights.checksum import tensor_checksum
 
 Position = tuple[int, int, int]
@@ -83,7 +83,7 @@ def check_state_fits_weights(source: str, chunks: list[Any], optimizer: Any, loa
 
 def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
     for number, chunk in enumerate(chunks):
-        for name, parameter in bare(chunk).named_parameters():
+        for name, parameter in unwrap(chunk).named_parameters():
             yield f"{name} (chunk {number})" if len(chunks) > 1 else name, parameter
 
 

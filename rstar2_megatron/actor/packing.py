@@ -76,7 +76,7 @@ def pack_by_count(indices: Sequence[int], lengths: Sequence[int], count: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MicroBatchPlan:
     """Assignment of a mini-batch: `microbatches[rank]` are lists of sequence indices."""
 
     microbatches: list[list[list[int]]]
@@ -105,7 +105,7 @@ class Plan:
         return result
 
 
-def make_plan(
+def plan_microbatches(
     lengths: Sequence[int],
     ranks: int,
     *,
@@ -113,8 +113,8 @@ def make_plan(
     count: int,
     multiple: int = 1,
     equal: bool = False,
-) -> Plan:
-    """Plan of a mini-batch over `ranks` data-parallel ranks; every rank computes the same plan.
+) -> MicroBatchPlan:
+    """MicroBatchPlan of a mini-batch over `ranks` data-parallel ranks; every rank computes the same plan.
 
     max_tokens: token budget of a micro-batch; None packs `count` sequences into each instead.
     multiple: the number of micro-batches of a rank is a positive multiple of it (interleaved pipelines); empty ones are
@@ -135,4 +135,4 @@ def make_plan(
         most = max(len(own) for own in microbatches)
         for own in microbatches:
             own.extend([] for _ in range(most - len(own)))
-    return Plan(microbatches, [sum(lengths[i] for i in indices) for indices in assigned])
+    return MicroBatchPlan(microbatches, [sum(lengths[i] for i in indices) for indices in assigned])

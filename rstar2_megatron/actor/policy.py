@@ -19,9 +19,9 @@ from rstar2_megatron.actor.layout import Layout
 from rstar2_megatron.actor.losses import MAXIMA, SUMS, FlatLogProbs, LossFunction
 from rstar2_megatron.actor.network.layer_spec import choose_implementation
 from rstar2_megatron.actor.network.microbatch import PackContext, build_microbatch
-from rstar2_megatron.actor.network.model import bare, build_chunks, forward_log_probs
+from rstar2_megatron.actor.network.model import build_chunks, forward_log_probs, unwrap
 from rstar2_megatron.actor.optimizer import build_optimizer, optimizer_step, wrap_ddp
-from rstar2_megatron.actor.packing import Plan
+from rstar2_megatron.actor.packing import MicroBatchPlan
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cpu import megatron as cpu_megatron
 from rstar2_megatron.model.model_config import ModelConfig
@@ -45,7 +45,7 @@ class Policy:
         implementation = choose_implementation(actor.model.transformer_impl, device)
         cpu_megatron.repair_router_without_engine()
         config, chunks = build_chunks(model, actor.model, implementation, device)
-        load_hf_weights([bare(chunk) for chunk in chunks], model, model_path)
+        load_hf_weights([unwrap(chunk) for chunk in chunks], model, model_path)
         cpu_megatron.repair_torch_adam_checkpoints()
         self.chunks = wrap_ddp(config, chunks, actor.optim)
         self.reset_optimizer(actor.optim)
@@ -77,7 +77,7 @@ class Policy:
     def update(
         self,
         sequences: Sequence[TrainSequence],
-        plan: Plan,
+        plan: MicroBatchPlan,
         loss: LossFunction,
         *,
         temperature: float,
@@ -99,7 +99,12 @@ class Policy:
 
     @torch.no_grad()
     def measure(
-        self, sequences: Sequence[TrainSequence], plan: Plan, loss: LossFunction, *, temperature: float
+        self,
+        sequences: Sequence[TrainSequence],
+        plan: MicroBatchPlan,
+        loss: LossFunction,
+        *,
+        temperature: float,
     ) -> dict[str, float]:
         """The loss function's reduced sums and maxima under the current weights; nothing is updated."""
         for chunk in self.chunks:
@@ -108,7 +113,7 @@ class Policy:
 
     @torch.no_grad()
     def score(
-        self, sequences: Sequence[TrainSequence], plan: Plan, wanted: Wanted, *, temperature: float
+        self, sequences: Sequence[TrainSequence], plan: MicroBatchPlan, wanted: Wanted, *, temperature: float
     ) -> FlatLogProbs:
         """Log-probs of the wanted tokens, 0.0 for other tokens, identical on all ranks."""
         scores = FlatLogProbs([s.length for s in sequences], self.device)
@@ -128,7 +133,7 @@ class Policy:
     def _run(
         self,
         sequences: Sequence[TrainSequence],
-        plan: Plan,
+        plan: MicroBatchPlan,
         loss: LossFunction,
         wanted: Wanted,
         temperature: float,
@@ -185,4 +190,4 @@ class Policy:
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream every weight as (Hugging Face name, full tensor); every rank must exhaust the iterator."""
         self.finish_gather()
-        return iter_hf_weights([bare(chunk) for chunk in self.chunks], self.model)
+        return iter_hf_weights([unwrap(chunk) for chunk in self.chunks], self.model)

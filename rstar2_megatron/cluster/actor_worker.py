@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
+from rstar2_megatron.actor.profile import TorchProfile
 from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import Sent, WeightSender
+from rstar2_megatron.records.trace import Row, actor_row
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
 from rstar2_megatron.weights.route import Place, WeightRoute
@@ -19,17 +23,21 @@ from rstar2_megatron.weights.route import Place, WeightRoute
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-class ActorWorker(Worker):
+class ActorWorker(TracedWorker, Worker):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
         self._actor: MegatronActor | None = None
+        self._profile: TorchProfile | None = None
         self._sender = WeightSender(self)
 
     def rendezvous_address(self) -> str:
         """Address at which rank 0 hosts the actor's process group, as a torch init method."""
         host = os.environ["MASTER_ADDR"]
         return f"tcp://{host}:{free_port(host)}"
+
+    def trace_row(self) -> Row:
+        return actor_row(self._rank)
 
     def place(self) -> Place:
         """Node and accelerators of this rank."""
@@ -55,12 +63,14 @@ class ActorWorker(Worker):
             raise RuntimeError("ActorWorker.initialize has not been called")
         return self._actor
 
+    @traced
     def train_step(self, sequences: list[TrainSequence]) -> dict[str, float]:
         """One training step on the global batch. Collective; every rank returns the same metrics."""
         algorithm = self._settings.algorithm
         rows = self._settings.data.rollout_batch_size * algorithm.group_size // algorithm.n_minibatches
         return self.actor.train_step(sequences, mini_batch_rows=rows)
 
+    @traced
     def compute_logprobs(self, sequences: list[TrainSequence]) -> list[list[float]]:
         """Log-prob of each token (0.0 at position 0) under the current weights. Collective."""
         return self.actor.compute_logprobs(sequences)
@@ -92,6 +102,7 @@ class ActorWorker(Worker):
         self.actor.reset_optimizer(optim, lr_sched, max_steps * minibatches)
         self.actor.freeze_reference()
 
+    @traced
     def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
         """Stream all weights by Hugging Face name to the engines' workers. Collective over actor ranks."""
         return self._sender.send(self.actor.iter_hf_weights(), route, engines)
@@ -100,21 +111,35 @@ class ActorWorker(Worker):
         """Free the buckets of the last `send_weights`."""
         self._sender.forget()
 
+    @traced
     def offload(self, keep_weights: bool = False) -> None:
         """Offload from the accelerator as `actor.offload_*` sets, except the weights with `keep_weights`."""
         self.actor.offload(keep_weights=keep_weights)
 
+    @traced
     def reload(self) -> None:
         """Move the offloaded tensors back to the accelerator."""
         self.actor.reload()
 
+    def begin_profile(self, directory: str) -> None:
+        """Record a torch profile until `end_profile`."""
+        self._profile = TorchProfile(self._settings.runner.profiler)
+
+    def end_profile(self, directory: str) -> None:
+        """Write the profile to `directory`."""
+        if self._profile is not None:
+            self._profile.write(Path(directory) / f"actor_rank_{self._rank}.json.gz")
+            self._profile = None
+
     def weights_checksum(self) -> dict[str, int]:
         return self.actor.weights_checksum()
 
+    @traced
     def save_checkpoint(self, directory: str, wait: bool = True) -> None:
         """Write a checkpoint. wait=False returns once the tensors are copied; `finish_checkpoint` waits for the files."""
         self.actor.save_checkpoint(directory, wait=wait)
 
+    @traced
     def finish_checkpoint(self) -> None:
         """Wait until the files of the last checkpoint are written."""
         self.actor.finish_checkpoint()

@@ -65,7 +65,7 @@ class PendingCall:
         done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
         self._raise_failures(done)
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_for_end(self, timeout_s: float) -> bool:
         """Wait until every worker has ended this call, with or without success. False when `timeout_s` passes first."""
         ended, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)
         return len(ended) == len(self.refs)
@@ -116,7 +116,6 @@ class WorkerGroup:
         return self.start(method, *args, ranks=ranks, **kwargs).result(timeout_s)
 
     def kill(self) -> None:
-        """Kill the worker processes."""
         for worker in self.workers:
             ray.kill(worker)
 

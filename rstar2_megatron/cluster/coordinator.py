@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.cluster.live_view import LiveView, ShowProgress
+from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
-from rstar2_megatron.rollout.phase import OpenGroup, Phase
+from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
+from rstar2_megatron.rollout.progress import PhaseProgress
+from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import combine
@@ -29,7 +32,7 @@ Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
 
 
 @dataclass
-class RolloutPhase:
+class PhaseResult:
     """Result of a phase: graded groups in the order of their problems, and statistics summed over engines."""
 
     groups: list[Group]
@@ -51,10 +54,13 @@ class RolloutCoordinator:
         self._grading: PendingCall = reward.start("serve", channel)
         self._num_reward_workers = len(reward)
         self._phases = 0
+        self._lengths = LengthSurvival(settings.runner.seq_length)
+        self.show_progress: ShowProgress = lambda progress: None
+        """Gets the progress of a running phase every few seconds."""
 
     def run(
         self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None
-    ) -> RolloutPhase:
+    ) -> PhaseResult:
         """Roll out `spec.samples` trajectories of each problem and grade them.
 
         Engines request slices of groups, so a faster engine gets more. `spec.tail` sets whether the phase waits for every
@@ -66,19 +72,21 @@ class RolloutCoordinator:
         phase = self._open(problems, spec)
         start = time.monotonic()
         pending = self._rollout.start("generate", self._channel, spec)
-        run = _PhaseRun(self._channel, phase, spec.phase, len(self._rollout), refill)
+        run = _PhaseServer(self._channel, phase, spec.phase, len(self._rollout), refill)
+
+        live = LiveView(self._rollout, phase, PhaseProgress(label, self._lengths), self.show_progress)
 
         def check() -> None:
             pending.check()
             self._grading.check()
+            live.poll()
 
         def receive() -> None:
             left = self._timeout_s - (time.monotonic() - start)
             run.handle(self._inbox.get(left, while_waiting=check), time.monotonic())
-            bar.n, bar.total = len(run.complete), len(run.complete) + phase.num_open
-            bar.refresh()
+            live.poll()
 
-        with tqdm(total=phase.num_open, desc=label, unit="group", leave=False, disable=None) as bar:
+        with contextlib.closing(live):
             while not phase.over:
                 receive()
             run.end()
@@ -89,15 +97,17 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
+        for trajectory in (t for group in groups for t in group.usable):
+            self._lengths.add(len(trajectory.response_ids))
         if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start
-        stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
-        return RolloutPhase(groups, seconds, stats)
+        stats = {**combine(workers, seconds), **run.stats(groups, carried)}
+        return PhaseResult(groups, seconds, stats)
 
-    def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> Phase:
+    def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> RolloutPhase:
         rollout = self._settings.rollout
-        phase = Phase(
+        phase = RolloutPhase(
             WorkQueue(rollout.scheduler, len(self._rollout), rollout.slice_size),
             spec.samples,
             tail=spec.tail,
@@ -122,11 +132,11 @@ class RolloutCoordinator:
         self._inbox.close()
 
 
-class _PhaseRun:
+class _PhaseServer:
     """State of one running phase: handles incoming messages and answers work requests."""
 
     def __init__(
-        self, channel: Any, phase: Phase, number: int, num_engines: int, refill: Refill | None
+        self, channel: Any, phase: RolloutPhase, number: int, num_engines: int, refill: Refill | None
     ) -> None:
         self.complete: list[Group] = []
         self._channel = channel
@@ -136,6 +146,9 @@ class _PhaseRun:
         self._refill = refill
         self._pending_requests: list[WorkRequest] = []  # not answered yet
         self._tail_since: float | None = None  # when an engine first had room and no work was left
+        self._last_token = (
+            time.monotonic()
+        )  # when the last trajectory ended on its engine, before it was graded
         self._refilled = 0
         self._gone: dict[int, str] = {}  # reasons by lost engine
 
@@ -153,6 +166,7 @@ class _PhaseRun:
         else:
             for ended in message:
                 if ended.phase == self._number:
+                    self._last_token = max(self._last_token, now - ended.grading_s)
                     group = self._phase.ended(ended.engine, ended.group, ended.trajectory, now)
                     if group is not None:
                         self.complete.append(group)
@@ -196,14 +210,17 @@ class _PhaseRun:
         for engine in range(self._num_engines):
             self._channel.put(WorkAnswer(self._number, None), key=work_key(engine))
 
-    def stats(
-        self, seconds: float, groups: Sequence[Group], carried: Sequence[OpenGroup]
-    ) -> dict[str, float]:
+    def stats(self, groups: Sequence[Group], carried: Sequence[OpenGroup]) -> dict[str, float]:
         """Statistics that only the driver can count."""
-        since = self._tail_since
+        now = time.monotonic()
+        grading = max(0.0, now - self._last_token)
+        tail = 0.0 if self._tail_since is None else max(0.0, now - self._tail_since)
+        TRACE.add("grading after the last token", now - grading, now)
+        TRACE.add("tail", now - tail, now)
         cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
         return {
-            "tail_seconds": 0.0 if since is None else max(0.0, time.monotonic() - since),
+            "tail_seconds": tail,
+            "grading_seconds": grading,
             "engines_gone": float(len(self._gone)),
             "refilled_problems": float(self._refilled),
             "cut_trajectories": float(cut),

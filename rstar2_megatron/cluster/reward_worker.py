@@ -8,16 +8,21 @@ import time
 from rlinf.scheduler import Channel, Worker
 
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER
+from rstar2_megatron.cluster.tracing import TracedWorker
+from rstar2_megatron.records.trace import GRADING, TRACE, Row
 from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.messages import RolloutResult
 from rstar2_megatron.settings.schema import RewardSettings
 
 
-class RewardWorker(Worker):
+class RewardWorker(TracedWorker, Worker):
     def __init__(self, settings: RewardSettings) -> None:
         super().__init__()
         self._pool = GraderPool(settings.num_workers, settings.timeout_s, mode=settings.mode)
+
+    def trace_row(self) -> Row:
+        return GRADING
 
     def ready(self) -> bool:
         return True
@@ -35,8 +40,12 @@ class RewardWorker(Worker):
         async def handle(ended: list[RolloutResult]) -> None:
             nonlocal seconds
             start = time.perf_counter()
-            await asyncio.gather(*(self._grade(item) for item in ended))
-            seconds += time.perf_counter() - start
+            with TRACE.span("grade", GRADING, trajectories=len(ended)):
+                await asyncio.gather(*(self._grade(item) for item in ended))
+            took = time.perf_counter() - start
+            seconds += took
+            for item in ended:
+                item.grading_s = took
             await channel.put(ended, key=TO_DRIVER, async_op=True).async_wait()
 
         while True:

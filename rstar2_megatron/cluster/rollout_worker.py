@@ -13,13 +13,16 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.outbox import Outbox
+from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.records.trace import Row, engine_row
 from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.rollout.messages import EngineGone, RolloutResult, WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.progress import EngineLoad
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
@@ -32,7 +35,7 @@ from rstar2_megatron.weights.route import Place, WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(TracedWorker, Worker):
     def __init__(self, settings: Settings, device: str) -> None:
         super().__init__()
         self._settings = settings
@@ -43,6 +46,9 @@ class RolloutWorker(Worker):
         self._started = False
         self._receiver = WeightReceiver(self)
         self._engine_workers: list[Any] = []
+
+    def trace_row(self) -> Row:
+        return engine_row(self._rank)
 
     async def place(self) -> Place:
         """Node and accelerators of this engine."""
@@ -75,6 +81,7 @@ class RolloutWorker(Worker):
             "start_seconds": time.perf_counter() - start,
         }
 
+    @traced
     async def receive_weights(self, route: WeightRoute, version: int) -> str:
         """Receive the actor's weights and load them into the engine as `version`.
 
@@ -108,6 +115,7 @@ class RolloutWorker(Worker):
         """End `receive_weights`, because the sending side of the weight sync has failed."""
         self._receiver.abort(route, reason)
 
+    @traced
     async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
         """Open the host copy of the last sync for engine restarts. A lost engine is restarted now.
 
@@ -120,10 +128,11 @@ class RolloutWorker(Worker):
             return str(error)
         return ""
 
-    async def meet(self, engine_workers: list[Any]) -> None:
+    async def set_engine_workers(self, engine_workers: list[Any]) -> None:
         """Set the handles of all rollout workers, in rank order."""
         self._engine_workers = engine_workers
 
+    @traced
     async def release_memory(self) -> dict[str, float]:
         """Release KV cache and weights for a collocated actor. Generation needs `resume_memory` first.
 
@@ -133,11 +142,21 @@ class RolloutWorker(Worker):
         await self._engine.release_memory()
         return {"release_seconds": time.monotonic() - start}
 
+    @traced
     async def resume_memory(self, tags: list[MemoryTag]) -> dict[str, float]:
         """Allocate memory again: `["weights"]` before `receive_weights`, `["kv_cache"]` once the actor has offloaded."""
         start = time.monotonic()
         await self._engine.resume_memory(tags)
         return {"resume_seconds": time.monotonic() - start}
+
+    async def begin_profile(self, directory: str) -> None:
+        """Record a torch profile of the engine's next `runner.profiler.engine_forwards` forward passes."""
+        profiler = self._settings.runner.profiler
+        await self._engine.start_profile(profiler, directory, f"engine_{self._rank}")
+
+    async def end_profile(self, directory: str) -> None:
+        """Write the profile now, unless the engine has recorded all its forward passes."""
+        await self._engine.stop_profile()
 
     async def weights_checksum(self) -> dict[str, int]:
         return await self._engine.weights_checksum()
@@ -190,6 +209,21 @@ class RolloutWorker(Worker):
             "engine_restarts": float(self._engine.restarts),
             **{f"judge/{name}": value for name, value in self._judge.take_counters().items()},
         }
+
+    async def load(self) -> EngineLoad | None:
+        """The current activity of this worker; None between phases."""
+        runner = self._runner
+        if runner is None:
+            return None
+        return EngineLoad(
+            self._rank,
+            runner.response_tokens,
+            list(runner.responses.values()),
+            runner.num_waiting,
+            runner.num_at_tool,
+            self._engine.kv_used_tokens,
+            self._engine.kv_capacity_tokens,
+        )
 
     async def end_phase(self, cut: bool) -> None:
         """Park all running trajectories. `generate` then returns as soon as the running tool calls have ended."""

@@ -182,16 +182,16 @@ class WeightReceiver:
 
         Requesting the next bucket marks the previous one as loaded.
         """
-        return self._of(route).buckets()
+        return self._transfer_of(route).buckets()
 
     def end(self, route: WeightRoute, failure: str = "") -> None:
         """End the sync. Waiting deliveries are answered with `failure`, or "" for success."""
-        self._of(route).answer(failure)
+        self._transfer_of(route).answer(failure)
 
     def abort(self, route: WeightRoute, reason: str) -> None:
         """Abort the sync, because the sending end has failed. May be called before `begin`."""
         with contextlib.suppress(TransferFailed):  # a later sync has begun
-            self._of(route).abort(reason)
+            self._transfer_of(route).abort(reason)
 
     async def deliver(
         self, route: WeightRoute, sender: int, number: int, item: Any, last: bool, engines: list[Any]
@@ -201,7 +201,7 @@ class WeightReceiver:
         item: a device handle (cuda_ipc), a path, or None for tensors of a broadcast. Returns "" when the bucket is loaded,
         otherwise the reason. A failure to load never raises.
         """
-        transfer = self._of(route)
+        transfer = self._transfer_of(route)
         try:
             async with asyncio.timeout(STEP_TIMEOUT_S):
                 if transfer.failure:
@@ -210,13 +210,15 @@ class WeightReceiver:
                     return await transfer.add_part(self._worker._rank, sender, number, item, last)
                 if item is not None:
                     return await transfer.put(OpenedBucket(item), last)
-                return await self._pass_on(transfer, number, last, engines)
+                return await self._receive_broadcast(transfer, number, last, engines)
         except TimeoutError:
             return f"engine {self._worker._rank} did not load bucket {number} within {STEP_TIMEOUT_S:.0f} s"
         except Exception as error:
             return f"engine {self._worker._rank}, bucket {number}: {type(error).__name__}: {error}"
 
-    async def _pass_on(self, transfer: _Transfer, number: int, last: bool, engines: list[Any]) -> str:
+    async def _receive_broadcast(
+        self, transfer: _Transfer, number: int, last: bool, engines: list[Any]
+    ) -> str:
         """Receive broadcast tensors into shared memory, and pass them to every engine of this node."""
         route, rank = transfer.route, self._worker._rank
         work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
@@ -231,7 +233,7 @@ class WeightReceiver:
             shared.close()  # all receivers have opened it
         return next((answer for answer in answers if answer), "")
 
-    def _of(self, route: WeightRoute) -> _Transfer:
+    def _transfer_of(self, route: WeightRoute) -> _Transfer:
         """State of this sync. A delivery may arrive, and create the state, before the driver's call."""
         if self._transfer is None or self._transfer.route.attempt < route.attempt:
             self._transfer = _Transfer(route)

@@ -102,7 +102,7 @@ class _EmptyModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _replace_absent_modules() -> None:
     absent = {name for name in ("triton", "torchvision") if importlib.util.find_spec(name) is None}
     if "torchvision" in absent:
-        _let_transformers_settle()
+        _cache_absence_of_torchvision()
     if absent:
         sys.meta_path.append(_EmptyModuleFinder(absent))
     if "triton" in absent:
@@ -121,7 +121,7 @@ class _Constexpr:
         self.value = value
 
 
-def _let_transformers_settle() -> None:
+def _cache_absence_of_torchvision() -> None:
     """Let transformers find that torchvision is absent, before the stand-in exists."""
     import_utils = importlib.import_module("transformers.utils.import_utils")
     import_utils.is_torchvision_available()  # caches its result

@@ -72,7 +72,7 @@ class ProblemLoader:
                 return batch
             self._epoch += 1
             self._batches = None
-        raise DataError(f"runner.max_epochs={self._max_epochs} epochs of the data are over; raise it")
+        raise DataError(f"runner.max_epochs={self._max_epochs} epochs of the data are used up; raise it")
 
     def state_dict(self) -> dict[str, Any]:
         """Position for a checkpoint; small, and meaningful only with the same problems, seed and batch

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from rstar2_megatron.records.whole_file import write_json
+from tqdm import tqdm
+
+from rstar2_megatron.data.rows import Input, Row
+from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 SAVE_ROWS = 5000
 
@@ -52,18 +55,33 @@ class ResumablePass:
         return state if fits else None
 
     def accept(self, row: Mapping[str, Any]) -> None:
-        """Keep a row."""
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def advance(self) -> None:
-        """One more row of the source is done."""
-        self.row += 1
-        if self.row % self._save_rows == 0:
-            self.save()
+    def rows(
+        self, inputs: Sequence[Input], columns: Mapping[str, Sequence[str]], limit: int | None
+    ) -> Iterator[tuple[Input, Row]]:
+        """The remaining rows, at most `limit` of each input, with a progress bar. A row is done when the next is taken.
 
-    def next_source(self) -> None:
-        self.source, self.row = self.source + 1, 0
-        self.save()
+        columns: the columns to read of each source. Raises DataError.
+        """
+        while self.source < len(inputs):
+            source = inputs[self.source]
+            total = source.count()
+            if limit is not None:
+                total = limit if total is None else min(total, limit)
+            with tqdm(
+                total=total, initial=self.row, desc=source.label[-40:], unit="row", disable=None
+            ) as bar:
+                for row in source.rows(columns[source.name], self.row):
+                    if limit is not None and self.row >= limit:
+                        break
+                    yield source, row
+                    self.row += 1
+                    if self.row % self._save_rows == 0:
+                        self.save()
+                    bar.update()
+            self.source, self.row = self.source + 1, 0
+            self.save()
 
     def save(self) -> None:
         """Put everything so far on the disk."""
@@ -87,11 +105,26 @@ class ResumablePass:
             for line in file:
                 yield json.loads(line)
 
-    def close(self) -> None:
-        self._file.close()
+    def __enter__(self) -> Self:
+        return self
 
-    def finish(self) -> None:
-        """Remove the position, once the results are written."""
-        self.close()
-        self._state_path.unlink(missing_ok=True)
-        self.partial.unlink(missing_ok=True)
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Remove the position when the results are written; keep it after a failure."""
+        self._file.close()
+        if failure is None:
+            self._state_path.unlink(missing_ok=True)
+            self.partial.unlink(missing_ok=True)
+
+    def write_results(
+        self,
+        train: Iterable[Mapping[str, Any]],
+        validation: Iterable[Mapping[str, Any]] | None,
+        report: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Write train.jsonl, validation.jsonl unless None, and report.json, which it returns."""
+        written = {"train.jsonl": write_jsonl(self.out / "train.jsonl", train)}
+        if validation is not None:
+            written["validation.jsonl"] = write_jsonl(self.out / "validation.jsonl", validation)
+        result = {"rows_out": sum(written.values()), "written": written, **report}
+        write_json(self.out / "report.json", result)
+        return result

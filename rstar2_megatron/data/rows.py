@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,17 +160,32 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
         ) from error
 
 
-def count_rows(paths: Iterable[Path]) -> int | None:
-    """Number of rows for a progress bar; None when counting would take long."""
-    total = 0
-    for path in paths:
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One file or hub split of the source `name`."""
+
+    name: str
+    path: str = ""
+    hub: HubName | None = None
+
+    @property
+    def label(self) -> str:
+        return self.path or str(self.hub)
+
+    def rows(self, columns: Sequence[str], skip: int) -> Iterator[Row]:
+        """Rows after the first `skip`. Raises DataError."""
+        if self.hub is not None:
+            return hub_rows(self.hub, columns=columns, skip=skip)
+        return file_rows(Path(self.path), columns=columns, skip=skip)
+
+    def count(self) -> int | None:
+        """Number of rows for a progress bar; None when counting would take long."""
+        path = Path(self.path)
         if path.suffix == ".parquet":
             import pyarrow.parquet as parquet  # here, as above
 
-            total += parquet.ParquetFile(path).metadata.num_rows
-        elif path.suffix == ".jsonl" and path.stat().st_size < 1 << 30:
+            return int(parquet.ParquetFile(path).metadata.num_rows)
+        if path.suffix == ".jsonl" and path.stat().st_size < 1 << 30:
             with path.open("rb") as file:
-                total += sum(1 for line in file if line.strip())
-        else:
-            return None
-    return total
+                return sum(1 for line in file if line.strip())
+        return None

@@ -20,13 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.resumable import ResumablePass
-from rstar2_megatron.data.rows import DataError, Row, count_rows, file_rows, find_files, hub_rows
+from rstar2_megatron.data.rows import DataError, Input, find_files
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
-from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +38,19 @@ class Options:
     limit: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    name: str
-    path: str = ""
-    """A file; empty reads the hub."""
-
-    @property
-    def label(self) -> str:
-        return self.path or str(SFT_SOURCES[self.name].hub)
-
-    def rows(self, skip: int) -> Iterator[Row]:
-        source = SFT_SOURCES[self.name]
-        if self.path:
-            return file_rows(Path(self.path), columns=source.columns, skip=skip)
-        return hub_rows(source.hub, columns=source.columns, skip=skip)
-
-
 def parse_source(word: str) -> list[Input]:
     """Inputs of NAME or NAME=PATH. Raises DataError."""
     name, _, path = word.partition("=")
     if name not in SFT_SOURCES:
         raise DataError(f"unknown source {name!r}; known are {', '.join(SFT_SOURCES)}")
-    return [Input(name, str(file)) for file in find_files(path)] if path else [Input(name)]
+    return (
+        [Input(name, str(file)) for file in find_files(path)]
+        if path
+        else [Input(name, hub=SFT_SOURCES[name].hub)]
+    )
 
 
-def place(conversation: Mapping[str, Any], seed: int) -> str:
+def sampling_key(conversation: Mapping[str, Any], seed: int) -> str:
     """Sort key of a conversation in the sampling order: a hash of the user messages."""
     said = [m["content"] for m in conversation["messages"] if m["role"] == "user"]
     return hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=12).hexdigest()
@@ -74,12 +58,12 @@ def place(conversation: Mapping[str, Any], seed: int) -> str:
 
 @dataclass(slots=True)
 class Selection:
-    """The conversations of each source with the smallest places: a uniform sample of fixed size in one pass."""
+    """The conversations of each source with the smallest sampling keys: a uniform sample of fixed size in one pass."""
 
     counts: Mapping[str, int]
     _heaps: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    """Places of all conversations of any source that `offer` has accepted."""
+    """Sampling keys of all conversations of any source that `offer` has accepted."""
 
     def offer(self, source: str, where: str) -> bool:
         """True when the conversation is among the smallest so far."""
@@ -100,49 +84,36 @@ class Selection:
 def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: int = 5000) -> dict[str, Any]:
     """Run or continue the pass; returns the report, which is also written. Raises DataError."""
     configuration = {"inputs": [asdict(source) for source in inputs], "options": asdict(options)}
-    state = ResumablePass(out, configuration, save_rows)
     selection = Selection(options.counts)
-    try:
+    with ResumablePass(out, configuration, save_rows) as state:
         for row in state.accepted():
-            where = place(row, options.seed)
+            where = sampling_key(row, options.seed)
             selection.offer(row["source"], where)
             selection.seen.add(where)
-        while state.source < len(inputs):
-            _read_source(inputs[state.source], state, selection, options)
-            state.next_source()
-        report = _write_results(state, selection, options)
-    except BaseException:
-        state.close()
-        raise
-    state.finish()
-    return report
+        _select(inputs, state, selection, options)
+        return _write_results(state, selection, options)
 
 
-def _read_source(source: Input, state: ResumablePass, selection: Selection, options: Options) -> None:
-    total = count_rows([Path(source.path)]) if source.path else None
-    if options.limit is not None:
-        total = options.limit if total is None else min(total, options.limit)
-    counts = state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
-    with tqdm(total=total, initial=state.row, desc=source.label[-40:], unit="row", disable=None) as bar:
-        for row in source.rows(state.row):
-            if options.limit is not None and state.row >= options.limit:
-                break
-            counts["in"] += 1
-            try:
-                conversation = SFT_SOURCES[source.name].parse(row)
-                if sum(map(len, _texts(conversation))) > options.max_chars:
-                    raise Unusable("too long")
-                where = place(conversation, options.seed)
-                if where in selection.seen:
-                    raise Unusable("duplicate")
-                counts["usable"] += 1
-                if selection.offer(source.name, where):
-                    selection.seen.add(where)
-                    state.accept(conversation)
-            except Unusable as why:
-                counts["dropped"][str(why)] = counts["dropped"].get(str(why), 0) + 1
-            state.advance()
-            bar.update()
+def _select(inputs: Sequence[Input], state: ResumablePass, selection: Selection, options: Options) -> None:
+    for source in inputs:
+        state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
+    columns = {name: shape.columns for name, shape in SFT_SOURCES.items()}
+    for source, row in state.rows(inputs, columns, options.limit):
+        counts = state.counters[source.name]
+        counts["in"] += 1
+        try:
+            conversation = SFT_SOURCES[source.name].parse(row)
+            if sum(map(len, _texts(conversation))) > options.max_chars:
+                raise Unusable("too long")
+            where = sampling_key(conversation, options.seed)
+            if where in selection.seen:
+                raise Unusable("duplicate")
+            counts["usable"] += 1
+            if selection.offer(source.name, where):
+                selection.seen.add(where)
+                state.accept(conversation)
+        except Unusable as why:
+            counts["dropped"][str(why)] = counts["dropped"].get(str(why), 0) + 1
 
 
 def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:
@@ -165,27 +136,22 @@ def _write_results(state: ResumablePass, selection: Selection, options: Options)
     order = sorted(chosen, key=lambda item: item[1])
     held_out = set(order[: options.validation])
     rows = {
-        key: row for row in state.accepted() if (key := (row["source"], place(row, options.seed))) in chosen
+        key: row
+        for row in state.accepted()
+        if (key := (row["source"], sampling_key(row, options.seed))) in chosen
     }
-    written = {
-        "train.jsonl": write_jsonl(state.out / "train.jsonl", (rows[k] for k in order if k not in held_out))
-    }
-    if held_out:
-        kept = (rows[k] for k in order if k in held_out)
-        written["validation.jsonl"] = write_jsonl(state.out / "validation.jsonl", kept)
     taken = Counter(source for source, _ in chosen)
     report = {
         "rows_in": sum(counts["in"] for counts in state.counters.values()),
-        "rows_out": sum(written.values()),
-        "written": written,
         "sources": {
             name: {**counts, "wanted": options.counts[name], "taken": taken[name]}
             for name, counts in state.counters.items()
         },
         "options": asdict(options),
     }
-    write_json(state.out / "report.json", report)
-    return report
+    train = (rows[key] for key in order if key not in held_out)
+    validation = (rows[key] for key in order if key in held_out) if held_out else None
+    return state.write_results(train, validation, report)
 
 
 def render_report(report: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def python_calls(text: str) -> list[Call]:
     """Calls of `[name(key=value, ...), ...]`. Raises ValueError for anything else."""
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
-        raise ValueError("no list of calls")
+        raise ValueError("not a list of calls")
     calls = [_python_call(part) for part in _split(text[1:-1], ",")]
     if not calls:
         raise ValueError("an empty list of calls")
@@ -45,12 +45,12 @@ def python_calls(text: str) -> list[Call]:
 def _python_call(text: str) -> Call:
     name, parenthesis, rest = text.strip().partition("(")
     if not parenthesis or not rest.endswith(")") or not name.strip():
-        raise ValueError(f"no call: {text[:60]!r}")
+        raise ValueError(f"not a call: {text[:60]!r}")
     arguments: dict[str, Any] = {}
     for part in _split(rest[:-1], ","):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"no key=value: {part[:60]!r}")
+            raise ValueError(f"not key=value: {part[:60]!r}")
         arguments[key.strip().strip("'\"")] = _value(value.strip())
     return {"name": name.strip(), "arguments": arguments}
 
@@ -66,7 +66,7 @@ def _value(text: str) -> Any:
         value = ast.literal_eval(text)
         json.dumps(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ValueError(f"no literal: {text[:60]!r}") from None
+        raise ValueError(f"not a literal: {text[:60]!r}") from None
     return value
 
 
@@ -112,15 +112,15 @@ def json_call(text: str) -> Call:
             r"""\{\s*"name"\s*:\s*("[^"]*")\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}""", text.strip(), re.DOTALL
         )
         if match is None:
-            raise ValueError(f"no call: {text[:60]!r}") from None
+            raise ValueError(f"not a call: {text[:60]!r}") from None
         call = {"name": json.loads(match.group(1)), "arguments": match.group(2).replace("\\'", "'")}
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ValueError(f"no call: {text[:60]!r}")
+        raise ValueError(f"not a call: {text[:60]!r}")
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments) if arguments.strip() else {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"arguments are no object: {text[:60]!r}")
+        raise ValueError(f"arguments are not an object: {text[:60]!r}")
     return {"name": call["name"], "arguments": arguments}
 
 
@@ -142,7 +142,7 @@ def tool_schema(function: Any) -> dict[str, Any]:
     if isinstance(function, dict) and isinstance(function.get("function"), dict):
         function = function["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"no function description: {str(function)[:60]!r}")
+        raise ValueError(f"not a function description: {str(function)[:60]!r}")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return {
         "type": "function",

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from rstar2_megatron.data.cleaning import (
     contradicts_template,
     fingerprint,
@@ -31,24 +29,10 @@ from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.decontaminate import NGramIndex
 from rstar2_megatron.data.math_sources import SOURCES, MathSource, find_source, problem_text
 from rstar2_megatron.data.resumable import ResumablePass
-from rstar2_megatron.data.rows import DataError, HubName, Row, count_rows, file_rows, find_files, hub_rows
-from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.data.rows import DataError, Input, Row, file_rows, find_files
 
 DEFAULT_MAX_DIGITS = 18
 _SHOWN_NGRAMS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One file or hub split of a source."""
-
-    shape: str
-    path: str = ""
-    hub: HubName | None = None
-
-    @property
-    def label(self) -> str:
-        return self.path or str(self.hub)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +70,6 @@ def parse_source(word: str, config: str | None = None, split: str | None = None)
     return [Input(name, hub=hub)]
 
 
-def read_input(source: Input, shape: MathSource, skip: int) -> Iterator[Row]:
-    if source.hub is not None:
-        return hub_rows(source.hub, columns=shape.columns, skip=skip)
-    return file_rows(Path(source.path), columns=shape.columns, skip=skip)
-
-
 @dataclass(slots=True)
 class Cleaner:
     """Accepts or drops problems one by one; remembers accepted problems to find duplicates."""
@@ -103,7 +81,7 @@ class Cleaner:
     conflicting: set[str]
     """Fingerprints of problems that were published with different answers."""
 
-    def judge(self, shape: MathSource, row: Row) -> tuple[dict[str, Any] | None, str, str]:
+    def check(self, shape: MathSource, row: Row) -> tuple[dict[str, Any] | None, str, str]:
         """(row to keep, "", "") or (None, why it is dropped, the n-gram it shares). Raises DataError."""
         raw = shape.parse(row)
         if raw.why_not:
@@ -140,7 +118,7 @@ def problem_row(task: str, key: str, text: str, answer: str) -> dict[str, Any]:
     }
 
 
-def key_of(row: dict[str, Any]) -> str:
+def fingerprint_of(row: dict[str, Any]) -> str:
     """The fingerprint inside a row's query_id."""
     return str(row["query_id"]).rpartition("-")[2]
 
@@ -170,94 +148,71 @@ def process(
         "options": asdict(options),
         "decontaminate": {str(f): f.stat().st_size for p in decontaminate for f in find_files(p)},
     }
-    state = ResumablePass(out, configuration, save_rows)
-    try:
+    with ResumablePass(out, configuration, save_rows) as state:
         if state.resumed and state.source < len(inputs):
-            say(f"going on at row {state.row + 1} of {inputs[state.source].label}")
+            say(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
         cleaner = Cleaner(options, index, {}, set(state.counters.get("conflicting", [])))
         for row in state.accepted():
-            cleaner.answers[key_of(row)] = row["solutions"][0]
-        while state.source < len(inputs):
-            _read_source(inputs[state.source], state, cleaner, options.limit)
-            state.next_source()
-        report = _write_results(state, cleaner, inputs, options, index)
-    except BaseException:
-        state.close()
-        raise
-    state.finish()
-    return report
+            cleaner.answers[fingerprint_of(row)] = row["solutions"][0]
+        _clean(inputs, state, cleaner, options.limit)
+        return _write_results(state, cleaner, inputs, options, index)
 
 
-def _read_source(source: Input, state: ResumablePass, cleaner: Cleaner, limit: int | None) -> None:
-    shape = SOURCES[source.shape]
-    total = count_rows([Path(source.path)]) if source.path else None
-    if limit is not None:
-        total = limit if total is None else min(total, limit)
-    counts = state.counters.setdefault("sources", {}).setdefault(source.label, {})
+def _clean(inputs: Sequence[Input], state: ResumablePass, cleaner: Cleaner, limit: int | None) -> None:
+    sources = state.counters.setdefault("sources", {})
+    for source in inputs:
+        sources.setdefault(source.label, {})
     ngrams = state.counters.setdefault("ngrams", {})
-    with tqdm(total=total, initial=state.row, desc=source.label[-40:], unit="row", disable=None) as bar:
-        for row in read_input(source, shape, state.row):
-            if limit is not None and state.row >= limit:
-                break
-            kept, why, shared = cleaner.judge(shape, row)
-            counts["in"] = counts.get("in", 0) + 1
-            if kept is not None:
-                state.accept(kept)
-            else:
-                dropped = counts.setdefault("dropped", {})
-                dropped[why] = dropped.get(why, 0) + 1
-            if shared:
-                ngrams[shared] = ngrams.get(shared, 0) + 1
-            if len(cleaner.conflicting) != len(state.counters.get("conflicting", ())):
-                state.counters["conflicting"] = sorted(cleaner.conflicting)
-            state.advance()
-            bar.update()
+    columns = {name: shape.columns for name, shape in SOURCES.items()}
+    for source, row in state.rows(inputs, columns, limit):
+        counts = sources[source.label]
+        kept, why, shared = cleaner.check(SOURCES[source.name], row)
+        counts["in"] = counts.get("in", 0) + 1
+        if kept is not None:
+            state.accept(kept)
+        else:
+            dropped = counts.setdefault("dropped", {})
+            dropped[why] = dropped.get(why, 0) + 1
+        if shared:
+            ngrams[shared] = ngrams.get(shared, 0) + 1
+        if len(cleaner.conflicting) != len(state.counters.get("conflicting", ())):
+            state.counters["conflicting"] = sorted(cleaner.conflicting)
 
 
 def _write_results(
     state: ResumablePass, cleaner: Cleaner, inputs: Sequence[Input], options: Options, index: NGramIndex
 ) -> dict[str, Any]:
+    sources = state.counters["sources"]
     keys = [key for key in cleaner.answers if key not in cleaner.conflicting]
     if not keys:
         raise DataError(
-            f"no problem is left of {sum(c.get('in', 0) for c in state.counters['sources'].values())} rows; "
-            f"dropped: {_dropped(state.counters['sources'])}"
+            f"no problem is left of {sum(c.get('in', 0) for c in sources.values())} rows; dropped: {_dropped(sources)}"
         )
     # The order is by hash, so a problem stays in the validation set when others are added.
     ordered = sorted(keys, key=lambda key: fingerprint([str(options.seed), key]))
     held_out = set(ordered[: options.validation])
     if len(held_out) >= len(keys):
         raise DataError(f"--validation {options.validation} takes all of the {len(keys)} problems; lower it")
-    conflicts: Counter[str] = Counter()
+    conflicts = sum(fingerprint_of(row) in cleaner.conflicting for row in state.accepted())
+    report = {
+        "rows_in": sum(counts.get("in", 0) for counts in sources.values()),
+        "dropped": _dropped(sources) | {"published with different answers": conflicts},
+        "sources": {
+            label: {**counts, "shape": next(s.name for s in inputs if s.label == label)}
+            for label, counts in sources.items()
+        },
+        "evaluation_problems": index.num_problems,
+        "commonest_shared_ngrams": dict(Counter(state.counters["ngrams"]).most_common(_SHOWN_NGRAMS)),
+        "options": asdict(options),
+    }
 
     def rows(validation: bool) -> Iterator[dict[str, Any]]:
         for row in state.accepted():
-            key = key_of(row)
-            if key in cleaner.conflicting:
-                conflicts[str(row["task"])] += not validation
-            elif (key in held_out) is validation:
+            key = fingerprint_of(row)
+            if key not in cleaner.conflicting and (key in held_out) is validation:
                 yield row
 
-    written = {"train.jsonl": write_jsonl(state.out / "train.jsonl", rows(False))}
-    if held_out:
-        written["validation.jsonl"] = write_jsonl(state.out / "validation.jsonl", rows(True))
-    shared = Counter(state.counters.get("ngrams", {}))
-    report = {
-        "rows_in": sum(counts.get("in", 0) for counts in state.counters["sources"].values()),
-        "rows_out": sum(written.values()),
-        "written": written,
-        "dropped": _dropped(state.counters["sources"])
-        | {"published with different answers": sum(conflicts.values())},
-        "sources": {
-            label: {**counts, "shape": next(s.shape for s in inputs if s.label == label)}
-            for label, counts in state.counters["sources"].items()
-        },
-        "evaluation_problems": index.num_problems,
-        "commonest_shared_ngrams": dict(shared.most_common(_SHOWN_NGRAMS)),
-        "options": asdict(options),
-    }
-    write_json(state.out / "report.json", report)
-    return report
+    return state.write_results(rows(False), rows(True) if held_out else None, report)
 
 
 def _dropped(sources: dict[str, Any]) -> dict[str, int]:

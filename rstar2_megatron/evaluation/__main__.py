@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens",
         type=int,
-        help=f"response tokens, tool responses included ({MAX_TOKENS}, or what the model holds)",
+        help=f"response tokens, tool responses included ({MAX_TOKENS}, or the model's context)",
     )
     parser.add_argument("--problems", type=int, help="only the first N problems of each file")
     parser.add_argument("--config", help="configuration when DIR is not in a run (base)")
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     for word in arguments.overrides:
         if "=" not in word:
-            parser.error(f"{word!r} is no override; write key=value (data files follow --data)")
+            parser.error(f"{word!r} is not an override; write key=value (data files follow --data)")
         if word.startswith(("evaluation.", "algorithm.sampling_params.", "agentloop.max_assistant_turns")):
             parser.error(
                 f"{word}: sampling is set by --samples, --temperature, --top-p, --max-turns and --max-tokens"
@@ -116,6 +116,7 @@ def default_out(model: Path) -> Path:
 
 def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
     """The configuration and the sampling settings. Raises ValueError for arguments that contradict each other."""
+    # here and in `run`, because torch and SGLang's client take seconds, which wrong arguments should not cost
     from rstar2_megatron.evaluation.sampling import SamplingSettings
 
     config = find_run_config(arguments.model.resolve())
@@ -128,7 +129,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     if name == "base":
         required = ["cluster.component_placement=null", "runner.experiment_name=evaluation"]
         required += ["rollout.model.model_path=null_model", "data.train_data_paths=[]"]
-    settings, _ = load_settings(name, [*required, *arguments.overrides])
+    settings = load_settings(name, [*required, *arguments.overrides])
     base = settings.rollout.model.model_path
     model = hugging_face_directory(arguments.model, base if config else None)
 
@@ -139,7 +140,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     if context > most:
         if arguments.max_tokens and tokens >= most:
             raise ValueError(
-                f"--max-tokens {tokens} exceeds what {model} holds ({most} tokens, prompt included)"
+                f"--max-tokens {tokens} exceeds the context of {model} ({most} tokens, prompt included)"
             )
         context = most
         tokens = min(tokens, most)
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings, out: Path) -> int:
     """Sample the missing attempts, score all, write and print the scores."""
-    from rstar2_megatron.evaluation.sampling import sample
+    from rstar2_megatron.evaluation.sampling import sample  # here, as in `configure`
 
     problems = [problem for members in benchmarks.values() for problem in members]
     part_of = {p.query_id: name for name, members in benchmarks.items() for p in members}

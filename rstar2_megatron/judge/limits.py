@@ -1,13 +1,26 @@
-"""Limits of a call, and the service's defaults from flags and environment variables."""
+"""A submission as the public Code Judge names it, its options (limits, session, files), and the service's defaults.
+
+The sandbox imports this file: standard library only.
+"""
 
 from __future__ import annotations
 
+import base64
+import itertools
+import json
 import math
 import os
+import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 MEGABYTE = 1 << 20
+_SESSION_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_NO_PATH = re.compile("[\0\ud800-\udfff]")
+_MOST_FILES = 64
+_FILES_BYTES = MEGABYTE  # of all files together, because they pass through Redis
+_KINDS = ("python", "cpp", "math")
 
 # The public server's variables, so that its documented start lines work here.
 _ENVIRONMENT = {
@@ -15,6 +28,9 @@ _ENVIRONMENT = {
     "MAX_MEMORY": "memory_mb",
     "MAX_STDOUT_ERROR_LENGTH": "output_chars",
 }
+LEVELS = ("minimal", "partial", "full")  # of isolation
+# A call that waits for a core ends after so many time limits at the latest: see sandbox/process_tree.py.
+WALL_FACTOR = 4
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 
 
@@ -26,10 +42,18 @@ def default_permits() -> int:
     return math.ceil(1.5 * len(os.sched_getaffinity(0)))
 
 
+def default_processes() -> int:
+    """Worker processes of a node (default of `--processes`): one for 8 cores.
+
+    A worker's own thread takes 0.2 to 0.5 ms a call; 8 cores run at most 3,500 short calls a second.
+    """
+    return max(1, (os.cpu_count() or 1) // 8)
+
+
 class CallLimits(NamedTuple):
     """Limits of one call. All are enforced from outside the program."""
 
-    time_limit_s: float = 10.0  # wall time; CPU time is bounded by it too
+    time_limit_s: float = 10.0  # wall time; longer while it waits for a core
     memory_mb: int = 512  # beyond the interpreter with numpy and sympy loaded
     output_chars: int = 1000  # of stdout and of stderr that are returned
     output_limit_mb: int = 16  # written output that ends the call
@@ -37,6 +61,14 @@ class CallLimits(NamedTuple):
     processes: int = 64
     open_files: int = 256
     compile_time_s: float = 15.0  # added to the time limit of a C++ call
+
+    def longest_s(self, kind: str) -> float:
+        """Seconds after which a call of this type ("cpp" is compiled first) has ended, however busy the machine is."""
+        return WALL_FACTOR * self.usual_s(kind)
+
+    def usual_s(self, kind: str) -> float:
+        """Seconds after which it has ended on a machine with a free core."""
+        return self.time_limit_s + (self.compile_time_s if kind == "cpp" else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         return self._asdict()
@@ -72,3 +104,125 @@ class CallLimits(NamedTuple):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CallLimits:
         return cls(**{name: values[name] for name in cls._fields if name in values})
+
+
+class FieldError(ValueError):
+    """A request whose field `place` is missing or has a wrong type."""
+
+    def __init__(self, place: tuple[str | int, ...], why: str) -> None:
+        super().__init__(f"{'.'.join(map(str, place))}: {why}")
+        self.place, self.why = place, why
+
+
+class Submission(NamedTuple):
+    """One program to run."""
+
+    type: str
+    solution: str
+    input: str | None = None
+    expected_output: str | None = None
+    sub_id: str | None = None
+    options: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_wire(cls, fields: Any, place: tuple[str | int, ...] = ()) -> Submission:
+        """Unknown fields are ignored. Raises FieldError."""
+        if not isinstance(fields, dict):
+            raise FieldError(place, "must be an object")
+        given: dict[str, Any] = {name: fields.get(name) for name in cls._fields}
+        for name, value in given.items():
+            if name == "type" and value not in _KINDS:
+                raise FieldError((*place, name), f"must be one of {', '.join(_KINDS)}")
+            if name == "options" and not isinstance(value, dict | None):
+                raise FieldError((*place, name), "must be an object")
+            if name != "options" and not isinstance(value, str if name == "solution" else str | None):
+                raise FieldError((*place, name), "must be a string")
+        return cls(**given)
+
+
+def batch_from_wire(fields: Any) -> tuple[str | None, list[Submission]]:
+    """Id and submissions of a batch. Raises FieldError."""
+    if not isinstance(fields, dict) or fields.get("type", "batch") != "batch":
+        raise FieldError(("type",), "must be batch")
+    sub_id, items = fields.get("sub_id"), fields.get("submissions")
+    if not isinstance(sub_id, str | None):
+        raise FieldError(("sub_id",), "must be a string")
+    if not isinstance(items, list) or not items:
+        raise FieldError(("submissions",), "must be a list with at least one submission")
+    return sub_id, [Submission.from_wire(item, ("submissions", i)) for i, item in enumerate(items)]
+
+
+def check_text(submission: Submission) -> None:
+    """Raises ValueError for a lone surrogate, which JSON can hold and UTF-8 cannot."""
+    for name in ("sub_id", "solution", "input", "expected_output"):
+        try:
+            (getattr(submission, name) or "").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def check_session_name(name: object) -> str:
+    """The name, if the queue can use it in a key. Raises ValueError."""
+    if not isinstance(name, str) or not _SESSION_NAME.fullmatch(name):
+        raise ValueError(f"session={name!r}: 1 to 128 letters, digits, or characters of '_.:-'")
+    return name
+
+
+def check_session(options: Mapping[str, Any], kind: str) -> tuple[str | None, bool]:
+    """The session's name or None, and whether it must be open already. Raises ValueError."""
+    if options.get("session") is None:
+        return None, False
+    name = check_session_name(options["session"])
+    if kind != "python":
+        raise ValueError(f"session={name!r}: only submissions of type python have sessions, not {kind}")
+    must_exist = str(options.get("session_must_exist", "false")).lower()
+    if must_exist not in ("true", "false"):
+        raise ValueError(f"session_must_exist={must_exist!r}: true or false")
+    return name, must_exist == "true"
+
+
+def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """Path -> base64 of each file of `options.files`: text, or {"base64": ...}. Raises ValueError.
+
+    The JSON text of such a dictionary is accepted too, because the public server's options are strings.
+    """
+    files = options.get("files") or {}
+    if isinstance(files, str):
+        try:
+            files = json.loads(files)
+        except ValueError as error:
+            raise ValueError(f"files: no JSON ({error})") from None
+    if not isinstance(files, dict) or len(files) > _MOST_FILES:
+        raise ValueError(f'files: give {{"path": "text" or {{"base64": ...}}}}, at most {_MOST_FILES}')
+    if files and kind == "math":
+        raise ValueError("files: not for submissions of type math")
+    checked = {_checked_path(path): _content(path, content) for path, content in files.items()}
+    parts = sorted(PurePosixPath(path).parts for path in checked)
+    for one, other in itertools.pairwise(parts):
+        if other[: len(one)] == one:
+            raise ValueError(f"files: {'/'.join(one)!r} and {'/'.join(other)!r} cannot both be written")
+    size = sum(map(len, checked.values())) * 3 // 4
+    if size > _FILES_BYTES:
+        raise ValueError(f"files: {size} bytes together, at most {_FILES_BYTES}")
+    return checked
+
+
+def _checked_path(path: str) -> str:
+    plain = PurePosixPath(path)
+    size = len(path.encode("utf-8", "surrogatepass"))
+    if not plain.parts or plain.is_absolute() or ".." in plain.parts or _NO_PATH.search(path) or size > 255:
+        raise ValueError(f"files: {path!r} is not a path below the working directory")
+    return path
+
+
+def _content(path: str, content: Any) -> str:
+    if isinstance(content, str):
+        return base64.b64encode(content.encode("utf-8", "surrogatepass")).decode()
+    encoded = content.get("base64") if isinstance(content, dict) else None
+    if not isinstance(encoded, str):
+        raise ValueError(f'files: {path!r} is neither text nor {{"base64": ...}}')
+    try:
+        base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise ValueError(f"files: {path!r}: {error}") from None
+    return encoded

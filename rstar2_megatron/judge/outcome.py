@@ -1,9 +1,9 @@
-"""The outcome of a call, and the wire format of its result. The sandbox imports this file: standard library only."""
+"""The outcome of a call, and its result on the wire and typed. The sandbox imports this file: standard library only."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Outcome(StrEnum):
@@ -72,3 +72,60 @@ def make_result(
         "worker": worker,
         "session": session,
     }
+
+
+_OUTCOME_OF_REASON = {
+    reason: outcome for outcome, reason in REASONS.items() if outcome is not Outcome.SESSION_LOST
+}
+
+
+class JudgeResult(NamedTuple):
+    """One call's result, from our server or the public one."""
+
+    outcome: Outcome
+    stdout: str
+    stderr: str
+    exit_code: int | None  # None from the public server
+    seconds: float  # wall time, measured by the server
+    reason: str = ""  # '', worker_timeout, queue_timeout, internal_error, invalid_input
+    success: bool = False  # run_success, and stdout as expected where expected_output was given
+    truncated: bool = False
+    signal: int | None = None
+    peak_memory_bytes: int | None = None
+    queue_seconds: float | None = None
+    session: str | None = None  # "new", "kept", or "lost" (it ended with this call); None without a session
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """True when the service failed, not the program."""
+        return self.outcome in INFRASTRUCTURE
+
+    @classmethod
+    def from_wire(cls, fields: dict[str, Any]) -> JudgeResult:
+        """From a SubmissionResult; the public server's lacks our extra fields."""
+        reason = fields.get("reason") or ""
+        run_success = bool(fields.get("run_success"))
+        if "outcome" in fields:
+            outcome = Outcome(fields["outcome"])
+        elif reason:
+            outcome = _OUTCOME_OF_REASON.get(reason, Outcome.INTERNAL_ERROR)
+        else:
+            outcome = Outcome.OK if run_success else Outcome.ERROR
+        return cls(
+            outcome=outcome,
+            stdout=fields.get("stdout") or "",
+            stderr=fields.get("stderr") or "",
+            exit_code=fields.get("exit_code"),
+            seconds=float(fields.get("cost") or 0.0),
+            reason=reason,
+            success=bool(fields.get("success")),
+            truncated=bool(fields.get("truncated")),
+            signal=fields.get("signal"),
+            peak_memory_bytes=fields.get("peak_memory_bytes"),
+            queue_seconds=fields.get("queue_seconds"),
+            session=fields.get("session"),
+        )

@@ -1,17 +1,29 @@
 """The queue's Lua scripts. Redis runs each of them atomically.
 
-Keys below the prefix P: `queue:CLIENT` waiting job keys, one list for each client; `ring` clients with waiting jobs,
-served in turn; `queued` number of waiting jobs; `jobs` key -> payload; `owner`, `tries` of leased jobs;
-`taken:WORKER` jobs leased to a worker; `alive:WORKER` its heartbeat; `workers` all workers; `waiters` key -> reply lists;
-`replies:SERVER` answers; `done:KEY` kept answers; `bell` list that wakes an idle worker.
+Keys below the prefix P: `queue:CLIENT` waiting job keys, one list for each client; `ring` owners with waiting jobs,
+served in turn; `ring:OWNER` their clients, likewise (CLIENT is OWNER~NAME, where the client chooses only the name);
+`queued` number of waiting jobs; `shares` owner -> number of its waiting jobs; `jobs` key -> payload; `owner` (a worker),
+`tries` of leased jobs; `taken:WORKER` jobs leased to a worker; `alive:WORKER` its heartbeat; `workers` all workers;
+`waiters` key -> reply lists; `replies:SERVER` answers; `done:KEY` kept answers; `bell` list that wakes an idle worker.
 Sessions: `sessions` name -> worker; `held:WORKER` its sessions; calls of an open session wait in `pinned:WORKER`
-(`bell:WORKER` wakes that worker), calls that open a session in `squeue:CLIENT`, `sring`, `sbell`.
+(`bell:WORKER` wakes that worker), calls that open a session in `squeue:CLIENT`, `sring`, `sring:OWNER`, `sbell`.
 A job key is CLIENT/k... (its answer is kept for a retry) or CLIENT/u... (not kept). It ends in `@NAME` for a call of
 a session, in `=NAME` when that session must be open already.
 """
 
+# Adds `n` to the number of waiting jobs, of all and of the owner of `key`.
+_COUNT = """
+local function count(P, key, n)
+  local owner = string.match(key, '^[^~/]*')
+  if redis.call('INCRBY', P..'queued', n) < 0 then redis.call('SET', P..'queued', '0') end
+  if redis.call('HINCRBY', P..'shares', owner, n) <= 0 then redis.call('HDEL', P..'shares', owner) end
+end
+"""
+
 # Puts a job into its queue: RPUSH for a new job, LPUSH for a requeued one. False when its session is open nowhere.
-_PLACE = """
+_PLACE = (
+    _COUNT
+    + """
 local function place(P, key, push)
   local client = string.match(key, '^(.-)/')
   local sort, session = string.match(key, '([@=])([^@=]+)$')
@@ -23,13 +35,17 @@ local function place(P, key, push)
     return false
   else
     local s = session and 's' or ''
-    if redis.call(push, P..s..'queue:'..client, key) == 1 then redis.call('RPUSH', P..s..'ring', client) end
+    local owner = string.match(client, '^[^~]*')
+    if redis.call(push, P..s..'queue:'..client, key) == 1 and redis.call('RPUSH', P..s..'ring:'..owner, client) == 1 then
+      redis.call('RPUSH', P..s..'ring', owner)
+    end
     if redis.call('LLEN', P..s..'bell') == 0 then redis.call('RPUSH', P..s..'bell', '1') end
   end
-  redis.call('INCR', P..'queued')
+  count(P, key, 1)
   return true
 end
 """
+)
 
 # Wakes an idle worker when jobs wait that any worker may lease.
 _RING = """
@@ -61,14 +77,20 @@ end
 """
 
 # ARGV: prefix, reply list, largest number of waiting jobs, then key and payload of each job.
-# Returns the number of waiting jobs, or -1 when the new ones do not fit.
+# Returns the number of waiting jobs, or -1 when the new ones do not fit: an owner may have as many waiting jobs as there
+# would be room for others, so one alone takes half of the queue and leaves half.
 ENQUEUE = (
     _PLACE
     + _SETTLE
     + """
 local P, reply, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local queued = tonumber(redis.call('GET', P..'queued') or '0')
-if queued + (#ARGV - 3) / 2 > most then return -1 end
+local room, shares = most - queued - (#ARGV - 3) / 2, {}
+for i = 4, #ARGV, 2 do
+  local owner = string.match(ARGV[i], '^[^~/]*')
+  shares[owner] = (shares[owner] or tonumber(redis.call('HGET', P..'shares', owner) or '0')) + 1
+  if shares[owner] > room then return -1 end
+end
 for i = 4, #ARGV, 2 do
   local key, payload = ARGV[i], ARGV[i + 1]
   local answer = string.match(key, '/(.)') == 'k' and redis.call('GET', P..'done:'..key)
@@ -97,7 +119,8 @@ return tonumber(redis.call('GET', P..'queued') or '0')
 # clients. A call that opens a session comes after both, or all sessions would be opened before any has ended; every 16th
 # turn serves it first.
 EXCHANGE = (
-    _SETTLE
+    _COUNT
+    + _SETTLE
     + _RING
     + """
 local P, worker, n, room, keep = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
@@ -112,7 +135,7 @@ for i = 7, #ARGV, 2 do
 end
 local out = {}
 local function waiting(key)
-  if redis.call('DECR', P..'queued') < 0 then redis.call('SET', P..'queued', '0') end
+  count(P, key, -1)
   return redis.call('HGET', P..'jobs', key)
 end
 local function lease(key, payload)
@@ -123,11 +146,14 @@ local function lease(key, payload)
   out[#out + 1] = redis.call('HINCRBY', P..'tries', key, 1)
 end
 local function turn(s)
-  local client = redis.call('LPOP', P..s..'ring')
-  if not client then return nil end
+  local owner = redis.call('LPOP', P..s..'ring')
+  if not owner then return nil end
+  local clients = P..s..'ring:'..owner
+  local client = redis.call('LPOP', clients)
   local key = redis.call('LPOP', P..s..'queue:'..client)
-  if redis.call('LLEN', P..s..'queue:'..client) > 0 then redis.call('RPUSH', P..s..'ring', client) end
-  return key or ''
+  if redis.call('LLEN', P..s..'queue:'..client) > 0 then redis.call('RPUSH', clients, client) end
+  if redis.call('LLEN', clients) > 0 then redis.call('RPUSH', P..s..'ring', owner) end
+  return key
 end
 local function pinned()
   local key = redis.call('LPOP', P..'pinned:'..worker)
@@ -145,7 +171,7 @@ local function opening()
     if holder and holder ~= worker and redis.call('EXISTS', P..'alive:'..holder) == 1 then
       redis.call('RPUSH', P..'pinned:'..holder, key)
       redis.call('RPUSH', P..'bell:'..holder, '1')
-      redis.call('INCR', P..'queued')
+      count(P, key, 1)
     else
       if holder ~= worker then room = room - 1 end
       redis.call('HSET', P..'sessions', session, worker)
@@ -307,7 +333,7 @@ for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
       if redis.call('HGET', P..'sessions', session) == worker then redis.call('HDEL', P..'sessions', session) end
     end
     for _, key in ipairs(redis.call('LRANGE', P..'pinned:'..worker, 0, -1)) do
-      redis.call('DECR', P..'queued')
+      count(P, key, -1)
       again(key)
     end
     for _, key in ipairs(redis.call('SMEMBERS', P..'taken:'..worker)) do

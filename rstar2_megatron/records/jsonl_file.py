@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from rstar2_megatron.records.whole_file import replacing
+from rstar2_megatron.records.whole_file import replacement, replacing
 
 Row = dict[str, Any]
+_STEP = re.compile(rb'\{"step": (\d+)')
 
 
 class JsonlFile:
@@ -57,6 +60,30 @@ class JsonlFile:
                 else:
                     dropped += 1
         return dropped
+
+    def keep_newest(self, max_bytes: int) -> int:
+        """Drop the oldest steps of a file larger than `max_bytes`, down to half of it. The newest step always stays.
+
+        Returns the number of bytes that were dropped.
+        """
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        if size <= max_bytes:
+            return 0
+        cut = position = 0
+        previous: bytes | None = None
+        with self.path.open("rb") as file:
+            for line in file:
+                step = _STEP.match(line)
+                if step is not None and step[1] != previous:
+                    cut, previous = position, step[1]
+                    if size - position <= max_bytes // 2:
+                        break
+                position += len(line)
+            if cut:
+                file.seek(cut)
+                with replacement(self.path) as partial, partial.open("wb") as new:
+                    shutil.copyfileobj(file, new)
+        return cut
 
     def rows(self) -> list[Row]:
         """Rows with a step, oldest first; lines that cannot be read are left out."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,22 @@ class RunFiles:
     """metrics.jsonl, trajectories.jsonl and, when asked for, rollouts.jsonl and rollouts/ of a run's directory."""
 
     def __init__(
-        self, directory: Path, *, save_rollouts: bool = False, save_rollout_tokens: bool = False
+        self,
+        directory: Path,
+        *,
+        save_rollouts: bool = False,
+        save_rollout_tokens: bool = False,
+        keep_rollouts: int | None = None,
+        max_file_mb: int = 1024,
     ) -> None:
-        """save_rollouts, save_rollout_tokens: as the keys of `runner` of the same names."""
+        """The keyword arguments are the keys of `runner` of the same names."""
         self.metrics = JsonlFile(directory / "metrics.jsonl")
         self._trajectories = JsonlFile(directory / "trajectories.jsonl")
         self._rollouts = JsonlFile(directory / "rollouts.jsonl")
         self._tokens = directory / "rollouts"
+        self._logs = directory / "logs"
         self._save_rollouts, self._save_rollout_tokens = save_rollouts, save_rollout_tokens
+        self._keep_rollouts, self._max_bytes = keep_rollouts, max_file_mb * 2**20
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of steps after `step`, that of the checkpoint: a resumed run repeats these steps."""
@@ -41,3 +51,19 @@ class RunFiles:
             self._rollouts.append(*rollout_rows(step, groups))
         if self._save_rollout_tokens:
             write_groups(rollouts_path(self._tokens, step), groups)
+            if self._keep_rollouts is not None:
+                rollouts_path(self._tokens, step - self._keep_rollouts).unlink(missing_ok=True)
+        for file in (self._trajectories, self._rollouts):
+            file.keep_newest(self._max_bytes)
+        for log in self._logs.glob("*.log"):
+            rotate_log(log, self._max_bytes)
+
+
+def rotate_log(path: Path, max_bytes: int) -> None:
+    """Move the text of a log larger than `max_bytes` to `NAME.1`, which it replaces.
+
+    Its writers append, so they keep the file open; what they write during the copy may be lost.
+    """
+    if path.stat().st_size > max_bytes:
+        shutil.copyfile(path, path.with_name(path.name + ".1"))
+        os.truncate(path, 0)

@@ -33,7 +33,7 @@ def read_history(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     data = Path(path).read_bytes()
     if not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is no .wandb file")
+        raise ValueError(f"{path} is not a .wandb file")
     for number, record in enumerate(_records(data)):
         try:
             for history in _messages(record, 2):
@@ -113,7 +113,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 5):
             length = 8 if kind == 1 else 4
         else:
-            raise ValueError(f"wire type {kind}")
+            raise ValueError(f"unknown wire type {kind}")
         if at + length > len(message):
             raise ValueError("a field longer than its message")
         yield number, message[at : at + length]

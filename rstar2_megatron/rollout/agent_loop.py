@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.stats import RolloutStats
@@ -40,7 +41,7 @@ class Engine(Protocol):
         owner: object = None,
     ) -> GenerateResult: ...
 
-    async def settled(self) -> None: ...
+    async def wait_until_ready(self) -> None: ...
 
     async def recover(self) -> None: ...
 
@@ -53,7 +54,7 @@ class Interrupted(Exception):
     """Infrastructure ended the trajectory, not the model."""
 
 
-class EngineGone(Exception):
+class EngineUnrecoverable(Exception):
     """The engine is lost and cannot be restarted with the current weights."""
 
 
@@ -136,7 +137,7 @@ class AgentLoop:
         except Parked:
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
-        except EngineGone as error:
+        except EngineUnrecoverable as error:
             self.engine_gone = self.engine_gone or str(error)
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
@@ -190,7 +191,7 @@ class Turns:
                 f"in runner.seq_length={loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
             )
         for text in trajectory.assistant_texts:  # turns from before it was parked
-            self._gone_astray(parse_tool_calls(text, loop.template.schemas))
+            self._degenerate_ending(parse_tool_calls(text, loop.template.schemas))
 
     @property
     def parking(self) -> bool:
@@ -206,7 +207,7 @@ class Turns:
                 return FinishReason.ANSWERED
             if trajectory.num_turns >= settings.max_assistant_turns:
                 return FinishReason.TURN_LIMIT
-            if (ending := self._gone_astray(calls)) is not None:
+            if (ending := self._degenerate_ending(calls)) is not None:
                 return ending
             ids = template.tool_response_ids(await self._run_tools(calls))
             if len(trajectory.response_ids) + len(ids) >= self.budget:  # at least one token must follow
@@ -216,7 +217,7 @@ class Turns:
             trajectory.rollout_logprobs += [0.0] * len(ids)
             self._report_progress(0)
 
-    def _gone_astray(self, calls: list[ParsedCall]) -> FinishReason | None:
+    def _degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:
         """The ending of a model that repeats itself, if any. Both rules are off unless the YAML sets them."""
         settings = self.loop.settings
         self.malformed_turns = 0 if any(call.valid for call in calls) else self.malformed_turns + 1
@@ -246,7 +247,9 @@ class Turns:
         trajectory = self.trajectory
         if trajectory.open_turn is None:
             trajectory.open_turn = len(trajectory.response_ids)
-        result = await self._generate()
+        with TRACE.span("generate") as span:
+            result = await self._generate()
+            span.update(tokens=len(result.token_ids), cached=result.cached_tokens)
         self._append_generated(result)
         if result.finish_reason == "abort":
             raise Parked if self.parking else Interrupted("the engine aborted the request")
@@ -268,7 +271,7 @@ class Turns:
         input_ids = self.trajectory.prompt_ids + self.trajectory.response_ids
         stats = self.loop.stats
         while True:
-            await self._settled()
+            await self._wait_until_ready()
             if self.parking:
                 raise Parked
             begun = time.monotonic()
@@ -297,11 +300,11 @@ class Turns:
             stats.retractions += result.retractions
             return result
 
-    async def _settled(self) -> None:
+    async def _wait_until_ready(self) -> None:
         """Wait until the engine has restarted or finished its weight update."""
         try:
             async with asyncio.timeout(self._seconds_left()):  # must not yield between this and the request
-                await self.loop.engine.settled()
+                await self.loop.engine.wait_until_ready()
         except TimeoutError as error:
             raise Interrupted(
                 "the engine restarted or changed its weights until the trajectory's deadline"
@@ -314,7 +317,7 @@ class Turns:
         except TimeoutError:
             raise Interrupted(f"no engine came back within the trajectory's deadline: {error}") from error
         except EngineLost as still:
-            raise EngineGone(str(still)) from still
+            raise EngineUnrecoverable(str(still)) from still
 
     def _append_generated(self, result: GenerateResult) -> None:
         trajectory = self.trajectory

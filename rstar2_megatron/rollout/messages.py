@@ -46,3 +46,4 @@ class RolloutResult:
     group: int
     problem: Problem
     trajectory: Trajectory
+    grading_s: float = 0.0  # seconds that grading took, of the whole message

@@ -41,7 +41,7 @@ class OpenGroup:
         return Group(self.problem, [self.ended[index] for index in sorted(self.ended)])
 
 
-class Phase:
+class RolloutPhase:
     """Groups of `group_size` rollouts each. `tail` (`rollout.tail` of the YAML) sets when the phase is over."""
 
     def __init__(
@@ -112,6 +112,10 @@ class Phase:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def num_closed(self) -> int:
+        return len(self._closed)
 
     @property
     def over(self) -> bool:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
+from rstar2_megatron.records.trace import TOOLS, TRACE
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_response import ToolRun, format_refusal, format_tool_response, truncate
@@ -95,9 +96,12 @@ class ToolRunner:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(limit_s):
-                run = await self.judge.run(
-                    call.arguments["code"], call.arguments.get("input", ""), session=session
-                )
+                with TRACE.span(
+                    call.name, TOOLS, trajectory=f"{trajectory.query_id}#{trajectory.rollout_index}"
+                ):
+                    run = await self.judge.run(
+                        call.arguments["code"], call.arguments.get("input", ""), session=session
+                    )
         except Exception as error:  # JudgeUnavailable, or the deadline
             outcome, text = ToolOutcome.INFRASTRUCTURE, f"{type(error).__name__}: {error}"
         else:

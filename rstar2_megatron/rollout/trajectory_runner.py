@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
@@ -62,6 +63,10 @@ class TrajectoryRunner:
         self._preemptions: dict[_Key, Preemption] = {}  # by running trajectory
         self._preempting: set[asyncio.Task[None]] = set()
         self._lengths: dict[_Key, int] = {}  # last known lengths of running trajectories, in tokens
+        self.responses: dict[_Key, int] = {}
+        """Response tokens so far of each running trajectory."""
+        self.response_tokens = 0
+        """Response tokens of this phase so far."""
         self._pull: asyncio.Future[list[Slice] | None] | None = None
         self._no_more = False
         self._gave_back = False
@@ -86,6 +91,16 @@ class TrajectoryRunner:
                     raise self._failure
         finally:
             await self._cancel()
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that were taken and do not run."""
+        return len(self._waiting)
+
+    @property
+    def num_at_tool(self) -> int:
+        """Running trajectories that wait for a tool call."""
+        return sum(preemption.at_tool for preemption in self._preemptions.values())
 
     async def park(self, *, cut: bool) -> None:
         """End the phase now. Running trajectories go unfinished to `on_trajectory`, after any running tool call.
@@ -119,6 +134,8 @@ class TrajectoryRunner:
         """Pass an engine report on: lengths and evictions to the scheduler, the load to the statistics."""
         stats = self.loop.stats
         stats.observe(report)
+        TRACE.counter("KV tokens", used=report.used_tokens, capacity=report.max_total_tokens)
+        TRACE.counter("requests", running=report.running_requests, waiting=report.waiting_requests)
         if self._reported_capacity not in (0, report.max_total_tokens):
             # a restarted engine may have found another amount of free memory
             self.scheduler.budget.capacity_tokens = report.max_total_tokens
@@ -180,34 +197,40 @@ class TrajectoryRunner:
             waiting = self._waiting.pop(key)
             self.loop.stats.admission_seconds += time.monotonic() - waiting.since
             self._preemptions[key] = Preemption()
-            self._watch(self._run_one(key, waiting.work))
+            self.responses[key] = admission.length - admission.prompt_tokens
+            self._watch(self._run_one(key, waiting.work, admission.prompt_tokens))
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
 
-    async def _run_one(self, key: _Key, work: Slice) -> None:
+    async def _run_one(self, key: _Key, work: Slice, prompt_tokens: int) -> None:
         def progress(length: int) -> None:
             self._lengths[key] = length
+            self.response_tokens += length - prompt_tokens - self.responses[key]
+            self.responses[key] = length - prompt_tokens
 
         finished = preempted = False
         try:
-            trajectory = await self.loop.run(
-                work.problem,
-                key[1],
-                on_progress=progress,
-                resume=work.parked.get(key[1]),
-                preemption=self._preemptions[key],
-            )
+            with TRACE.task(f"{work.problem.query_id}#{key[1]}") as span:
+                trajectory = await self.loop.run(
+                    work.problem,
+                    key[1],
+                    on_progress=progress,
+                    resume=work.parked.get(key[1]),
+                    preemption=self._preemptions[key],
+                )
+                span.update(tokens=trajectory.length, ended=str(trajectory.finish_reason or "parked"))
             finished = trajectory.usable
-            self.scheduler.budget.settle(key, trajectory.length)
+            self.scheduler.budget.set_length(key, trajectory.length)
             preempted = (
                 trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
             )
         finally:
             del self._preemptions[key]
             self._lengths.pop(key, None)
+            del self.responses[key]
             if not preempted:
                 self.scheduler.budget.release(key, finished=finished)
             self._wake.set()

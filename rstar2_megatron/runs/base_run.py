@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import signal
@@ -20,6 +21,7 @@ from rstar2_megatron.settings.schema import Settings
 logger = logging.getLogger(__name__)
 
 FINISHED = "finished.json"
+_RAISE_AGAIN_S = 3.0
 
 
 class Stopped(BaseException):
@@ -33,7 +35,9 @@ class Stopped(BaseException):
 class StopSignals:
     """Turns the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up.
 
-    `install` is called again after Ray has started, because Ray replaces the handler of SIGTERM with its own.
+    Python discards an exception that is raised inside a finalizer or a library's callback. So `Stopped` is raised again
+    every few seconds until `ignore`. `install` is called again after Ray has started, because Ray replaces the
+    handler of SIGTERM with its own.
     """
 
     def __init__(self) -> None:
@@ -50,10 +54,31 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def ignore(self) -> None:
+        """Raise `Stopped` no more: the clean-up has begun."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+
+    def stop_behind(self, error: BaseException) -> Stopped | None:
+        """The stop that `error` is or follows from, or None.
+
+        A library may turn `Stopped` into an error of its own: ray.wait raises SystemError.
+        """
+        if self.received is None:
+            return error if isinstance(error, Stopped) else None
+        return Stopped(self.received)
+
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         self.received = signal_number
+        signal.signal(signal.SIGALRM, functools.partial(self._raise, signal_number))
+        signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S, _RAISE_AGAIN_S)
+        raise Stopped(signal_number)
+
+    @staticmethod
+    def _raise(signal_number: int, *_: object) -> None:
         raise Stopped(signal_number)
 
 

@@ -24,7 +24,7 @@ from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.sft.rows import load_sft_rows
-from rstar2_megatron.sft.training import run_phase
+from rstar2_megatron.sft.training import run_sft_phase
 
 Evaluate = Callable[[str], HeldOutResult]
 
@@ -86,7 +86,7 @@ def check_reference(settings: Settings) -> None:
         where = f"{directory} is gone" if directory else f"its name needs the SFT data: {missing}"
         raise ValueError(
             f"resuming with algorithm.kl_beta={settings.algorithm.kl_beta} needs the cold start's model as reference, but "
-            f"{where}; bring it back, set algorithm.kl_beta=0, or begin anew with runner.resume_dir=null"
+            f"{where}; restore it, set algorithm.kl_beta=0, or start a new run by runner.resume_dir=null"
         )
 
 
@@ -107,7 +107,7 @@ def run_cold_start(
         timeout = settings.runner.step_timeout_s
         rows = load_sft_rows([phase.data_path], tokenizer, settings.runner.seq_length)
         actor.call("start_sft_phase", phase, timeout_s=timeout)
-        history = run_phase(actor, phase, rows, settings.cold_start.seed, timeout)
+        history = run_sft_phase(actor, phase, rows, settings.cold_start.seed, timeout)
         if history:
             losses[phase.name] = history[-1]["sft/loss"]
             print(

@@ -6,22 +6,24 @@ import logging
 import sys
 import time
 
-from omegaconf import DictConfig
-
-from rstar2_megatron.runs.base_run import BaseRun, Stopped, StopSignals
+from rstar2_megatron.runs.base_run import BaseRun, StopSignals
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.variant import Origins, algorithm_rows
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
 logger = logging.getLogger(__name__)
 _CLOSE_LIMIT_S = 75.0  # for workers, engines, judge and Ray; below the grace period of a recipe
 
 
-def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
-    """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input."""
+def execute(settings: Settings, *, dry_run: bool, origins: Origins | None = None) -> int:
+    """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input.
+
+    origins: of the keys, for the `algorithm` block of the plan.
+    """
     try:
         settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
         for warning in check_before_start(settings, dry_run=dry_run):
@@ -31,6 +33,8 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
     except ValueError as e:
         raise ConfigError(str(e)) from e
     plan = make_plan(settings)
+    if origins is not None and settings.runner.task_type == "reasoning":
+        plan.rows += [("algorithm", key, value) for key, value in algorithm_rows(settings, origins)]
     print(plan.render(), flush=True)
     if not plan.fits:
         raise ConfigError("the plan does not fit; the lines above say why and what to change")
@@ -46,26 +50,23 @@ def execute(settings: Settings, config: DictConfig, *, dry_run: bool) -> int:
         run.started = started  # includes the import of torch, Ray and RLinf
         run.train()
         code = 0
-    except Stopped as stopped:
-        code = _stopped(stopped)
-    except (ValueError, RuntimeError, OSError) as e:
-        if signals.received is not None:  # a library raised its own error because of the stop
-            code = _stopped(Stopped(signals.received))
-        else:
+    except BaseException as e:
+        if stopped := signals.stop_behind(e):
+            code = stopped.exit_code
+            print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
+        elif isinstance(e, (ValueError, RuntimeError, OSError)):
             print(f"\nerror: {e}", file=sys.stderr, flush=True)
             logger.debug("failed", exc_info=True)
+        else:
+            raise
     finally:
+        signals.ignore()
         if run is not None:
             log = run.directory / "logs" / "close.log"
             with close_deadline(_CLOSE_LIMIT_S, code, run.temporary.remove, log):
                 run.close()
         signals.restore()
     return code
-
-
-def _stopped(stopped: Stopped) -> int:
-    print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
-    return stopped.exit_code
 
 
 def make_run(settings: Settings, signals: StopSignals) -> BaseRun:

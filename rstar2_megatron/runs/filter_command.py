@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *overrides,
     ]
     try:
-        settings, config = load_settings(arguments.config, words)
-        return execute(settings, config, dry_run=False)
+        return execute(load_settings(arguments.config, words), dry_run=False)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,11 +15,12 @@ from pathlib import Path
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.judge.processes import is_loopback
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.records.trajectory_files import rollouts_path
+from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
+from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
@@ -88,6 +89,9 @@ def _raise_or_warn(problems: list[str], dry_run: bool, warnings: list[str]) -> N
 def arithmetic_problems(settings: Settings) -> Iterator[str]:
     """Numbers of the YAML that contradict each other."""
     runner, algorithm, data, rollout = settings.runner, settings.algorithm, settings.data, settings.rollout
+    for key, steps in (("trace", runner.trace), ("profiler.steps", runner.profiler.steps)):
+        if late := [step for step in steps if step > runner.max_steps]:
+            yield f"runner.{key}={steps} names step {late[0]}, but runner.max_steps={runner.max_steps}; steps count from 1"
     response = algorithm.sampling_params.max_new_tokens
     if data.max_prompt_length + response > runner.seq_length:
         yield (
@@ -132,12 +136,12 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
         )
     if algorithm.kl_beta and algorithm.kl_penalty_type not in KL_ESTIMATORS:
         yield (
-            f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is no KL "
+            f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is not a KL "
             f"loss (its expected gradient is not the KL's); choose one of {', '.join(KL_ESTIMATORS)}"
         )
     if runner.init_checkpoint and settings.cold_start.enabled:
         yield (
-            f"runner.init_checkpoint={runner.init_checkpoint} goes on with a trained model, but cold_start.enabled=True "
+            f"runner.init_checkpoint={runner.init_checkpoint} continues a trained model, but cold_start.enabled=True "
             "fine-tunes one first; set cold_start.enabled=False or runner.init_checkpoint=null"
         )
     if runner.task_type == "reasoning":
@@ -340,11 +344,6 @@ def replay_problems(directory: str | None, max_steps: int) -> Iterator[str]:
             f"runner.replay_rollouts={directory} has no {rollouts_path(directory, missing[0]).name}; give the rollouts/ "
             f"directory of a run with runner.save_rollout_tokens=True, or set runner.max_steps={missing[0] - 1}"
         )
-
-
-def checkpoint_bytes(settings: Settings, model: ModelConfig) -> int:
-    """One checkpoint: parameters, fp32 master copy and two moments."""
-    return model.num_parameters * (14 if settings.actor.model.precision == "bf16" else 16)
 
 
 def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[Path], int]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import kill_tree
-from rstar2_megatron.settings.load import ConfigError, print_config, to_dict_config
+from rstar2_megatron.settings.load import ConfigError, print_config
 
 STATE = "recipe.json"
 _END_GRACE_S = 90.0  # in which a stage ends its workers, engines, judge and Ray
@@ -46,8 +46,7 @@ def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_
 def _dry_run(plan: StagePlan) -> int:
     for number, stage in enumerate(plan.recipe.stages, 1):
         print(_title(number, plan, stage), flush=True)
-        settings = plan.settings(stage, for_plan=True)
-        execute(settings, to_dict_config(settings), dry_run=True)
+        execute(plan.settings(stage, for_plan=True), dry_run=True)
         print()
     return 0
 
@@ -82,7 +81,7 @@ class _Runner:
                     return 128 + self._stopped_by
                 if code:
                     print(
-                        f"error: stage {stage.name} ended with {code}; the same command goes on there",
+                        f"error: stage {stage.name} ended with {code}; the same command continues at this stage",
                         file=sys.stderr,
                     )
                     return code
@@ -111,7 +110,7 @@ class _Runner:
             known = self.state["stages"].get(stage.name)
             if known and known["status"] == "done" and known["fingerprint"] != self.plan.fingerprint(stage):
                 raise ConfigError(
-                    f"stage {stage.name} in {self.plan.root} was done with other settings than now; take them back, "
+                    f"stage {stage.name} in {self.plan.root} was run with other settings; restore them, "
                     f"give the recipe another name (runner.experiment_name=NAME), or remove {self.plan.root}"
                 )
 

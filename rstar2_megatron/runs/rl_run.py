@@ -6,7 +6,7 @@ import functools
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.live_view import export_progress
+from rstar2_megatron.cluster.profiling import StepProfiles
 from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
+from rstar2_megatron.cluster.tracing import StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
@@ -30,6 +33,7 @@ from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start
 from rstar2_megatron.runs.stopping import first_that_holds
 from rstar2_megatron.services.loopback import listening_address
+from rstar2_megatron.services.metrics_server import MetricsServer
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
@@ -57,6 +61,8 @@ class RLRun(ClusterRun):
             self.directory,
             save_rollouts=settings.runner.save_rollouts,
             save_rollout_tokens=settings.runner.save_rollout_tokens,
+            keep_rollouts=settings.runner.keep_rollouts,
+            max_file_mb=settings.runner.max_file_mb,
         )
         self.last_evaluation: tuple[int, Any] = (-1, None)
         self.watch = CollapseWatch(settings.runner.max_empty_steps)
@@ -64,6 +70,7 @@ class RLRun(ClusterRun):
         self._unfinished_updated = False
         self._updated = False  # the weights changed since the last checkpoint
         self._resumed_from: int | None = None
+        self._export_step: Callable[[Mapping[str, float]], None] = lambda row: None
         self._scored: list[TrainSequence] = []  # a group of the last step, scored again after a resume
 
     def train(self) -> None:
@@ -137,11 +144,24 @@ class RLRun(ClusterRun):
             device=self.cluster.device,
             colocated=colocated,
         )
+        self.traces = StepTraces(
+            self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward)
+        )
+        if settings.runner.metrics_port is not None:
+            self._serve_metrics(settings.runner.metrics_port)
+        self.profiles = StepProfiles(self.directory, settings.runner.profiler, self.actor, self.rollout)
         kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
         self._say(
             f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
             f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, judge at {judge_url}"
         )
+
+    def _serve_metrics(self, port: int) -> None:
+        """Raises PortUnusable."""
+        server = MetricsServer(listening_address(self.settings.cluster.num_nodes), port)
+        self._closing.append(server.close)
+        self.coordinator.show_progress = functools.partial(export_progress, server)
+        self._export_step = server.set_step
 
     def _template(self) -> ChatTemplate:
         tokenizer: Any = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
@@ -234,7 +254,8 @@ class RLRun(ClusterRun):
             )
             # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
             after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
-            result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
+            with self.profiles.step(step), self.traces.step(step):
+                result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
             row = {
                 "step": float(step),
                 **step_metrics(
@@ -251,9 +272,10 @@ class RLRun(ClusterRun):
                 self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                 row.update(self.last_evaluation[1].metrics())
             print(step_line(row), flush=True)
+            self._export_step(row)
             self.files.append(step, row, result.groups, result.shown)
             log.log({k: v for k, v in row.items() if k != "step"}, step)
-            self._stop_if_ruined(step, row)
+            self._stop_on_collapse(step, row)
         self._publish_checkpoint()
         return max(done, runner.max_steps), ""
 
@@ -274,7 +296,7 @@ class RLRun(ClusterRun):
         if save:
             self._save(step)
 
-    def _stop_if_ruined(self, step: int, row: dict[str, float]) -> None:
+    def _stop_on_collapse(self, step: int, row: dict[str, float]) -> None:
         """Raises CollapseError for a ruined run; a checkpoint of ruined weights is discarded."""
         try:
             self.watch.add(row)

@@ -15,7 +15,7 @@ from rstar2_megatron.report.draw import draw_sft
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings
 from rstar2_megatron.sft.rows import SFTRows, load_sft_rows
-from rstar2_megatron.sft.training import Metrics, phase_of, run_phase, validation_loss
+from rstar2_megatron.sft.training import Metrics, run_sft_phase, sft_phase_of, validation_loss
 
 LOSS, VALIDATION_LOSS = "train/sft/loss", "eval/sft_loss"
 
@@ -27,7 +27,7 @@ class SFTRun(ClusterRun):
         settings, timeout = self.settings, self.settings.runner.step_timeout_s
         sft, model = settings.sft, settings.rollout.model.model_path
         rows, self.held_out = self._read()
-        phase = phase_of(sft, len(rows))
+        phase = sft_phase_of(sft, len(rows))
         self._say(
             f"SFT: {len(rows):,} conversations, {rows.num_tokens:,} tokens, {rows.num_trained_tokens:,} of them "
             f"trained; {phase.steps} steps of {phase.batch_size}, {phase.warmup_steps} of warm-up"
@@ -46,7 +46,7 @@ class SFTRun(ClusterRun):
         elif self.held_out:
             self._say(f"validation loss before SFT: {self._validate():.4f}")
 
-        run_phase(
+        run_sft_phase(
             self.actor,
             phase,
             rows,
@@ -121,7 +121,6 @@ class SFTRun(ClusterRun):
 
 
 def _line(step: int, steps: int, row: dict[str, Any]) -> str:
-    """One aligned line of a step."""
     text = (
         f"sft {step:>6}/{steps}  loss {row['train/sft/token_loss']:.4f}  grad {row['train/sft/grad_norm']:.3f}  "
         f"lr {row['train/sft/lr']:.2e}  {row['train/sft/total_tokens'] / max(row['time/step'], 1e-9):>8.0f} tok/s"

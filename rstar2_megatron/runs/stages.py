@@ -67,7 +67,7 @@ class Recipe(Section):
                 not number or self.stages[number - 1].task != "reasoning" or stage.task != "reasoning"
             ):
                 raise ValueError(
-                    f"stage {stage.name!r} keeps an optimizer, but no reasoning stage stands before it"
+                    f"stage {stage.name!r} keeps an optimizer, but no reasoning stage comes before it"
                 )
             source = seen.get(stage.problems_from or "")
             if stage.problems_from and (source is None or source.task != "difficulty_filter"):

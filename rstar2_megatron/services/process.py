@@ -1,4 +1,4 @@
-"""Free ports, and ending processes with all their descendants."""
+"""Free ports and listening sockets; starting a child process, and ending processes with all their descendants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
+from rstar2_megatron.services.parent_death import die_with_parent
+
+PROJECT = Path(__file__).resolve().parents[2]
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768 60999" by default
 _PORTS = range(20000, 30000)  # Ray gives 10002 to 19999 to its workers, SGLang uses ports from 30000
 _choice = random.SystemRandom()  # runs with the same seed must not try the same ports
@@ -41,6 +46,60 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def start_child(
+    command: Sequence[str],
+    log: IO[bytes],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = PROJECT,
+    pass_fds: Collection[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own, with its output in `log`.
+
+    The kernel ends it when the calling thread ends.
+    """
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        pass_fds=pass_fds,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+class PortTaken(RuntimeError):
+    """The address cannot be bound; `reason` is the system's error text."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(
+            f"cannot listen on {host}:{port} ({reason}): stop what uses it, "
+            "or choose another with --port (0 takes a free one)"
+        )
+        self.reason = reason
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises PortTaken naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise PortTaken(host, port, error.strerror or str(error)) from None
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def terminate_tree(pid: int, *, grace_s: float = 5.0, first_signal: int = signal.SIGTERM) -> None:

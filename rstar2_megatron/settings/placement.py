@@ -98,8 +98,8 @@ def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]
         for component in (part.strip() for part in str(key).split(",")):
             if component in written:
                 raise ValueError(
-                    f"cluster.component_placement names {component} twice: {dict(placement)}; give the whole of "
-                    "it, e.g. 'cluster.component_placement={actor: 0-1, rollout: 0, reward: 0}'"
+                    f"cluster.component_placement names {component} twice: {dict(placement)}; give the whole "
+                    "mapping, e.g. 'cluster.component_placement={actor: 0-1, rollout: 0, reward: 0}'"
                 )
             written[component] = value
     missing = [component for component in COMPONENTS if component not in written]

@@ -45,6 +45,7 @@ from rstar2_megatron.settings.sections.rollout import (
 from rstar2_megatron.settings.sections.run import (
     ClusterSettings,
     LoggerSettings,
+    ProfilerSettings,
     RunnerSettings,
     StopCondition,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "LoggerSettings",
     "LrSchedSettings",
     "OptimSettings",
+    "ProfilerSettings",
     "RefillSettings",
     "RewardSettings",
     "RolloutModelSettings",

@@ -1,6 +1,6 @@
 """Supervised fine-tuning through the Megatron actor: packed conversations, loss on the marked tokens.
 
-The same actor, packing and optimizer as in reinforcement learning are used. `run_phase` serves the tiny cold start
+The same actor, packing and optimizer as in reinforcement learning are used. `run_sft_phase` serves the tiny cold start
 and the full SFT of a recipe (`runs/sft_run.py`).
 """
 
@@ -23,7 +23,7 @@ _STEPS_PER_CALL = 10
 Metrics = dict[str, float]
 
 
-def phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
+def sft_phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
     """The phase of `sft.epochs` over `num_rows` conversations; the last batch of an epoch may take rows of the next."""
     steps = math.ceil(sft.epochs * num_rows / sft.batch_size)
     if sft.max_steps is not None:
@@ -72,7 +72,7 @@ def batches(num_rows: int, phase: SFTPhaseSettings, seed: int) -> Iterator[list[
         yield batch
 
 
-def run_phase(
+def run_sft_phase(
     actor: WorkerGroup,
     phase: SFTPhaseSettings,
     rows: SFTRows,

@@ -32,9 +32,7 @@ def resolve_tiny(settings: Settings, progress: Callable[[str], None] = print) ->
         if isinstance(value, str) and value.startswith(BUILT_PREFIX):
             name = value.removeprefix(BUILT_PREFIX)
             if name not in known:
-                raise ValueError(
-                    f"{value!r} names nothing that the tiny recipe makes; it makes {sorted(known)}"
-                )
+                raise ValueError(f"{value!r} is not a part of the tiny recipe; its parts are {sorted(known)}")
             return known[name]
         if isinstance(value, dict):
             return {key: replace(item) for key, item in value.items()}

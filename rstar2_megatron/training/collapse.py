@@ -123,5 +123,5 @@ def _empty_message(rows: Sequence[Row]) -> str:
     )
     return (
         f"no step from {rows[0]['step']:.0f} to {rows[-1]['step']:.0f} had a group to train on "
-        f"(rejected: {counted or 'none'}); {remedy}. runner.max_empty_steps={len(rows)} ends a run then; 0 lets it go on"
+        f"(rejected: {counted or 'none'}); {remedy}. runner.max_empty_steps={len(rows)} ends a run then; 0 never does"
     )

@@ -30,6 +30,11 @@ _ACTOR_ANYWHERE = frozenset(
         "forget_weights",
         "finish_checkpoint",
         "shutdown",
+        "trace_clock",
+        "begin_trace",
+        "end_trace",
+        "begin_profile",
+        "end_profile",
     }
 )
 _ACTOR_WEIGHTS = frozenset({"send_weights", "weights_checksum", "export_hf"})

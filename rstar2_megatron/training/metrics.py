@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult
+from rstar2_megatron.records.step_shares import SHARES, step_shares
 from rstar2_megatron.trajectory import FinishReason, Group, ToolOutcome, Trajectory
 
 Metrics = dict[str, float]
@@ -44,6 +45,8 @@ def step_metrics(
     metrics.update({f"train/{name}": float(value) for name, value in actor_metrics.items()})
     metrics.update({f"rollout/engine/{name}": float(value) for name, value in rollout_stats.items()})
     metrics.update({f"time/{name}": float(value) for name, value in seconds.items()})
+    waits = (rollout_stats.get(f"{part}_seconds", 0.0) for part in ("tail", "grading"))
+    metrics.update({f"share/{name}": value for name, value in step_shares(seconds, *waits).items()})
     for which in ("mean", "max"):
         if f"actor/logprob_diff_{which}" in actor_metrics:
             metrics[f"rollout/logprob_diff_{which}"] = float(actor_metrics[f"actor/logprob_diff_{which}"])
@@ -210,7 +213,7 @@ def _ratio(part: float, whole: float) -> float:
 
 _HEADER = (
     "  step   pass  reward  kept/rej  tool err  length  turns  roll tok/s  train tok/s"
-    "   step s = roll + train + sync + rest   |dlogp|"
+    "   step s = roll + tail + grade + train + sync + ckpt + other %   |dlogp|"
 )
 
 
@@ -218,7 +221,8 @@ def header_line() -> str:
     """Column names of `step_line`.
 
     pass: before rejection; reward: after resampling; tool err: per call among positives; tok/s: generated,
-    and packed for training; |dlogp|: mean difference of log-probs between actor and engine.
+    and packed for training; then the seconds of the step, and of what they are made in percent (`share/...`);
+    |dlogp|: mean difference of log-probs between actor and engine.
     """
     return _HEADER
 
@@ -232,9 +236,10 @@ def step_line(metrics: Mapping[str, Any]) -> str:
             return f"{'-':>{width}}"
         return f"{value:>{width}{form}}"
 
-    parts = [metrics.get(f"time/{name}") or 0.0 for name in ("rollout", "training", "sync_weights")]
-    step_s = metrics.get("time/step") or sum(parts)
-    rest = max(step_s - sum(parts), 0.0)
+    widths = (4, 4, 5, 5, 4, 4, 7)  # of the header's words
+    shares = " + ".join(
+        f"{100 * (metrics.get(f'share/{name}') or 0.0):>{width}.0f}" for name, width in zip(SHARES, widths)
+    )
     kept, rejected = metrics.get("rollout/groups_kept", 0), metrics.get("rollout/groups_rejected", 0)
     return (
         f"{metrics['step']:>6.0f}  {number('rollout/pass_rate', 5, '.3f')}"
@@ -243,6 +248,6 @@ def step_line(metrics: Mapping[str, Any]) -> str:
         f"  {number('rollout/response_length', 6, '.0f')}  {number('rollout/num_turns', 5, '.2f')}"
         f"  {number('rollout/tokens_per_second', 10, '.0f')}"
         f"  {number('train/tokens_per_second', 11, '.0f')}"
-        f"  {step_s:>7.1f} = {parts[0]:>4.1f} + {parts[1]:>5.1f} + {parts[2]:>4.1f} + {rest:>4.1f}"
+        f"  {metrics.get('time/step') or 0.0:>7.1f} = {shares}"
         f"  {number('rollout/logprob_diff_mean', 8, '.1e')}"
     )

@@ -13,9 +13,10 @@ from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.cluster.calls import WorkerGroup
-from rstar2_megatron.cluster.coordinator import Refill, RolloutCoordinator, RolloutPhase
+from rstar2_megatron.cluster.coordinator import PhaseResult, Refill, RolloutCoordinator
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
+from rstar2_megatron.records.trace import CHECKPOINT, SYNC, TRACE
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.rollout.phase import problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
@@ -108,11 +109,11 @@ class Trainer:
         stats = {**phase.stats, **trajectory_age(phase.groups, version=step - 1)}
         return StepResult(step, phase.groups, resampled, actor_metrics, stats, clock.laps(), shown)
 
-    def roll_out(self, step: int, loader: ProblemLoader) -> RolloutPhase:
+    def roll_out(self, step: int, loader: ProblemLoader) -> PhaseResult:
         """Graded groups of the loader's next problems, or those that another run saved for this step."""
         problems, replay = loader.next_batch(), self.settings.runner.replay_rollouts
         if replay:
-            return RolloutPhase(read_groups(rollouts_path(replay, step)), seconds=0.0)
+            return PhaseResult(read_groups(rollouts_path(replay, step)), seconds=0.0)
         spec = RolloutSpec.training(self.settings)
         return self.coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
 
@@ -234,17 +235,22 @@ def check_dropped(groups: Sequence[Group], limit: float) -> None:
         )
 
 
+# laps that have a row of their own in a trace; the others are the driver's
+_LAP_ROWS = {"save": CHECKPOINT, "checkpoint": CHECKPOINT, "sync_weights": SYNC}
+
+
 class _Clock:
     """Seconds of the parts of a step."""
 
     def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
+        self._start = self._last = time.monotonic()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        now = time.perf_counter()
+        now = time.monotonic()
         self._laps[name] = now - self._last
+        TRACE.add(name, self._last, now, _LAP_ROWS.get(name))
         self._last = now
 
     def laps(self) -> dict[str, Any]:
-        return {**self._laps, "step": time.perf_counter() - self._start}
+        return {**self._laps, "step": time.monotonic() - self._start}

@@ -26,7 +26,7 @@ class WeightSync:
             rollout.call("place", timeout_s=self._timeout_s),
         )
         self._routes = possible_routes(settings.actor.weight_sync.route, *self._places, device)
-        rollout.call("meet", rollout.workers, timeout_s=self._timeout_s)
+        rollout.call("set_engine_workers", rollout.workers, timeout_s=self._timeout_s)
         self._warned = False
         self.fallbacks = 0
         """Number of routes that have failed."""
@@ -66,7 +66,7 @@ class WeightSync:
         except WorkerFailed as error:
             self._rollout.call("abort_weights", route, str(error), timeout_s=STEP_TIMEOUT_S)
             for call in (sending, receiving):
-                if not call.settle(2 * STEP_TIMEOUT_S):
+                if not call.wait_for_end(2 * STEP_TIMEOUT_S):
                     raise DeadlineExceeded(
                         f"{call.name} did not end within {2 * STEP_TIMEOUT_S:.0f} s after a failure of the weight sync "
                         f"by {route.kind}: {error}"

@@ -78,7 +78,7 @@ def possible_routes(
     if device != "cuda":
         obstacles["cuda_ipc"] = "there is no GPU"
     elif not all(place.devices and {(place.node, d) for d in place.devices} <= on_gpu for place in rollout):
-        obstacles["cuda_ipc"] = "an engine stands on a GPU without an actor rank"
+        obstacles["cuda_ipc"] = "an engine has a GPU without an actor rank"
     apart = sorted({place.node for place in rollout} - {actor[0].node})
     if apart:
         obstacles["shared_memory"] = (

@@ -12,7 +12,7 @@ install_gpu_packages() {
 
 has_cuda_torch() { [ -f "$venv/lib/python3.11/site-packages/torch/lib/libtorch_cuda.so" ]; }
 
-# A CPU build satisfies the same pin: it stands where a machine got its GPU later, or comes from a local wheel folder.
+# A CPU build satisfies the same pin: it is installed already where a machine got its GPU later, or comes from a local wheel folder.
 install_cuda_torch() {
   local pin; pin=$(grep -E '^torch==' requirements/gpu.lock)
   pip_install --no-deps "$pin" || return 1
@@ -24,7 +24,7 @@ install_cuda_torch() {
 }
 
 # sglang pins a release candidate that only NVIDIA's index has. Few flashinfer kernels want it (none that this project calls), so
-# where that index is out of reach the final version from the ordinary index stands in.
+# where that index is out of reach, the final version from the ordinary index is used.
 install_cuda_tile() {
   pip_install --no-deps --timeout 20 --retries 1 -r requirements/cuda-tile.txt && return 0
   echo "https://pypi.nvidia.com gave no cuda-tile: taking the final version"

@@ -228,7 +228,7 @@ def test_learning_rate_schedule() -> None:
     assert rates[6] == pytest.approx(0.55)
     assert rates[10:] == pytest.approx([0.1] * 4)
     assert all(a >= b for a, b in itertools.pairwise(rates[2:]))
-    # A run of 10 steps that goes on with an optimizer after its 30th: no second warm-up, a cosine of its own.
+    # A run of 10 steps that continues with an optimizer after its 30th step: no second warm-up, a cosine of its own.
     later = [learning_rate(i, optim, cosine, 10, start=30) for i in range(30, 44)]
     assert later[0] == 1.0 and later[5] == pytest.approx(0.55) and later[10:] == pytest.approx([0.1] * 4)
     assert learning_rate(30, optim, constant, 10, start=30) == 1.0

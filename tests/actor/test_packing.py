@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rstar2_megatron.actor.network.attention import PackedBatch
 from rstar2_megatron.actor.network.microbatch import PackContext, build_microbatch, padded_lengths
-from rstar2_megatron.actor.packing import balance, make_plan, pack, pack_by_count, split_minibatches
+from rstar2_megatron.actor.packing import balance, pack, pack_by_count, plan_microbatches, split_minibatches
 from tests.actor.tiny import sequences
 
 LENGTHS = st.lists(st.integers(1, 400), max_size=60)
@@ -80,7 +80,7 @@ def test_minibatches_cover_the_step_in_order(count: int, parts: int) -> None:
 
 @given(LENGTHS, st.integers(1, 6), st.integers(1, 3))
 def test_plan_gives_every_rank_something_to_run(lengths: list[int], ranks: int, multiple: int) -> None:
-    plan = make_plan(lengths, ranks, max_tokens=400, count=1, multiple=multiple)
+    plan = plan_microbatches(lengths, ranks, max_tokens=400, count=1, multiple=multiple)
     assert len(plan.microbatches) == ranks
     assert all(len(own) >= 1 and len(own) % multiple == 0 for own in plan.microbatches)
     flat = [i for own in plan.microbatches for batch in own for i in batch]

@@ -1,4 +1,4 @@
-"""A checkpoint of every layout loads bit for bit, into its own and into another layout, and training goes on alike.
+"""A checkpoint of every layout loads bit for bit, into its own and into another layout, and training continues alike.
 
 The model's sizes are no powers of two, so that gradient buckets need padding; head and embedding are tied or not.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from rstar2_megatron.actor.convert import checkpoint_weights
 from rstar2_megatron.model.model_config import ModelConfig
-from tests.actor import programs
+from tests.actor import checkpoint_programs
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings, write_model
 
@@ -142,7 +142,7 @@ class Checkpoints:
             directory.parent.mkdir()
             config = settings(model=row.model, optim=row.optim)
             arguments = (config, self.model(which, tie), directory, BATCHES, row.bucket_size)
-            results = self._pool.run(programs.save_and_go_on, row.ranks, *arguments)
+            results = self._pool.run(checkpoint_programs.save_and_continue, row.ranks, *arguments)
             self._made[key] = (directory, *results[0])
         return self._made[key]
 
@@ -159,7 +159,7 @@ def test_resumes_in_this_layout_from_its_own_and_from_another(
     own, other = checkpoints.of(row, which, tie), checkpoints.of(before, which, tie)
     config = settings(model=row.model, optim=row.optim)
     results = pool.run(
-        programs.load_each,
+        checkpoint_programs.load_each,
         row.ranks,
         config,
         checkpoints.model(which, tie),
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_another_form_or_with_other_weights_is_refused(
         with pytest.raises(
             RuntimeError, match=rf"was saved with actor\.\w+\.{key}=\w+, this run has \w+: set"
         ):
-            pool.run(programs.load_each, 1, other, which, [directory], BATCHES[1])
+            pool.run(checkpoint_programs.load_each, 1, other, which, [directory], BATCHES[1])
     damaged = tmp_path / "actor"
     shutil.copytree(directory, damaged)
     config = ModelConfig.from_directory(which)
@@ -203,4 +203,4 @@ def test_a_checkpoint_of_another_form_or_with_other_weights_is_refused(
     with pytest.raises(ValueError, match=r"are not those that were saved, e\.g\. model\.embed_tokens"):
         dict(checkpoint_weights(damaged, config))
     with pytest.raises(RuntimeError, match=r"ValueError: .*(are not those that were saved|does not belong)"):
-        pool.run(programs.load_each, 1, settings(), which, [damaged], BATCHES[1])
+        pool.run(checkpoint_programs.load_each, 1, settings(), which, [damaged], BATCHES[1])

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rstar2_megatron.actor.packing import make_plan
+from rstar2_megatron.actor.packing import plan_microbatches
 from rstar2_megatron.settings.schema import SFTSettings
 from rstar2_megatron.sft.rows import SFTRows
-from rstar2_megatron.sft.training import phase_of
+from rstar2_megatron.sft.training import sft_phase_of
 from tests.actor import programs, reference
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
@@ -190,7 +190,7 @@ def test_released_aggregations(pool: RankPool, models: dict[str, Path]) -> None:
         actor, runner, algorithm = settings(loss_agg_func=kind, training_batch_size_per_gpu=2)
         config = (actor, runner.model_copy(update={"enable_dynamic_batch_size": False}), algorithm)
         metrics = pool.run(programs.train, 2, config, models["qwen2"], [batch], 28)[0][0]
-        plan = make_plan([s.length for s in batch], 2, max_tokens=None, count=2, multiple=1)
+        plan = plan_microbatches([s.length for s in batch], 2, max_tokens=None, count=2, multiple=1)
         total, microbatches = 0.0, 0
         for rank in plan.microbatches:
             for members in rank:
@@ -226,7 +226,7 @@ def test_fine_tuning_resumes_exactly(pool: RankPool, models: dict[str, Path], tm
     ids = numpy.concatenate([numpy.array(s.input_ids, numpy.int32) for s in batch])
     mask = numpy.concatenate([numpy.array(s.loss_mask, numpy.int8) for s in batch])
     rows = SFTRows(ids, mask, numpy.cumsum([s.length for s in batch]))
-    phase = phase_of(SFTSettings(batch_size=4, epochs=2, lr=2e-3, warmup_ratio=0.2), len(rows))
+    phase = sft_phase_of(SFTSettings(batch_size=4, epochs=2, lr=2e-3, warmup_ratio=0.2), len(rows))
     arguments = (settings(), models["qwen2"], rows, phase, tmp_path / "checkpoint")
     ((whole, end),) = pool.run(programs.fine_tune, 1, *arguments, 0)
     ((rest, same_end),) = pool.run(programs.fine_tune, 1, *arguments, 2)

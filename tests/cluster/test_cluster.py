@@ -31,12 +31,12 @@ from tests.rollout.tiny import make_model
 
 @pytest.fixture
 def settings() -> Settings:
-    return load_settings("rstar2-tiny-cpu", [])[0]
+    return load_settings("rstar2-tiny-cpu", [])
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[TrainingCluster]:
-    settings, _ = load_settings("rstar2-tiny-cpu", [])
+    settings = load_settings("rstar2-tiny-cpu", [])
     cluster = TrainingCluster(settings, to_dict_config(settings))
     cluster.start()
     try:
@@ -101,7 +101,7 @@ def test_weights_arrive_bit_by_bit_on_every_route(
         bucket_bytes=9000,
         directory=str(tmp_path / "weights"),
     )
-    receivers.call("meet", receivers.workers, timeout_s=60)
+    receivers.call("set_engine_workers", receivers.workers, timeout_s=60)
     receiving = receivers.start("receive", route)
     sent = senders.call("send", route, receivers.workers, timeout_s=60)
     figures, sums = sent[0]
@@ -158,7 +158,7 @@ def test_routes_that_fail_give_way_down_to_the_disk(
 def test_a_trainer_compares_checksums_when_the_route_has_changed(
     settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
-    """A route that fails and a second one that brings all: training goes on. One that loses a tensor: it ends."""
+    """Training continues when a route fails and the next delivers everything. A route that loses a tensor ends the run."""
 
     def trainer() -> Trainer:
         there = with_route(settings, tmp_path / "weights")

@@ -20,7 +20,7 @@ from rstar2_megatron.settings.load import load_settings, to_dict_config
 
 @pytest.mark.timeout(300)
 def test_a_head_that_never_gets_its_nodes_is_an_error_in_time() -> None:
-    settings, _ = load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2", "cluster.node_wait_timeout_s=2"])
+    settings = load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2", "cluster.node_wait_timeout_s=2"])
     head = RayHead(num_cpus=2)
     head.start()
     try:
@@ -47,7 +47,7 @@ def test_a_head_that_does_not_answer_is_an_error_in_seconds(
                 target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request"), daemon=True
             ).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-        settings, _ = load_settings("rstar2-tiny-cpu", [])
+        settings = load_settings("rstar2-tiny-cpu", [])
         started = time.monotonic()
         with pytest.raises(ClusterError, match=rf"RAY_ADDRESS=127\.0\.0\.1:{port} does not answer"):
             TrainingCluster(settings, to_dict_config(settings)).start()
@@ -63,9 +63,9 @@ def test_a_directory_of_this_machine_is_not_forwarded(monkeypatch: pytest.Monkey
 
 
 def test_the_object_store_grows_with_the_batch() -> None:
-    tiny = load_settings("rstar2-tiny-cpu", [])[0]
+    tiny = load_settings("rstar2-tiny-cpu", [])
     assert object_store_mb(tiny) == 512
-    large = load_settings("rstar2-tiny-cpu", ["data.rollout_batch_size=512", "runner.seq_length=10000"])[0]
+    large = load_settings("rstar2-tiny-cpu", ["data.rollout_batch_size=512", "runner.seq_length=10000"])
     assert object_store_mb(large) > 512
 
 

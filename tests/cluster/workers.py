@@ -190,7 +190,7 @@ class Receiver(Worker):
         """Checksums of the host copy."""
         return self._kept
 
-    async def meet(self, engine_workers: list[Any]) -> None:
+    async def set_engine_workers(self, engine_workers: list[Any]) -> None:
         self._engine_workers = engine_workers
 
     def plant(self, fault: Fault) -> None:

@@ -56,7 +56,7 @@ def test_a_resumed_loader_goes_on_exactly(before: int, after: int) -> None:
 def test_epochs_end() -> None:
     source = loader(batch=5, epochs=2)
     ids(source, 4)
-    with pytest.raises(DataError, match="max_epochs=2 epochs of the data are over"):
+    with pytest.raises(DataError, match="max_epochs=2 epochs of the data are used up"):
         source.next_batch()
 
 

@@ -14,8 +14,8 @@ import pytest
 from rstar2_megatron.data import train_set
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.resumable import ResumablePass
-from rstar2_megatron.data.rows import DataError, HubName
-from rstar2_megatron.data.train_set import Input, Options, main, parse_source, process
+from rstar2_megatron.data.rows import DataError, HubName, Input
+from rstar2_megatron.data.train_set import Options, main, parse_source, process
 from tests.data.test_cleaning import DAPO
 
 
@@ -142,39 +142,42 @@ def test_shapes_are_read_cleaned_and_counted(files: dict[str, Path], tmp_path: P
     assert json.loads((out / "report.json").read_text()) == report
 
 
-def test_a_killed_pass_goes_on_to_the_same_result(
+def test_a_killed_pass_continues_to_the_same_result(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(files, tmp_path / "whole", validation=5)
-    judged = []
-    original = train_set.Cleaner.judge
+    checked = []
+    original = train_set.Cleaner.check
 
     def killed(self: Any, shape: Any, row: Any) -> Any:
-        judged.append(row.where)
-        if len(judged) == 31:  # in the second source, after rows that were not saved yet
+        checked.append(row.where)
+        if len(checked) == 31:  # in the second source, after rows that were not saved yet
             raise KeyboardInterrupt
         return original(self, shape, row)
 
-    monkeypatch.setattr(train_set.Cleaner, "judge", killed)
+    monkeypatch.setattr(train_set.Cleaner, "check", killed)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(files, out, validation=5)
     assert not (out / "train.jsonl").exists()
     said: list[str] = []
-    judged_before = len(judged)
+    checked_before = len(checked)
     assert run(files, out, said.append, validation=5) == whole
-    assert any("going on at row 7" in line for line in said)
-    assert len(judged) - judged_before == 51 - 29  # rows of whole saves are not read again
+    assert any("continuing at row 7" in line for line in said)
+    assert len(checked) - checked_before == 51 - 29  # rows of whole saves are not read again
     for name in ("train.jsonl", "validation.jsonl", "report.json"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert sorted(p.name for p in out.iterdir()) == ["report.json", "train.jsonl", "validation.jsonl"]
 
 
-def test_another_configuration_starts_anew(tmp_path: Path) -> None:
-    first = ResumablePass(tmp_path, {"ngram": 8}, save_rows=1)
-    first.accept({"a": 1})
-    first.advance()
-    first.close()
+def test_another_configuration_starts_from_the_first_row(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(KeyboardInterrupt), ResumablePass(tmp_path, {"ngram": 8}, save_rows=1) as first:
+        for _, row in first.rows([Input("dapo", str(source))], {"dapo": ()}, None):
+            if first.row == 1:
+                raise KeyboardInterrupt
+            first.accept(row.values)
     assert list(ResumablePass(tmp_path, {"ngram": 8}).accepted()) == [{"a": 1}]
     other = ResumablePass(tmp_path, {"ngram": 9})
     assert not other.resumed and list(other.accepted()) == [] and other.row == 0
@@ -257,7 +260,7 @@ def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path)
     )
     (directory / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
     hub = Input("openmathreasoning", hub=HubName(str(directory), None, "train"))
-    rows = list(train_set.read_input(hub, train_set.SOURCES["openmathreasoning"], skip=3))
+    rows = list(hub.rows(train_set.SOURCES["openmathreasoning"].columns, skip=3))
     assert len(rows) == 13 and set(rows[0].values) == {"problem", "expected_answer", "problem_type"}
     assert rows[0].where.endswith(":train row 4") and rows[0].values["expected_answer"] == "33"
 

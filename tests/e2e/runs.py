@@ -73,7 +73,7 @@ class ProgramRun:
             raise AssertionError(f"no end within {timeout_s:.0f} s; output:\n{self.text()[-4000:]}") from None
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Wait until `condition()` while the run goes on."""
+        """Wait until `condition()` while the run continues."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -1,4 +1,4 @@
-"""A stage with `optimizer: keep` goes on exactly where the one before stopped: the same steps as one longer run.
+"""A stage with `optimizer: keep` continues exactly where the stage before stopped: the same steps as one longer run.
 
 Everything is real but the rollouts, which are written here, so that both see the same ones.
 """

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
 
 
 def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    """rollout.tail=carry: what two steps leave unfinished goes on token for token, in the next step and, from a
+    """rollout.tail=carry: trajectories that two steps leave unfinished continue token for token, in the next step and, from a
     checkpoint, in another process. There tail=cut may end the third step early: when every group has answers of both
     kinds, which this barely taught model gives in some runs (tests/rollout/test_phase.py has the rule itself).
     """

@@ -6,6 +6,7 @@ Small numbers of steps; the supervised start is short, done once, and shared thr
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -22,8 +23,10 @@ import torch
 from safetensors.torch import load_file
 
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.records.trace import trace_path
 from rstar2_megatron.records.trajectory_row import unpack_floats
 from rstar2_megatron.report.names import TO_VERL
+from rstar2_megatron.report.step_bound import row_names, shares_of, timeline
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
@@ -70,6 +73,32 @@ def test_metrics_of_every_step(first_run: Path) -> None:
         assert row["rollout/logprob_diff_max"] < 1e-3
         assert row["rollout/total_num_sequence"] == 8 * row["rollout/groups_kept"]
         assert "train/actor/policy_loss" in row and row["time/training"] > 0
+
+
+def test_the_traced_step_has_every_row_and_the_shares_of_its_metrics(first_run: Path) -> None:
+    assert [path.name for path in (first_run / "traces").iterdir()] == ["step_2.json"]
+    events = json.loads(trace_path(first_run, 2).read_text())
+    step = timeline(events)
+    rows = {"driver", "engine 0", "engine 1", "tool calls", "grading", "actor rank 0", "actor rank 1"}
+    assert set(row_names(events).values()) == rows | {"weight sync", "checkpoint"}
+    assert len(step.tasks) == 4 * 16 and all(task.complete for task in step.tasks)
+    (whole,) = [span for span in step.spans if span.name == "step 2"]
+    inside = [span for span in (*step.spans, *step.tasks) if span is not whole]
+    assert all(whole.start - 0.01 <= span.start <= span.end <= whole.end + 0.01 for span in inside)
+    row = read_jsonl(first_run / "metrics.jsonl")[1]
+    shares = shares_of(step)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares == pytest.approx({name: row[f"share/{name}"] for name in shares}, abs=0.02)
+
+
+def test_the_profiled_step_has_a_file_of_every_rank(first_run: Path) -> None:
+    (directory,) = (first_run / "profiles").iterdir()
+    files = sorted(path.name for path in directory.iterdir())
+    assert directory.name == "step_2" and files[:2] == ["actor_rank_0.json.gz", "actor_rank_1.json.gz"]
+    assert [name[:9] for name in files[2:]] == ["engine_0-", "engine_1-"]
+    for file in directory.iterdir():
+        names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert names & {"aten::mm", "aten::addmm", "aten::matmul"}, file
 
 
 def test_supervised_start_taught_the_format(first_run: Path) -> None:
@@ -132,7 +161,7 @@ def test_a_checkpoint_can_be_evaluated(first_run: Path) -> None:
     checkpoint = first_run / "checkpoints" / "global_step_2"
     config = find_run_config(checkpoint)
     assert config == first_run / "config.yaml"
-    settings, _ = load_settings(str(config))
+    settings = load_settings(str(config))
     converted = hugging_face_directory(checkpoint, settings.rollout.model.model_path)
     ours, exported = (load_file(path / "model.safetensors") for path in (converted, first_run / "model"))
     assert ours.keys() == exported.keys()
@@ -190,7 +219,7 @@ def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) ->
     run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
     ports = listening_ports(run)
     run.send(signal.SIGTERM)
-    assert run.wait(60) == 143
+    assert run.wait(60) == 143, run.text()[-4000:]
     leaves_nothing(run, ports)
     assert "Unhandled error" not in run.text(), run.text()[-4000:]
 

@@ -1,4 +1,4 @@
-"""`python -m rstar2_megatron.evaluation` with nothing stood in: SGLang, the agent loop, the Code Judge, the grader."""
+"""`python -m rstar2_megatron.evaluation` with every part real: SGLang, the agent loop, the Code Judge, the grader."""
 
 from __future__ import annotations
 

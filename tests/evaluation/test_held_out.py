@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.cluster.coordinator import RolloutPhase
+from rstar2_megatron.cluster.coordinator import PhaseResult
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
@@ -23,7 +23,7 @@ class FinishedPhase:
         self.rewards = rewards
         self.spec: RolloutSpec | None = None
 
-    def run(self, problems: Sequence[Problem], spec: RolloutSpec, label: str) -> RolloutPhase:
+    def run(self, problems: Sequence[Problem], spec: RolloutSpec, label: str) -> PhaseResult:
         self.spec = spec
         groups = []
         for problem in problems:
@@ -34,7 +34,7 @@ class FinishedPhase:
                 attempt.query_id = problem.query_id
                 attempts.append(attempt)
             groups.append(Group(problem, attempts))
-        return RolloutPhase(groups, 2.0)
+        return PhaseResult(groups, 2.0)
 
 
 PROBLEMS = [
@@ -43,9 +43,7 @@ PROBLEMS = [
 
 
 def settings(*words: str):
-    return load_settings(
-        "rstar2-tiny-cpu", ["evaluation.num_samples=2", "evaluation.num_problems=3", *words]
-    )[0]
+    return load_settings("rstar2-tiny-cpu", ["evaluation.num_samples=2", "evaluation.num_problems=3", *words])
 
 
 def test_scores_of_all_and_of_each_task(tmp_path: Path) -> None:

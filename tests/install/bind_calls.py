@@ -35,7 +35,7 @@ RECEIVERS: Receivers = {
     ("Policy", "self.optimizer"): _OPTIMIZER,
     ("optimizer_step", "optimizer"): _OPTIMIZER,
     ("_sharded_state", "optimizer"): _OPTIMIZER,
-    ("_sharded_state", "bare(chunk)"): f"{_CORE}.models.gpt.GPTModel",
+    ("_sharded_state", "unwrap(chunk)"): f"{_CORE}.models.gpt.GPTModel",
     ("forward_log_probs", "chunk()"): f"{_CORE}.models.gpt.GPTModel.forward",
     ("offload", "buffer"): _BUFFER,
     ("reload", "buffer"): _BUFFER,

@@ -164,7 +164,7 @@ def build_shape(config_name: str, rank: int) -> dict[str, Any]:
     """One rank of a shipped YAML at its real shape."""
     from rstar2_megatron.actor import hf_weights
     from rstar2_megatron.actor.layout import check_layout
-    from rstar2_megatron.actor.network.model import bare, build_chunks
+    from rstar2_megatron.actor.network.model import build_chunks, unwrap
 
     settings = load(config_name).settings
     model = known_model(settings.rollout.model.model_path)
@@ -175,7 +175,7 @@ def build_shape(config_name: str, rank: int) -> dict[str, Any]:
     began = time.monotonic()
     with pretended_cuda("meta"), fake_groups(layout, rank, WORLD):
         _, chunks = build_chunks(model, settings.actor.model, "transformer_engine", "cuda")
-        models = [bare(chunk) for chunk in chunks]
+        models = [unwrap(chunk) for chunk in chunks]
         sharded = [chunk.sharded_state_dict(metadata=_sharding()) for chunk in models]
         saved, hf_weights.HFReader = hf_weights.HFReader, lambda _: reader  # type: ignore[misc, assignment]
         try:
@@ -207,7 +207,7 @@ def build_shape(config_name: str, rank: int) -> dict[str, Any]:
 
 
 def _unsaved(parameters: set[str], held: set[str]) -> list[str]:
-    """Parameters that no entry of the sharded state dict stands for; a grouped expert weight has an entry a number."""
+    """Parameters that no entry of the sharded state dict represents; a grouped expert weight has an entry a number."""
     return sorted(p for p in parameters if p not in held and not any(k.startswith(p) for k in held))[:5]
 
 
@@ -227,7 +227,7 @@ def round_trip_thin(kind: str, directory: Path) -> dict[str, Any]:
 
     from rstar2_megatron.actor import hf_weights
     from rstar2_megatron.actor.layout import Layout
-    from rstar2_megatron.actor.network.model import bare, build_chunks
+    from rstar2_megatron.actor.network.model import build_chunks, unwrap
     from rstar2_megatron.model.model_config import ModelConfig
     from rstar2_megatron.settings.schema import ActorModelSettings
     from tests.actor.tiny import write_model
@@ -237,7 +237,7 @@ def round_trip_thin(kind: str, directory: Path) -> dict[str, Any]:
     model = ModelConfig.from_directory(directory)
     with pretended_cuda("cpu"), fake_groups(Layout(1, 1, 1, 1), 0, 1):
         _, chunks = build_chunks(model, ActorModelSettings(precision="fp32"), "transformer_engine", "cuda")
-        models = [bare(chunk) for chunk in chunks]
+        models = [unwrap(chunk) for chunk in chunks]
         with torch.no_grad():
             for chunk in models:
                 for parameter in chunk.parameters():
@@ -255,7 +255,7 @@ def round_trip_thin(kind: str, directory: Path) -> dict[str, Any]:
 def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
     """DDP and the distributed optimizer around a thin model, as one of two data-parallel ranks; nothing is stepped."""
     from rstar2_megatron.actor.layout import Layout
-    from rstar2_megatron.actor.network.model import bare, build_chunks
+    from rstar2_megatron.actor.network.model import build_chunks, unwrap
     from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
     from rstar2_megatron.model.model_config import ModelConfig
     from rstar2_megatron.settings.schema import ActorModelSettings, OptimSettings
@@ -269,7 +269,7 @@ def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
         parts = build_optimizer(chunks, OptimSettings(), "bf16").chained_optimizers
         return {
             "adam": sorted({f"{type(p.optimizer).__module__}.{type(p.optimizer).__name__}" for p in parts}),
-            "main_gradients": all(hasattr(p, "main_grad") for c in chunks for p in bare(c).parameters()),
+            "main_gradients": all(hasattr(p, "main_grad") for c in chunks for p in unwrap(c).parameters()),
             "masters": sum(x.numel() for part in parts for x in part.get_parameters()),
         }
 

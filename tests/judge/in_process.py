@@ -10,10 +10,9 @@ from typing import Any
 
 import orjson
 
-from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.limits import CallLimits, Submission
 from rstar2_megatron.judge.queue import JobQueue, LeasedJob
 from rstar2_megatron.judge.server.broker import Broker, Ticket
-from rstar2_megatron.judge.server.submission import Submission
 from rstar2_megatron.judge.worker.worker import Worker
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -22,12 +21,16 @@ class Queue(JobQueue):
     """Counts the exchanges that lease or ack something."""
 
     exchanges = 0
+    may_return: asyncio.Event | None = None  # Redis' next answer waits for it
 
     async def exchange(
         self, name: str, answers: list[Any], count: int, session_room: int = 0
     ) -> list[LeasedJob]:
         jobs = await super().exchange(name, answers, count, session_room)
         self.exchanges += bool(jobs or answers)
+        if self.may_return is not None and answers:
+            async with asyncio.timeout(30):
+                await self.may_return.wait()
         return jobs
 
 
@@ -40,13 +43,13 @@ class Judge:
     async def submit(self, *programs: str, sessions: Sequence[str] = ()) -> list[Ticket]:
         """All at once; the last ones are cells of these sessions."""
         submissions = [Submission(type="python", solution=program) for program in programs]
-        for submission, session in zip(submissions[len(programs) - len(sessions) :], sessions, strict=True):
-            submission.options = {"session": session}
+        for number, session in enumerate(sessions, len(programs) - len(sessions)):
+            submissions[number] = submissions[number]._replace(options={"session": session})
         return await self.broker.submit(submissions, "tests")
 
     async def results(self, tickets: list[Ticket]) -> list[dict[str, Any]]:
         async with asyncio.timeout(60):
-            answers = [await self.broker.wait(ticket, time.monotonic()) for ticket in tickets]
+            answers = [await self.broker.wait(ticket) for ticket in tickets]
         return [orjson.loads(answer) for answer in answers]
 
 
@@ -65,8 +68,9 @@ async def judge(redis: RedisServer, *, permits: int, sessions: int = 0) -> Async
         warm = await there.submit(*["pass"] * 8)
         assert all(result["outcome"] == "ok" for result in await there.results(warm))
         channel = f"{prefix}cancel:{runner.name}"
-        while not (await queue.redis.pubsub_numsub(channel))[0][1]:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while not (await queue.redis.pubsub_numsub(channel))[0][1]:
+                await asyncio.sleep(0.01)
         yield there
     finally:
         await broker.stop()

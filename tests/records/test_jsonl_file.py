@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.records.run_files import RunFiles
+from rstar2_megatron.records.run_files import RunFiles, rotate_log
 from rstar2_megatron.records.samples import choose_shown
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import Group, Problem, ToolOutcome
@@ -76,3 +76,39 @@ def test_a_resumed_run_has_the_rows_of_each_step_once(tmp_path: Path) -> None:
     for name in ("trajectories.jsonl", "rollouts.jsonl"):
         assert steps(tmp_path / name) == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert len(list((tmp_path / "rollouts").iterdir())) == 4
+
+
+def test_a_file_that_grows_too_large_keeps_its_newest_whole_steps(tmp_path: Path) -> None:
+    file = JsonlFile(tmp_path / "rows.jsonl")
+    for step in range(1, 11):
+        file.append(
+            *({"step": step, "text": "x" * 76} for _ in range(10))
+        )  # 1000 bytes a step, 1010 from step 10 on
+    size = file.path.stat().st_size
+    assert file.keep_newest(size) == 0 and len(file.rows()) == 100
+    assert file.keep_newest(size - 1) > 0
+    assert steps(file.path) == [step for step in range(6, 11) for _ in range(10)][10:]
+    file.keep_newest(100)
+    assert steps(file.path) == [10] * 10  # the newest step stays
+    assert file.keep_newest(100) == 0
+
+
+def test_a_log_is_rotated_under_its_writer(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"old " * 30)
+        rotate_log(log, 200)
+        assert not (tmp_path / "engine-0.log.1").exists()
+        rotate_log(log, 100)
+        writer.write(b"new")
+    assert log.read_bytes() == b"new" and (tmp_path / "engine-0.log.1").read_bytes() == b"old " * 30
+
+
+def test_old_rollouts_are_removed(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path, save_rollout_tokens=True, keep_rollouts=2)
+    for step in range(1, 6):
+        files.append(step, {"a": 1.0}, [], [])
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
+        "step_000004.jsonl.gz",
+        "step_000005.jsonl.gz",
+    ]

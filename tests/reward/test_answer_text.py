@@ -1,4 +1,4 @@
-"""Where the answer stands, and what text alone can decide."""
+"""Finding the answer in a response, and the verdicts that text alone allows."""
 
 from __future__ import annotations
 

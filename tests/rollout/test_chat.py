@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from transformers import AutoTokenizer
 
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_name, tool_schemas
 from rstar2_megatron.trajectory import Problem
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path):
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +35,30 @@ def test_wording_comes_from_the_settings(tokenizer) -> None:
     text = ChatTemplate(tokenizer, settings).prompt_text(problem(("user", "x")))
     assert text.startswith('<|im_start|>system\nS {"type": "function"')
     assert text.endswith("<|im_end|>\n<|im_start|>user\nU x<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_chat_template_is_the_whole_wording(tokenizer) -> None:
+    """As RLinf's YAML brings it: the template writes system prompt, tools and prefixes itself."""
+    jinja = (
+        "<|im_start|>system\nTools: {{ tools[0].function.description }}<|im_end|>\n"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\nSolve: {{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    )
+    schema = {
+        "type": "function",
+        "function": {"name": "jupyter_code", "description": "runs", "parameters": {}},
+    }
+    settings = AgentLoopSettings(tools=["jupyter_code"], chat_template=jinja, tool_descriptions=[schema])
+    template = ChatTemplate(tokenizer, settings)
+    prompt = template.prompt_text(Problem("a", [{"role": "user", "content": "1 + 1"}], ["2"]))
+    assert prompt == (
+        "<|im_start|>system\nTools: runs<|im_end|>\n<|im_start|>user\nSolve: 1 + 1<|im_end|>\n<|im_start|>assistant\n<think>"
+    )
+    assert template.tool_response_text(["2"]).endswith(
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>"
+    )
+    with pytest.raises(ValueError, match=r"tool_descriptions describes \['jupyter_code'\]"):
+        ChatTemplate(tokenizer, settings.model_copy(update={"tools": ["python_code_with_standard_io"]}))
 
 
 def test_system_message_of_the_data(tokenizer) -> None:

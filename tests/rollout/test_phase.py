@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
-from rstar2_megatron.rollout.phase import OpenGroup, Phase, Tail, problems_to_refill
+from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase, Tail, problems_to_refill
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.settings.schema import DownSamplingConfig, DownSamplingSettings
@@ -24,13 +24,15 @@ def ended(index: int, reward: float = 1.0, reason: FinishReason | None = FinishR
     return Trajectory("q", index, [1], finish_reason=reason, reward=reward)
 
 
-def make_phase(groups: int, size: int, *, policy: str = "kv_adaptive", engines: int = 2, **tail) -> Phase:
-    phase = Phase(WorkQueue(policy, engines, slice_size=4), size, **tail)
+def make_phase(
+    groups: int, size: int, *, policy: str = "kv_adaptive", engines: int = 2, **tail
+) -> RolloutPhase:
+    phase = RolloutPhase(WorkQueue(policy, engines, slice_size=4), size, **tail)
     phase.add_problems([problem(i) for i in range(groups)])
     return phase
 
 
-def take_all(phase: Phase, engines: int = 2, room: int = 1) -> list[tuple[int, Slice]]:
+def take_all(phase: RolloutPhase, engines: int = 2, room: int = 1) -> list[tuple[int, Slice]]:
     taken: list[tuple[int, Slice]] = []
     while phase.queue.left:
         for engine in range(engines):
@@ -155,7 +157,7 @@ def test_without_down_sampling_nothing_is_cut() -> None:
     assert not cut_rule(config, 1.0)([ended(0, 1.0), *(ended(i, 0.0) for i in range(1, 8))], 1)
 
 
-def end_all_but(phase: Phase, left: set[tuple[int, int]]) -> None:
+def end_all_but(phase: RolloutPhase, left: set[tuple[int, int]]) -> None:
     for engine, one in take_all(phase):
         for index in one.indices:
             if (one.group, index) not in left:
@@ -181,7 +183,7 @@ def test_cut_keeps_the_tokens_of_an_earlier_phase() -> None:
     """A group carried here (tail was changed at a resume) whose rest never ran again."""
     half = Trajectory("q0", 7, [1], response_ids=[5, 6], loss_mask=[1, 1], rollout_logprobs=[0.0, 0.0])
     both = {index: ended(index, reward=float(index % 2)) for index in range(6)}
-    phase = Phase(WorkQueue("kv_adaptive", 2, 4), 8, tail="cut", may_cut=cut_rule(downsampling(), 0.5))
+    phase = RolloutPhase(WorkQueue("kv_adaptive", 2, 4), 8, tail="cut", may_cut=cut_rule(downsampling(), 0.5))
     phase.add([OpenGroup(problem(0), 8, both, {7: half})])
     assert phase.over
     (group,), _ = phase.finish()
@@ -204,7 +206,7 @@ def test_carry_goes_on_in_the_next_phase_and_is_waited_for_at_its_age() -> None:
     groups, carried = phase.finish()
     assert [g.problem.query_id for g in groups] == ["q0", "q1", "q2"]
 
-    later = Phase(WorkQueue("kv_adaptive", 2, 4), 8, tail=tail, carry_share=0.5, max_carry_age=1)
+    later = RolloutPhase(WorkQueue("kv_adaptive", 2, 4), 8, tail=tail, carry_share=0.5, max_carry_age=1)
     later.add([*carried, OpenGroup(problem(9), 8)])
     given_out = take_all(later)
     resumed = [one for _, one in given_out if one.group == 0]

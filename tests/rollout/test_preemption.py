@@ -24,7 +24,7 @@ from rstar2_megatron.settings.schema import (
     SamplingParams,
 )
 from rstar2_megatron.trajectory import Problem, Trajectory
-from tests.rollout.test_agent_loop import WrittenJudge
+from tests.rollout.written import WrittenJudge
 
 pytestmark = pytest.mark.timeout(400)
 _KV_TOKENS = 1024
@@ -56,7 +56,7 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
     budget = AdaptiveBudget(engine.kv_capacity_tokens, 16)
     for key in range(600):  # it has learnt that trajectories are short, which these are not
         budget.try_admit(key, "short", 10, 10 + _RESPONSE)
-        budget.settle(key, 20)
+        budget.set_length(key, 20)
         budget.release(key)
     budget.observe(0, {})
     problems = [Problem(f"q{i}", [{"role": "user", "content": f"{i}?"}], ["1"]) for i in range(2)]

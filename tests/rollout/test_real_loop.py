@@ -1,4 +1,4 @@
-"""Whole trajectories with nothing stood in: SGLang, the agent loop, the Code Judge with its Redis."""
+"""Whole trajectories with every part real: SGLang, the agent loop, the Code Judge with its Redis."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSetting
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
 from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
-from tests.rollout.test_agent_loop import ParkableEngine
 from tests.rollout.updates import update_weights
+from tests.rollout.written import ParkableEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

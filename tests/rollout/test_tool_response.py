@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rstar2_megatron.judge.client.result import JudgeResult
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.rollout.tool_response import CUT_MARK, TruncateSide, format_tool_response, truncate
 
 

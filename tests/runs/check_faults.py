@@ -117,7 +117,7 @@ def _no_survey(patch: Any, job: Job, arguments: Any) -> None:
 
 
 def _wrong_attention(patch: Any, job: Job, arguments: Any) -> None:
-    """The attention kernel is off by a hundredth for a sequence that stands alone."""
+    """The attention kernel is off by a hundredth for a sequence that is alone in its micro-batch."""
     import torch.nn.functional as functional
 
     plain = functional.scaled_dot_product_attention

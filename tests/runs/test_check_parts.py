@@ -155,7 +155,7 @@ def test_a_configuration_that_does_not_fit_fails() -> None:
 def test_bandwidth_is_judged_against_the_plan() -> None:
     good = collectives.judge([400e9, 380e9], 360e9, 150e9, gpu=True, what="inside a node")
     assert "380.0 GB/s inside a node; planned 360" in good.words
-    with pytest.raises(CheckFailed, match=r"40\.0 GB/s.*means a wrong path"):
+    with pytest.raises(CheckFailed, match=r"40\.0 GB/s.*traffic takes a slow path"):
         collectives.judge([400e9, 40e9], 360e9, 150e9, gpu=True, what="inside a node")
     assert "no figure for CPUs" in collectives.judge([1e9], 360e9, 150e9, gpu=False, what="here").words
 
@@ -296,7 +296,7 @@ def test_a_head_that_does_not_answer_is_said_within_seconds(monkeypatch: pytest.
 def test_a_known_model_needs_no_directory() -> None:
     raw = thin_config("/models/Qwen3-30B-A3B", 2)
     assert (raw["num_hidden_layers"], raw["num_experts"], raw["hidden_size"]) == (2, 128, 2048)
-    with pytest.raises(CheckFailed, match="says nothing of its shape"):
+    with pytest.raises(CheckFailed, match="its name is not a known model's"):
         thin_config("/models/unheard-of", 2)
 
 

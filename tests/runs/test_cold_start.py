@@ -18,7 +18,7 @@ def settings(tmp_path: Path) -> Settings:
     """SFT is asked for and done: its cache is there."""
     data = tmp_path / "sft.jsonl"
     data.write_text("{}\n")
-    settings = load_settings("rstar2-tiny-cpu", ["algorithm.kl_beta=0.01"])[0]
+    settings = load_settings("rstar2-tiny-cpu", ["algorithm.kl_beta=0.01"])
     settings.rollout.model.model_path = str(tmp_path / "base")
     settings.cold_start.enabled, settings.cold_start.cache_dir = True, str(tmp_path / "cache")
     settings.cold_start.phases = [
@@ -49,7 +49,7 @@ def test_a_lost_reference_is_an_error_with_its_remedies(settings: Settings, gone
     with pytest.raises(ValueError, match=r"kl_beta=0.01 needs the cold start's model as reference") as caught:
         check_reference(settings)
     assert ("sft.jsonl" if gone == "data" else f"{directory} is gone") in str(caught.value)
-    assert "set algorithm.kl_beta=0, or begin anew with runner.resume_dir=null" in str(caught.value)
+    assert "set algorithm.kl_beta=0, or start a new run by runner.resume_dir=null" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", ["no KL term", "no cold start", "another run's checkpoint"])

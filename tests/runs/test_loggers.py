@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.report.read import read_log
 from rstar2_megatron.runs.preflight import logger_problems
 from rstar2_megatron.settings.load import load_settings
 from tests.e2e.runs import ROOT
+from tests.report.logs import read_log
 
 PROGRAM = """
 import sys
 from rlinf.utils.metric_logger import MetricLogger
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 
-settings, _ = load_settings("rstar2-tiny-cpu", sys.argv[1:])
+settings = load_settings("rstar2-tiny-cpu", sys.argv[1:])
 log = MetricLogger(to_dict_config(settings))
 for step in (1, 2, 3):
     log.log({"rollout/reward_scores": step / 10, "eval/pass@4": 0.5, "train/actor/lr": 1e-6}, step)
@@ -59,7 +59,7 @@ def test_every_backend_holds_every_step_offline(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, _ = load_settings("rstar2-tiny-cpu", ["runner.logger.logger_backends=[tensorboard,swanlab]"])
+    settings = load_settings("rstar2-tiny-cpu", ["runner.logger.logger_backends=[tensorboard,swanlab]"])
     assert list(logger_problems(settings)) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "swanlab" else object())
     (problem,) = logger_problems(settings)

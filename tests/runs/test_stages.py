@@ -126,7 +126,7 @@ def test_fingerprint_changes_with_what_runs(tmp_path: Path) -> None:
     ("stages", "message"),
     [
         ([STAGES[1], STAGES[1]], "two stages are named 'rl-a'"),
-        ([STAGES[0], {**STAGES[2]}], "no reasoning stage stands before it"),
+        ([STAGES[0], {**STAGES[2]}], "no reasoning stage comes before it"),
         ([STAGES[4]], "no difficulty_filter stage before it"),
         ([{**STAGES[1], "name": "a/b"}], "stages.0.name"),
         ([{**STAGES[1], "steps": 3}], "stages.0.steps"),

@@ -10,7 +10,7 @@ from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import config_names, load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
 from rstar2_megatron.settings.planning.plan import (
-    Plan,
+    RunPlan,
     host_memory,
     kv_bytes_per_token,
     kv_capacity,
@@ -22,7 +22,7 @@ from rstar2_megatron.settings.schema import ClusterSettings
 H100 = Slots(8, 80.0)
 
 
-def plan_of(name: str, *overrides: str, slots: Slots = H100) -> Plan:
+def plan_of(name: str, *overrides: str, slots: Slots = H100) -> RunPlan:
     return make_plan(load(name, overrides).settings, slots=slots)
 
 

@@ -12,7 +12,7 @@ import pytest
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import load_sft_rows
-from rstar2_megatron.sft.training import batches, learning_rate, phase_of
+from rstar2_megatron.sft.training import batches, learning_rate, sft_phase_of
 from rstar2_megatron.tiny.build import TinyPaths
 
 
@@ -25,16 +25,16 @@ def tokenizer(built: TinyPaths) -> Any:
 
 def test_paper_settings_by_default() -> None:
     """3 epochs, 5e-6, 4 % warm-up, cosine, batch 128 (arXiv 2508.20722, section 3.1): 222 K conversations."""
-    phase = phase_of(SFTSettings(), 222_000)
+    phase = sft_phase_of(SFTSettings(), 222_000)
     assert (phase.steps, phase.warmup_steps, phase.batch_size, phase.decay) == (5204, 209, 128, "cosine")
     rates = [learning_rate(phase, step) for step in (0, 207, 208, 2602, 5203)]
     assert rates[0] == pytest.approx(5e-6 / 209) and rates[2] == pytest.approx(5e-6, rel=0.01)
     assert rates[3] == pytest.approx(2.5e-6, rel=0.01) and rates[4] < 1e-11
-    assert phase_of(SFTSettings(max_steps=7), 222_000).steps == 7
+    assert sft_phase_of(SFTSettings(max_steps=7), 222_000).steps == 7
 
 
 def test_every_epoch_takes_every_row_once() -> None:
-    phase = phase_of(SFTSettings(batch_size=4), 10)
+    phase = sft_phase_of(SFTSettings(batch_size=4), 10)
     taken = list(itertools.chain(*batches(10, phase, seed=1)))
     assert len(taken) == 32 and [sorted(taken[i : i + 10]) for i in (0, 10, 20)] == [list(range(10))] * 3
     assert taken[:10] != taken[10:20]

@@ -21,7 +21,7 @@ def test_collocated_engines_read_the_actor_rank_on_their_gpu() -> None:
 def test_engines_on_other_gpus_of_the_node_share_its_memory() -> None:
     actor, rollout = EIGHT[:4], EIGHT[4:]
     assert possible_routes("auto", actor, rollout, "cuda") == ["shared_memory", "broadcast", "disk"]
-    with pytest.raises(ValueError, match="cuda_ipc is not possible here: an engine stands on a GPU without"):
+    with pytest.raises(ValueError, match="cuda_ipc is not possible here: an engine has a GPU without"):
         possible_routes("cuda_ipc", actor, rollout, "cuda")
 
 

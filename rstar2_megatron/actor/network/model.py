@@ -187,7 +187,7 @@ def build_chunks(
     return config, chunks
 
 
-def bare(chunk: Any) -> Any:
+def unwrap(chunk: Any) -> Any:
     """The PolicyModel inside its DDP and Float16Module wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module

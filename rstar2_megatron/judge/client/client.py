@@ -19,12 +19,12 @@ import aiohttp
 import tenacity
 
 from rstar2_megatron.judge.client.batches import Batches, BrokenBatch, RefusedBatch
-from rstar2_megatron.judge.client.result import JudgeResult
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 
 _RETRIED_STATUS = (408, 425, 429, 499)  # and all 5xx
-_OVERLOAD = ("http_429", "queue_timeout")
+_OVERLOAD = ("http_429", "queue_timeout", "timeout")
+_PING_S = 10.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
 
@@ -50,8 +50,9 @@ class JudgeClient:
     """One connection pool with at most `max_concurrency` calls in flight. Bound to the event loop that uses it first.
 
     Calls made within `batch_window_s` are sent together, at most `batch_size` of them (1: each alone). A call waits up to
-    `max_outage_s` for a judge that does not answer, and up to `max_overload_s` for one that is overloaded (429,
-    queue_timeout). `token` defaults to the environment variable JUDGE_TOKEN.
+    `max_outage_s` for a judge that is away, and up to `max_overload_s` for one that is overloaded (429, queue_timeout, no
+    answer within `request_timeout_s` from a judge that answers a ping). `token` defaults to the environment variable
+    JUDGE_TOKEN.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class JudgeClient:
         self._outage_seconds = 0.0
         self._down_since: float | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._ping: asyncio.Task[bool] | None = None
         self._gate: asyncio.Semaphore | None = None
         self._batches = Batches(self._open, self.base_url, batch_size, batch_window_s)
         self._sessions: dict[str, bool] = {}  # name -> whether the judge has opened it
@@ -227,21 +229,43 @@ class JudgeClient:
             if route == "/run":
                 fields = await self._batches.run(body)
             else:
-                async with self._open().post(f"{self.base_url}{route}", json=body) as response:
+                total_s = max(self.request_timeout_s, self.max_overload_s)  # the whole batch in one answer
+                limits = aiohttp.ClientTimeout(total=total_s, sock_connect=5.0)
+                url = f"{self.base_url}{route}"
+                async with self._open().post(url, json=body, timeout=limits) as response:
                     if response.status != 200:
                         raise RefusedBatch(response.status, response.headers, (await response.text())[:300])
                     fields = await response.json()
         except RefusedBatch as refusal:
             self._refuse(route, refusal)
         except (TimeoutError, BrokenBatch, aiohttp.ClientError) as error:
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError) and await self._answers_ping():
+                raise _TryAgain("timeout", why) from error
             self._down()
-            kind = "timeout" if isinstance(error, TimeoutError) else "connection"
-            raise _TryAgain(kind, f"{type(error).__name__}: {error}") from error
+            raise _TryAgain("connection", why) from error
         self._up()
         results = [JudgeResult.from_wire(item) for item in fields.get("results", [fields])]
         if any(result.outcome is Outcome.QUEUE_TIMEOUT for result in results):
             raise _TryAgain("queue_timeout", "not started in time")
         return results
+
+    async def _answers_ping(self) -> bool:
+        """Whether the judge is there: a call that got no answer in time was then late, not lost."""
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.create_task(self._send_ping())
+        return await asyncio.shield(self._ping)
+
+    async def _send_ping(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=min(_PING_S, self.request_timeout_s))
+        try:  # in a session of its own: all connections of the other may be in use
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(f"{self.base_url}/ping") as response,
+            ):
+                return response.status == 200
+        except (TimeoutError, aiohttp.ClientError):
+            return False
 
     def _refuse(self, route: str, refusal: RefusedBatch) -> NoReturn:
         """Raise _TryAgain or JudgeRejected for a status other than 200."""

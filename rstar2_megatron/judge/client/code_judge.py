@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.processes import PortTaken, is_loopback, listen
+from rstar2_megatron.services.process import PortTaken, is_loopback, listen
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 

@@ -1,4 +1,4 @@
-"""Runs one call in a slot process: hands the program over, watches it, ends everything it started, reports.
+"""A slot's process: receives jobs through a socket, runs one at a time, ends everything that it started, answers.
 
 The watcher waits for the end of the process, not of its pipes: a daemon that keeps stdout open must not hold the slot. A
 PID namespace ends all descendants with the call; without one, the call parent adopts and ends them.
@@ -6,33 +6,49 @@ PID namespace ends all descendants with the call; without one, the call parent a
 
 from __future__ import annotations
 
+import binascii
 import contextlib
+import json
 import os
 import re
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
-from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.sandbox import isolation
+from rstar2_megatron.judge.outcome import Outcome, make_result
+from rstar2_megatron.judge.sandbox import isolation, linux
 from rstar2_megatron.judge.sandbox.call_parent import CallParent
 from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
-from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
-from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, own_autogroup, resident_bytes
+from rstar2_megatron.judge.sandbox.output import Output, outcome_of_failure, report
+from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
-from rstar2_megatron.judge.sandbox.snippet import memory_file
 
+LENGTH = struct.Struct("<I")
 DEMOTED = bytes(4)  # an empty message to the worker during a call: the call is demoted, its answer follows
 _LIBRARIES = re.compile(r"\b(numpy|sympy|mpmath|scipy|pandas|matplotlib|networkx|sklearn|statsmodels)\b")
+
+# The public clients' template carries the program as a literal in base64.
+_ENCODED = re.compile(r"""\bb64decode\(b?(["'])([A-Za-z0-9+/]{8,1000000}={0,2})\1""")
 
 
 def uses_libraries(job: dict[str, Any]) -> bool:
     """A guess that affects only the cost: the program itself imports what the guess has missed."""
-    return job["type"] == "python" and _LIBRARIES.search(job["solution"]) is not None
+    if job["type"] != "python":
+        return False
+    source = job["solution"]
+    return any(_LIBRARIES.search(text) for text in (source, *map(_decoded, _ENCODED.findall(source))))
+
+
+def _decoded(literal: tuple[str, str]) -> str:
+    try:
+        return binascii.a2b_base64(literal[1]).decode("latin-1")
+    except binascii.Error:
+        return ""
 
 
 class Runner:
@@ -53,8 +69,8 @@ class Runner:
         self.group = group
         self.scratch = scratch
         self.worker = worker
-        self.own_group = own_autogroup()
-        self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        if group is not None:
+            group.demote(False)  # its slot may have died in the middle of a call
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """Run `job` (type, solution, input, expected_output, files, limits) and return a SubmissionResult."""
@@ -97,16 +113,18 @@ class Runner:
         start: Callable[[Program, Descriptors], Any],
     ) -> tuple[Output, Output]:
         """Begin the job's program by `start`, with new pipes. Returns the outputs, stdout and stderr."""
-        stdin = self.null
-        if job.get("input"):
-            stdin = memory_file(job["input"].encode("utf-8", "surrogatepass"))
+        has_input = bool(job.get("input"))
+        if has_input:
+            stdin = linux.memory_file(job["input"].encode("utf-8", "surrogatepass"))
+        else:  # opened anew: a program may lock it, or change its flags
+            stdin = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         out_reader, out_writer = os.pipe()
         err_reader, err_writer = os.pipe()
         program = Program(
             job["type"],
             job["solution"],
             job.get("files"),
-            stdin != self.null,
+            has_input,
             isolation.SandboxLimits.of(limits, directory),
             self._cpu_seconds(limits),
             limits.memory_mb * MEGABYTE,
@@ -114,7 +132,7 @@ class Runner:
         try:
             start(program, Descriptors(stdin, out_writer, err_writer))
         finally:
-            for fd in (out_writer, err_writer, *([stdin] if stdin != self.null else [])):
+            for fd in (out_writer, err_writer, stdin):
                 os.close(fd)
         kept = limits.output_limit_mb * MEGABYTE
         return Output(out_reader, kept), Output(err_reader, kept)
@@ -128,7 +146,6 @@ class Runner:
         ends: tuple[int, ...],
         out: Output,
         err: Output,
-        deadline: float,
         limits: CallLimits,
         supervision: Supervision,
         resident_at_start: int,
@@ -147,8 +164,8 @@ class Runner:
         reads_streams = False  # from the first look on: most calls end before it, and pipes hold 64 KB
         while True:
             now = time.monotonic()
-            if now >= deadline:
-                return Outcome.TIMEOUT
+            if now >= supervision.deadline and (verdict := supervision.verdict(now)):
+                return verdict
             if now >= supervision.next_look:
                 supervision.look(now)
                 most = limits.memory_mb * MEGABYTE * 1.5
@@ -158,7 +175,7 @@ class Runner:
                     reads_streams = True
                     for fd in streams:
                         poller.register(fd, select.POLLIN)
-            wait_s = max(0.0, min(deadline, supervision.next_look) - now)
+            wait_s = max(0.0, min(supervision.deadline, supervision.next_look) - now)
             for fd, _ in poller.poll(wait_s * 1000 + 1):
                 if fd in ends:
                     return None
@@ -212,26 +229,27 @@ class CallRunner(Runner):
         started = time.monotonic()
         parent = self.library if uses_libraries(job) else self.small
         out, err = self._start(job, limits, directory, parent.start)
-        time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
-        supervision = Supervision(lambda: parent.pid, started, self.own_group, self._tell_demotion)
+        limit_s = limits.usual_s(job["type"])
+        supervision = Supervision(lambda: parent.pid, started, limit_s, self.group, self._tell_demotion)
         # The call must not outlive this function, whatever is raised.
         verdict: Outcome | None = Outcome.INTERNAL_ERROR
         try:
-            ends, deadline = (parent.fileno(),), started + time_limit_s
-            verdict = self._watch(ends, out, err, deadline, limits, supervision, parent.resident_at_start)
+            verdict = self._watch((parent.fileno(),), out, err, limits, supervision, parent.resident_at_start)
         finally:
             if verdict is not None:
                 parent.end_call()
             end = parent.take_end()
         cost = time.monotonic() - started
+        if self.group is not None:
+            self.group.demote(False)
         out.close()
         err.close()
         if verdict is None and self._ran_out_of_memory(kills_before):
             verdict = Outcome.MEMORY
         code = os.waitstatus_to_exitcode(end.status)
-        stderr = err.text()
-        if code == SANDBOX_FAILED and stderr.startswith(parent.failure_mark):
-            verdict = Outcome.INTERNAL_ERROR
+        stderr = err.text() + (supervision.starved(cost) if verdict is Outcome.INTERNAL_ERROR else "")
+        if end.failure:
+            verdict, stderr = outcome_of_failure(end.failure), end.failure
         return report(
             job,
             limits,
@@ -241,4 +259,54 @@ class CallRunner(Runner):
             stdout=out.text(),
             stderr=stderr,
             peak_memory_bytes=end.peak_memory_bytes,
+        )
+
+
+def send_message(sock: socket.socket, body: bytes) -> None:
+    sock.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """`size` bytes. EOFError when the other side has closed the socket."""
+    parts = []
+    while size:
+        data = sock.recv(min(size, 1 << 20))
+        if not data:
+            raise EOFError
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)
+
+
+def receive_message(sock: socket.socket) -> bytes:
+    """The next message. An empty one is a cancellation for the slot, DEMOTED for the worker."""
+    (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
+    return receive_exactly(sock, size)
+
+
+def serve_slot(sock: socket.socket, runner: Runner) -> NoReturn:
+    """Run jobs until the worker closes the socket or a call parent dies."""
+    try:
+        while True:
+            body = receive_message(sock)
+            if not body:  # a cancellation that came after the end of its call
+                continue
+            send_message(sock, json.dumps(_run(runner, json.loads(body))).encode())
+    except (EOFError, OSError):
+        runner.close()
+        os._exit(0)
+
+
+def _run(runner: Runner, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return runner.run(job)
+    except EOFError:  # the call parent has died: the zygote replaces this slot
+        raise
+    except Exception as error:  # a fault of the sandbox, not of the program
+        return make_result(
+            job.get("sub_id"),
+            Outcome.INTERNAL_ERROR,
+            stderr=f"{type(error).__name__}: {error}",
+            queue_seconds=job.get("queue_seconds"),
+            worker=job.get("worker"),
         )

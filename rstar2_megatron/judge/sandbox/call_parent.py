@@ -19,11 +19,12 @@ from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
 from rstar2_megatron.judge.sandbox.process_tree import end_group, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import WARMUPS, Descriptors, Program, Sandbox
-from rstar2_megatron.judge.sandbox.snippet import memory_file
 
-_HELLO = struct.Struct("<q16s")  # resident bytes at the start, failure mark
+_HELLO = struct.Struct("<q")  # resident bytes at the start
 _PID = struct.Struct("<i")
-_END = struct.Struct("<iq")  # wait status, largest resident size in KB
+_END = struct.Struct(
+    "<iq"
+)  # wait status, largest resident size in KB; a text follows if the program did not begin
 _LARGEST_MESSAGE = 1 << 15  # bytes; a longer program is passed in a file
 _FDS = {12: struct.Struct("3i"), 16: struct.Struct("4i")}
 _FOUR_FDS = socket.CMSG_SPACE(16)
@@ -35,6 +36,7 @@ class End(NamedTuple):
 
     status: int  # as os.waitpid
     peak_memory_bytes: int
+    failure: str  # why the program did not begin; "" when it did
 
 
 class Connection(NamedTuple):
@@ -67,7 +69,7 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
     sandbox = Sandbox(layers, slot)
     _warm_up()
     messages, pids = connection
-    messages.send(_HELLO.pack(resident_bytes(os.getpid()), sandbox.failure_mark.encode()))
+    messages.send(_HELLO.pack(resident_bytes(os.getpid())))
     buffer = bytearray(_LARGEST_MESSAGE)  # allocated once, not in each call
 
     def begin() -> None:
@@ -79,9 +81,11 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
         _, status, usage = os.wait4(pid, 0)
         if not sandbox.namespaced:
             sandbox.end_orphans()
+        end = _END.pack(status, usage.ru_maxrss)
         if status:
             _drop_unread(messages)
-        messages.send(_END.pack(status, usage.ru_maxrss))
+            end += sandbox.failure.take().encode()
+        messages.send(end)
     os._exit(0)
 
 
@@ -104,7 +108,7 @@ def _send(messages: socket.socket, program: Program, descriptors: Descriptors) -
     if len(body) <= _LARGEST_MESSAGE:
         socket.send_fds(messages, [body], fds)
         return
-    file = memory_file(body)
+    file = linux.memory_file(body)
     try:
         socket.send_fds(messages, [b"\0"], [*fds, file])
     finally:
@@ -132,9 +136,7 @@ class CallParent:
 
     def __init__(self, connection: Connection) -> None:
         self._messages, self._pids = connection
-        hello = self._receive(_HELLO)
-        self.resident_at_start: int = hello[0]
-        self.failure_mark: str = hello[1].decode()
+        self.resident_at_start: int = _HELLO.unpack(self._receive())[0]
         self._pid = 0
 
     def fileno(self) -> int:
@@ -161,9 +163,10 @@ class CallParent:
 
     def take_end(self) -> End:
         """Wait for the call's end."""
-        status, peak_kb = self._receive(_END)
+        told = self._receive()
         _ = self.pid  # read it, or the next call would get this id
-        return End(status, peak_kb * 1024)
+        status, peak_kb = _END.unpack_from(told)
+        return End(status, peak_kb * 1024, told[_END.size :].decode())
 
     def end_call(self) -> None:
         """Kill the call's process and its process group. A call that has ended is no error.
@@ -172,11 +175,11 @@ class CallParent:
         """
         end_group(self.pid)
 
-    def _receive(self, form: struct.Struct) -> tuple[Any, ...]:
+    def _receive(self) -> bytes:
         try:
-            message = self._messages.recv(form.size)
+            message = self._messages.recv(1 << 13)
         except ConnectionError:
             message = b""
         if not message:
             raise EOFError(_HAS_ENDED)
-        return form.unpack(message)
+        return message

@@ -16,17 +16,17 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.call import Runner
-from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED, Output, report
+from rstar2_megatron.judge.sandbox.output import Output, outcome_of_failure, report
 from rstar2_megatron.judge.sandbox.process_tree import (
     Supervision,
     end_group,
     family,
-    make_nice,
     resident_bytes,
     usage_of,
 )
@@ -62,35 +62,41 @@ class SessionRunner(Runner):
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # output after the end of the last cell belongs to no call
-        supervision = Supervision(lambda: self.pid, started, self.own_group, self._tell_demotion)
-        supervision.used_before_s = usage_of(self.pid).cpu_s
+        supervision = Supervision(
+            lambda: self.pid,
+            started,
+            limits.time_limit_s,
+            self.group,
+            self._tell_demotion,
+            usage_of(self.pid),
+        )
+        if self.group is not None:
+            self.group.pause(False)
         self._signal_all(signal.SIGCONT)
         code = 0
         verdict = self._send(job)
         if verdict is None:
-            deadline = started + limits.time_limit_s
             with _watched(self.pid) as end:
                 ends = (end, self.channel.fileno())
-                verdict = self._watch(
-                    ends, self.out, self.err, deadline, limits, supervision, self.resident_at_start
-                )
-            if supervision.niceness:  # the next call begins with its full share; needs root
-                for member in family(self.pid):
-                    make_nice(member, 0, self.own_group)
+                verdict = self._watch(ends, self.out, self.err, limits, supervision, self.resident_at_start)
+            supervision.promote()
         done = self._collect(0.0 if verdict is None else self._interrupt())
-        self._signal_all(signal.SIGSTOP)
+        if self._signal_all(signal.SIGSTOP) > 1 and self.group is not None:
+            self.group.pause()  # its processes might send SIGCONT to each other for ever
         cost = time.monotonic() - started
         for stream in (self.out, self.err):
             stream.drain()
         stderr = self.err.text()
+        if verdict is Outcome.INTERNAL_ERROR:
+            stderr += supervision.starved(cost)
         peak_memory_bytes = _peak_memory_bytes(self.pid)
         if done is None or self._ran_out_of_memory(kills_before):
             state = "lost"
             code = self._finish()
             if verdict is None and self._ran_out_of_memory(kills_before):
                 verdict = Outcome.MEMORY
-            elif code == SANDBOX_FAILED and stderr.startswith(self.sandbox.failure_mark):
-                verdict = Outcome.INTERNAL_ERROR
+            elif failure := self.sandbox.failure.take():
+                verdict, stderr = outcome_of_failure(failure), failure
             elif verdict is None and code == 0:  # os._exit(0), or bytes on the channel that the program wrote
                 code = 1
             stderr += "\nThe interpreter has ended: names of earlier calls are gone.\n"
@@ -114,7 +120,13 @@ class SessionRunner(Runner):
 
         def start(program: Program, descriptors: Descriptors) -> None:
             descriptors = descriptors._replace(channel=theirs.fileno())
-            self.pid = self.sandbox.fork(lambda: self.sandbox.become(program, descriptors))
+
+            def begin() -> NoReturn:
+                if self.group is not None:
+                    self.group.join()
+                self.sandbox.become(program, descriptors)
+
+            self.pid = self.sandbox.fork(begin)
 
         self.out, self.err = self._start(job, limits, self.directory, start)
         theirs.close()
@@ -125,12 +137,16 @@ class SessionRunner(Runner):
 
     def _send(self, job: dict[str, Any]) -> Outcome | None:
         """Send the cell. Returns KILLED when the interpreter does not read it."""
-        texts = (job["solution"], job.get("input") or "", json.dumps(job.get("files") or {}))
+        texts = (job["solution"], json.dumps(job.get("files") or {}))
         parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+        stdin = linux.memory_file((job.get("input") or "").encode("utf-8", "surrogatepass"))
         try:
-            self.channel.sendall(CELL_HEADER.pack(*map(len, parts)) + b"".join(parts))
+            socket.send_fds(self.channel, [CELL_HEADER.pack(*map(len, parts))], [stdin])
+            self.channel.sendall(b"".join(parts))
         except OSError:
             return Outcome.KILLED if _is_alive(self.pid) else None
+        finally:
+            os.close(stdin)
         return None
 
     def _interrupt(self) -> float:
@@ -163,12 +179,17 @@ class SessionRunner(Runner):
         # The program can write to the channel too: anything but one exit code ends its session.
         return CELL_DONE.unpack(told)[0] & 0xFF if len(told) == CELL_DONE.size else None
 
-    def _signal_all(self, number: int) -> None:
-        """Signal every process of the session, parents first; SIGSTOP twice, for processes forked meanwhile."""
+    def _signal_all(self, number: int) -> int:
+        """Signal every process of the session, parents first; SIGSTOP twice, for processes forked meanwhile.
+
+        Returns the number of processes.
+        """
         for _ in range(2 if number == signal.SIGSTOP else 1):
-            for pid in family(self.pid):
+            members = list(family(self.pid))
+            for pid in members:
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
+        return len(members)
 
     def _finish(self, wait_s: float = 0.1) -> int:
         """End the session's processes. Returns the interpreter's exit code, negative for a signal.
@@ -179,6 +200,8 @@ class SessionRunner(Runner):
             poller = select.poll()
             poller.register(end, select.POLLIN)
             ended_itself = bool(poller.poll(wait_s * 1000))
+        if self.group is not None:
+            self.group.pause(False)
         end_group(self.pid)
         _, status = os.waitpid(self.pid, 0)
         if not self.sandbox.namespaced:

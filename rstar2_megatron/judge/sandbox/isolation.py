@@ -10,15 +10,17 @@ Layers that the machine refuses are recorded in `IsolationLayers.missing` and sh
 from __future__ import annotations
 
 import contextlib
+import marshal
 import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
-from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.services.parent_death import die_with_parent
 
@@ -31,6 +33,7 @@ ENVIRONMENT = {
     "HOME": CALL_DIRECTORY,
     "TMPDIR": CALL_DIRECTORY,
     "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "1",  # each further one reserves 128 MB of a thread's address space
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -53,6 +56,13 @@ REQUIRED_LAYERS = (
 _SYSTEM_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("etc/ld.so.cache", "etc/localtime", "etc/alternatives", "etc/mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+_READ_BY_PROGRAMS = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system/cpu")
+# At the level `partial` a call can neither signal the service nor read its files, by one of each.
+_WALLS = (
+    ("seccomp",),
+    ("pid_namespace", "own_uid", "landlock_scope"),
+    ("private_root", "own_uid", "landlock"),
+)
 
 
 class IsolationLayers:
@@ -64,6 +74,7 @@ class IsolationLayers:
         self.notes: dict[str, str] = {}
         self.uid_base: int | None = None  # slot i runs as uid_base + i
         self.in_user_namespace = False
+        self.filters = seccomp.Filters(b"", b"")
         self.landlock = 0
         self.covered: dict[str, str] = {}  # interpreter's directory -> its second mount
 
@@ -81,7 +92,7 @@ class IsolationLayers:
     def level(self) -> str:
         if all(layer in self.active for layer in REQUIRED_LAYERS):
             return "full"
-        return "partial" if len(self.active) > 2 else "minimal"
+        return "partial" if all(set(wall) & set(self.active) for wall in _WALLS) else "minimal"
 
     def report(self) -> dict[str, Any]:
         return {
@@ -226,6 +237,10 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
     try:
         layers.landlock = linux.landlock_version()
         layers.activate("landlock")
+        if layers.landlock >= linux.LANDLOCK_SCOPE_VERSION:
+            layers.activate("landlock_scope")
+        else:
+            layers.record_missing("landlock_scope", f"landlock version {layers.landlock}: Linux 6.12 has it")
     except OSError as error:
         layers.record_missing("landlock", error)
     layers.activate("clean_environment")
@@ -233,41 +248,45 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
     if "private_root" in layers.active:
         limits = SandboxLimits.of(CallLimits(), CALL_DIRECTORY)
         _try_in_child(layers, "private_tmpfs", lambda: linux.do(_directory_steps(layers, limits, None)))
-    _try_in_child(layers, "seccomp", _filter_calls)
+    told = _try_in_child(layers, "seccomp", _compile_and_try_filters)
+    if told:
+        layers.filters = seccomp.Filters(*marshal.loads(told))
 
 
 def raise_inherited_layers(layers: IsolationLayers) -> None:
     """In the zygote, last: restrictions that all descendants inherit and the zygote itself can live with."""
     linux.no_new_privileges()
     if "seccomp" in layers.active:
-        linux.install_inherited_filter()
+        linux.do([seccomp.install_step(layers.filters.inherited)])
 
 
-def _filter_calls() -> None:
+def _compile_and_try_filters() -> bytes:
+    filters = seccomp.compile_filters()
     linux.no_new_privileges()
-    linux.install_inherited_filter()
-    linux.do([linux.call_filter_step()])
+    linux.do(seccomp.install_step(program) for program in filters)
+    return marshal.dumps(tuple(filters))
 
 
-def _try_in_child(layers: IsolationLayers, layer: str, attempt: Any) -> None:
+def _try_in_child(layers: IsolationLayers, layer: str, attempt: Callable[[], bytes | None]) -> bytes:
+    """What `attempt` returned in a child process; the layer is active if it did not raise OSError."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        why = b""
         try:
-            attempt()
+            told = b"\0" + (attempt() or b"")
         except OSError as error:
-            why = str(error).encode()
-        os.write(writer, why or b"\0")
+            told = str(error).encode()
+        os.write(writer, told)
         os._exit(0)
     os.close(writer)
-    why = os.read(reader, 4096)
+    told = os.read(reader, 1 << 16)
     os.close(reader)
     os.waitpid(child, 0)
-    if why == b"\0":
+    if told[:1] == b"\0":
         layers.activate(layer)
-    else:
-        layers.record_missing(layer, why.decode(errors="replace") or "the trial process died")
+        return told[1:]
+    layers.record_missing(layer, told.decode(errors="replace") or "the trial process died")
+    return b""
 
 
 class SandboxLimits(NamedTuple):
@@ -297,6 +316,13 @@ def _directory_steps(layers: IsolationLayers, limits: SandboxLimits, uid: int | 
     return steps
 
 
+def _readable_paths() -> list[str]:
+    """What programs need to read where no private root hides the rest."""
+    names = [*_SYSTEM_DIRECTORIES, *_SYSTEM_FILES, *(f"dev/{name}" for name in _DEVICES)]
+    paths = [*(f"/{name}" for name in names), *_READ_BY_PROGRAMS, *map(str, _interpreter_directories())]
+    return [path for path in paths if os.path.exists(path)]
+
+
 def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, free_fd: int) -> list[Step]:
     """The system calls by which a call's process enters every active layer, before it runs the program.
 
@@ -319,6 +345,9 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
         (resource.RLIMIT_NPROC, limits.processes),
     ):
         steps.append((f"limit {kind}", None, resource.setrlimit, (kind, (value, value))))
+    if "landlock" in layers.active:  # before the uid changes, which may not be able to reach the interpreter
+        readable = None if "private_root" in layers.active else _readable_paths()
+        steps += linux.landlock_steps(limits.directory, readable, layers.landlock, free_fd)
     if uid is not None:
         steps += [
             ("setgroups", None, os.setgroups, ([],)),
@@ -328,8 +357,6 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
     elif layers.in_user_namespace or os.geteuid() == 0:
         steps.append(("drop capabilities", None, linux.drop_capabilities, ()))
     steps.append(("die with the parent", None, die_with_parent, (signal.SIGKILL,)))
-    if "landlock" in layers.active:
-        steps += linux.confine_writes_steps(limits.directory, layers.landlock, free_fd)
     if "seccomp" in layers.active:
-        steps.append(linux.call_filter_step())
+        steps.append(seccomp.install_step(layers.filters.call))
     return steps

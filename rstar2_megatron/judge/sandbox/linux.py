@@ -1,7 +1,7 @@
-"""Thin, typed wrappers of the Linux calls that Python 3.11 lacks: namespaces, mounts, seccomp, landlock.
+"""Thin, typed wrappers of the Linux calls that Python 3.11 lacks: namespaces, mounts, landlock.
 
-They use ctypes because the packages for them are unmaintained (pyseccomp: 2021), pre-release (landlock) or need a shared
-library that a plain machine lacks. Every function raises OSError with the call's name.
+They use ctypes because the packages for them are unmaintained or pre-release (landlock). Every function raises OSError with
+the call's name.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import ctypes
 import os
 import resource
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+system_call = _libc.syscall
 _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
 
 CLONE_NEWNS = 0x00020000
@@ -22,7 +24,6 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-_CLONE_ANY_NEW = 0x7E020000 | 0x80  # every namespace flag, CLONE_NEWTIME (0x80) included
 
 MS_RDONLY = 1
 MS_NOSUID = 2
@@ -61,7 +62,7 @@ def _check(result: int, what: str) -> int:
     return result
 
 
-def _number(name: str) -> int:
+def number(name: str) -> int:
     try:
         return _SYS_BY_MACHINE[MACHINE][name]
     except KeyError:
@@ -113,7 +114,7 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    _check(_libc.syscall(_number("pivot_root"), new.encode(), old.encode()), "pivot_root")
+    _check(_libc.syscall(number("pivot_root"), new.encode(), old.encode()), "pivot_root")
 
 
 def bind_read_only(source: str, target: str) -> None:
@@ -137,6 +138,45 @@ def fork() -> int:
     return _check(_python_libc.fork(), "fork")
 
 
+def memory_file(content: bytes) -> int:
+    """Descriptor of an anonymous file with `content`, at its start, which nobody can change or enlarge."""
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    left = memoryview(content)
+    while left:
+        left = left[os.write(fd, left) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    add_seals, all_seals = 1033, 0xF  # not by the module fcntl: each call would copy its mappings
+    _check(_libc.fcntl(fd, add_seals, all_seals), "fcntl(F_ADD_SEALS)")
+    return fd
+
+
+class SharedNote:
+    """A page that a process shares with its children until they unmap it: what it holds was written before."""
+
+    _SIZE = 4096
+
+    def __init__(self) -> None:
+        read_write, shared_anonymous = 3, 0x21
+        size = ctypes.c_size_t(self._SIZE)
+        address = _libc.mmap(None, size, read_write, shared_anonymous, -1, ctypes.c_long(0))
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), "mmap of a shared page")
+        self._address = ctypes.c_void_p(address)
+
+    def write(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")[: self._SIZE - 4]
+        ctypes.memmove(self._address, data + b"\0", len(data) + 1)
+
+    def take(self) -> str:
+        """The text, which is then cleared. Empty when none was written."""
+        text = ctypes.string_at(self._address).decode("utf-8", "replace")
+        ctypes.memset(self._address, 0, self._SIZE if text else 0)
+        return text
+
+    def unmap(self) -> None:
+        _libc.munmap(self._address, self._SIZE)
+
+
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process, so that it can kill and reap them."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
@@ -152,7 +192,7 @@ def drop_capabilities() -> None:
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
     header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    _check(_libc.syscall(_number("capset"), header, bytes(24)), "capset")
+    _check(_libc.syscall(number("capset"), header, bytes(24)), "capset")
 
 
 def raise_open_files() -> None:
@@ -187,135 +227,11 @@ def close_all_but(kept: set[int]) -> None:
     do([close_from_step(first)])
 
 
-def _own_mappings() -> list[tuple[int, int, str, str]]:
-    """This process's mappings: start, end, access as in "rw-p", and the file's path, "[heap]" or the like, or ""."""
-    with open("/proc/self/maps") as maps:
-        regions = [line.split() for line in maps]
-    mappings = []
-    for region in regions:
-        start, end = (int(part, 16) for part in region[0].split("-"))
-        mappings.append((start, end, region[1], region[5] if len(region) > 5 else ""))
-    return mappings
-
-
-def collapse_heap() -> int:
-    """Back this process's private memory by huge pages (kernel 6.1 and later). Returns the bytes.
-
-    A fork then copies one page-table entry for 2 MB instead of 512: half the cost of forking a 60 MB interpreter.
-    """
-    huge, madv_collapse = 2 << 20, 25
-    total = 0
-    for start, end, access, name in _own_mappings():
-        if "w" not in access or name not in ("", "[heap]"):
-            continue
-        start, end = -(-start // huge) * huge, end // huge * huge
-        # one huge page at a time: a page without memory fails and stays as it is
-        for address in range(start, end, huge):
-            if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(huge), madv_collapse) == 0:
-                total += huge
-    return total
-
-
-def copy_code_at_fork() -> None:
-    """Make a fork copy the page tables of Python's code; otherwise a child faults once for each 64 KB of it.
-
-    The kernel skips mappings without a private page, so each one gets one: its first byte is written back unchanged.
-    """
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        for start, _, access, name in _own_mappings():
-            if access not in ("r--p", "r-xp"):
-                continue
-            if not os.path.basename(name).startswith(("libpython", "python", "libc.", "ld-")):
-                continue
-            memory.seek(start)
-            byte = memory.read(1)
-            memory.seek(start)
-            memory.write(byte)
-
-
-# ---------------------------------------------------------------------------------------------- seccomp
-
-# System calls that programs do not need and that reach beyond their own processes. x86_64 numbers.
-DENIED_IN_CALLS = dict(mount=165, umount2=166, unshare=272, setns=308)  # noqa: C408  # the sandbox needs these itself
-DENIED_EVERYWHERE = dict(  # noqa: C408
-    socket=41, connect=42, bind=49, listen=50, accept=43, accept4=288,
-    ptrace=101, process_vm_readv=310, process_vm_writev=311, process_madvise=440, kcmp=312, pidfd_getfd=438,
-    pivot_root=155, chroot=161, mount_setattr=442,
-    open_tree=428, move_mount=429, fsopen=430, fsconfig=431, fsmount=432, fspick=433, open_by_handle_at=304,
-    name_to_handle_at=303, bpf=321, perf_event_open=298, userfaultfd=323, io_uring_setup=425,
-    io_uring_enter=426, io_uring_register=427, keyctl=250, add_key=248, request_key=249, shmget=29, shmat=30,
-    semget=64, msgget=68, mq_open=240, kexec_load=246, kexec_file_load=320, init_module=175,
-    finit_module=313, delete_module=176, reboot=169, swapon=167, swapoff=168, sethostname=170,
-    setdomainname=171, settimeofday=164, clock_settime=227, clock_adjtime=305, adjtimex=159, acct=163,
-    syslog=103, quotactl=179, quotactl_fd=443, iopl=172, ioperm=173, memfd_secret=447, fanotify_init=300,
-    vhangup=153, personality=135, lookup_dcookie=212, nfsservctl=180, move_pages=279, migrate_pages=256,
-    mbind=237, set_mempolicy=238, modify_ldt=154,
-)  # fmt: skip
-_LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-
-
-def _denylist_program(denied: dict[str, int]) -> bytes:
-    """Classic BPF over seccomp_data: EPERM for denied calls and for namespace flags of clone, ENOSYS for clone3.
-
-    A filter cannot read the flags of clone3, which lie in memory; glibc then falls back to clone.
-    """
-    numbers = sorted(denied.values())
-    ops: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, 4),  # architecture
-        (_JUMP_EQUAL, 1, 0, 0xC000003E),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),  # call number
-        (_JUMP_GREATER_EQUAL, 0, 1, 0x40000000),
-        (_RETURN, 0, 0, _KILL),  # x32 calls
-        (_JUMP_EQUAL, 0, 1, 435),
-        (_RETURN, 0, 0, _ENOSYS),
-        (_JUMP_EQUAL, 0, 3, 56),  # clone
-        (_LOAD, 0, 0, 16),  # its flags, low half
-        (_JUMP_ANY_BIT, len(numbers) + 2, 0, _CLONE_ANY_NEW & ~0x80),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    for index, number in enumerate(numbers):
-        ops.append((_JUMP_EQUAL, len(numbers) - index, 0, number))
-    ops += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)]
-    return b"".join(struct.pack("<HBBI", *op) for op in ops)
-
-
-class _FilterProgram(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
-
-    def __init__(self, denied: dict[str, int]) -> None:
-        program = _denylist_program(denied)
-        super().__init__(len(program) // 8, program)
-
-
-_inherited_filter = _FilterProgram(DENIED_EVERYWHERE)
-_call_filter = _FilterProgram(DENIED_IN_CALLS)
-
-
-def _install_step(program: _FilterProgram) -> Step:
-    if MACHINE != "x86_64":
-        raise OSError(38, f"seccomp: the call table is written for x86_64, this machine is {MACHINE}")
-    return "seccomp", 0, _libc.syscall, (_number("seccomp"), 1, 0, ctypes.byref(program))
-
-
-def install_inherited_filter() -> None:
-    """Refuse DENIED_EVERYWHERE in this process and its descendants. Needs no_new_privileges() first.
-
-    Installing a list this long takes the kernel 0.2 ms, so it is done once and inherited.
-    """
-    do([_install_step(_inherited_filter)])
-
-
-def call_filter_step() -> Step:
-    """Also refuse DENIED_IN_CALLS, which the sandbox has needed until then."""
-    return _install_step(_call_filter)
-
-
 # --------------------------------------------------------------------------------------------- landlock
 
-_LANDLOCK_READ = 1 | 4 | 8  # execute, read a file, read a directory
-_LANDLOCK_WRITE_FILE = 2 | (1 << 14)  # write and truncate
+_EXECUTE, _READ_FILE, _READ_DIRECTORY = 1, 4, 8
+_WRITE_FILE = 2 | (1 << 14)  # write and truncate
+LANDLOCK_SCOPE_VERSION = 6
 
 
 def landlock_version() -> int:
@@ -323,22 +239,30 @@ def landlock_version() -> int:
     return _check(_libc.syscall(_SYS_LANDLOCK_CREATE, None, 0, 1), "landlock")
 
 
-def confine_writes_steps(directory: str, version: int, free_fd: int) -> list[Step]:
-    """Allow writing only below `directory` (and to /dev/null). Reading is not restricted.
+def landlock_steps(directory: str, readable: Sequence[str] | None, version: int, free_fd: int) -> list[Step]:
+    """Allow writing only below `directory` (and to /dev/null), reading only there and below `readable` (None: everywhere).
 
+    Where the kernel has it, TCP is refused too, and signals and abstract sockets reach only what the process itself starts.
     `free_fd` is the lowest free descriptor at that moment; the steps rely on it for the descriptors that they open.
     """
-    handled = (1 << 13) - 1 & ~_LANDLOCK_READ
+    handled = (1 << 13) - 1
     if version >= 2:
         handled |= 1 << 13  # rename and link across directories
     if version >= 3:
         handled |= 1 << 14  # truncate
+    reading = _EXECUTE | _READ_FILE | _READ_DIRECTORY
+    if readable is None:
+        handled &= ~reading
+    size = 24 if version >= LANDLOCK_SCOPE_VERSION else 16 if version >= 4 else 8
+    attributes = struct.pack("<QQQ", handled, 3, 3)[:size]  # files; TCP; abstract sockets and signals
     ruleset, opened = free_fd, free_fd + 1
     call, flags = _libc.syscall, os.O_PATH | os.O_CLOEXEC
-    attributes = struct.pack("<Q", handled)
-    steps: list[Step] = [("landlock_create_ruleset", ruleset, call, (_SYS_LANDLOCK_CREATE, attributes, 8, 0))]
-    for path, rights in ((directory, handled), ("/dev/null", _LANDLOCK_WRITE_FILE & handled)):
-        rule = struct.pack("<Qi", rights, opened)
+    steps: list[Step] = [
+        ("landlock_create_ruleset", ruleset, call, (_SYS_LANDLOCK_CREATE, attributes, size, 0))
+    ]
+    rules = [(path, reading if os.path.isdir(path) else _EXECUTE | _READ_FILE) for path in readable or ()]
+    for path, rights in (*rules, (directory, handled), ("/dev/null", _WRITE_FILE | _READ_FILE)):
+        rule = struct.pack("<Qi", rights & handled, opened)
         steps += [
             (f"open {path}", opened, _libc.open, (path.encode(), flags)),
             (f"landlock_add_rule {path}", 0, call, (_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0)),

@@ -10,7 +10,6 @@ from typing import Any
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 
-SANDBOX_FAILED = 250  # exit code of a child whose isolation failed (with the failure mark on stderr)
 _READ_SIZE = 1 << 16
 
 
@@ -71,6 +70,11 @@ def shorten(text: str, limit: int) -> tuple[str, bool]:
         return text[:limit], True
     head = room - room // 2
     return text[:head] + note + text[len(text) - room // 2 :], True
+
+
+def outcome_of_failure(failure: str) -> Outcome:
+    """The outcome of a call whose program did not begin, for this reason."""
+    return Outcome.INVALID_INPUT if failure.startswith("files: ") else Outcome.INTERNAL_ERROR
 
 
 def report(

@@ -16,7 +16,6 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux, snippet
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
 from rstar2_megatron.judge.sandbox.linux import Step
-from rstar2_megatron.judge.sandbox.output import SANDBOX_FAILED
 from rstar2_megatron.judge.sandbox.process_tree import children
 
 WARMUPS = 12  # Python 3.11 specialises what has run 8 times
@@ -92,8 +91,7 @@ class Sandbox:
         if not live:  # a live interpreter is forked only once
             self._warm_up()
         self.namespace = snippet.new_main_module()
-        # A program may exit with SANDBOX_FAILED; only this secret on stderr proves that the isolation failed.
-        self.failure_mark = os.urandom(8).hex()
+        self.failure = linux.SharedNote()  # why a child did not begin its program, which cannot write it
 
     def _steps(self, limits: SandboxLimits) -> list[Step]:
         return [
@@ -113,7 +111,7 @@ class Sandbox:
                 try:
                     begin()
                 finally:
-                    os._exit(SANDBOX_FAILED)
+                    os._exit(1)
         finally:
             linux.do(self.after_fork)
         return pid
@@ -122,11 +120,11 @@ class Sandbox:
         """In the child: enter the isolation and run the program (a Program or its plain tuple). Ends this process."""
         try:
             self._enter(program, descriptors)
+            self.failure.unmap()
         except BaseException as error:
             with contextlib.suppress(BaseException):
-                os.write(2, f"{self.failure_mark}: {error!r}\n".encode())
-            os._exit(SANDBOX_FAILED)
-        self.failure_mark = ""
+                self.failure.write(str(error) if isinstance(error, ValueError) else repr(error))
+            os._exit(1)
         code = 1
         try:
             code = self._run(program, self.namespace)

@@ -28,7 +28,9 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 FILE_NAME = "source.py"
-CELL_HEADER = struct.Struct("<III")  # bytes of a cell's program, its standard input, its files as JSON
+CELL_HEADER = struct.Struct(
+    "<II"
+)  # bytes of a cell's program, its files as JSON; its standard input is a descriptor
 CELL_DONE = struct.Struct("<i")  # its exit code
 _FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -232,26 +234,19 @@ def reseed() -> None:
 # -------------------------------------------------------------------------------------- live interpreters
 
 
-def memory_file(content: bytes) -> int:
-    """Descriptor of an anonymous file with `content`, at its start."""
-    fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
-    left = memoryview(content)
-    while left:
-        left = left[os.write(fd, left) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
 def write_files(files: dict[str, str] | None) -> None:
-    """Write a submission's files (path -> base64) to the working directory."""
+    """Write a submission's files (path -> base64) to the working directory. ValueError names one that cannot be written."""
     if not files:
         return
     import base64  # here: few calls have files, and all would copy its library's pages
 
     for path, content in files.items():
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(base64.b64decode(content))
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(base64.b64decode(content))
+        except OSError as error:
+            raise ValueError(f"files: {path!r} cannot be written: {error}") from None
 
 
 def _receive_exactly(sock: socket.socket, size: int) -> bytes:
@@ -276,8 +271,10 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
     number = 0
     while True:
         try:
-            sizes = CELL_HEADER.unpack(_receive_exactly(channel, CELL_HEADER.size))
-            program, stdin, files = (_receive_exactly(channel, size) for size in sizes)
+            header, stdin, _, _ = socket.recv_fds(channel, CELL_HEADER.size, 1)
+            if not header:
+                os._exit(0)  # the slot has gone
+            program, files = (_receive_exactly(channel, size) for size in CELL_HEADER.unpack(header))
         except KeyboardInterrupt:  # it arrived as the last cell ended
             continue
         number += 1
@@ -285,7 +282,9 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.stdout, sys.stderr = streams
-            _set_standard_input(stdin)
+            os.dup2(stdin[0], 0)
+            os.close(stdin[0])
+            use_input()
             write_files(json.loads(files))
             code = run_cell(program.decode("utf-8", "surrogatepass"), namespace, counter, f"cell_{number}.py")
             for stream in (sys.stdout, sys.stderr, *streams):
@@ -296,10 +295,3 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
         if os.getpid() != interpreter:  # the cell forked: its child ends where the cell ends
             os._exit(code)
         channel.sendall(CELL_DONE.pack(code))
-
-
-def _set_standard_input(content: bytes) -> None:
-    source = memory_file(content)
-    os.dup2(source, 0)
-    os.close(source)
-    use_input()

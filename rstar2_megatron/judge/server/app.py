@@ -5,28 +5,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import os
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.limits import (
+    LEVELS,
+    MEGABYTE,
+    CallLimits,
+    FieldError,
+    Submission,
+    batch_from_wire,
+    check_session_name,
+)
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
-from rstar2_megatron.judge.server.broker import Broker, Ticket
-from rstar2_megatron.judge.server.submission import BatchSubmission, Submission, check_session_name
+from rstar2_megatron.judge.server.broker import Broker, Ticket, encodable
 
 DEFAULT_QUEUE_TIME_LIMIT_S = 50.0  # below the 60 s after which known clients give up
 _OPEN_ROUTES = ("/ping", "/health", "/ready")
 _JSON = "application/json"
+_LARGEST_BODY = 64 * MEGABYTE
+_LARGE_BODY = MEGABYTE // 4  # bytes from which a body is parsed in a thread
+_BODY_S, _BODY_BYTES_PER_S = 15.0, MEGABYTE  # time to send a body: this, and its size at this speed
+T = TypeVar("T")
 
 
 class _ClientGone(Exception):
@@ -48,8 +60,44 @@ class _Metrics:
 
 
 def _client_name(request: Request) -> str:
-    name = request.headers.get("x-client-id") or (request.client.host if request.client else "local")
-    return re.sub(r"[^A-Za-z0-9_.:-]", "_", name)[:64]
+    """OWNER~NAME: the owner is known by its token or address, the name is what the client calls itself."""
+    owner = request.scope.get("judge.owner") or (request.client.host if request.client else "local")
+    parts = (owner, request.headers.get("x-client-id", ""))
+    return "~".join(re.sub(r"[^A-Za-z0-9_.:-]", "_", part)[:64] for part in parts)
+
+
+async def _read(request: Request, form: Callable[[Any], T]) -> T:
+    """`form` of the JSON in the body. Raises HTTPException, FieldError, _ClientGone."""
+    length = request.headers.get("content-length", "")
+    length_bytes = int(length) if length.isdigit() else 0
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S + length_bytes / _BODY_BYTES_PER_S):
+            while length_bytes <= _LARGEST_BODY and len(body) <= _LARGEST_BODY:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise _ClientGone
+                body += message.get("body", b"")
+                if not message.get("more_body"):
+                    break
+            else:
+                why = f"a body may have {_LARGEST_BODY} bytes: send the submissions in several requests"
+                raise HTTPException(413, why, {"Connection": "close"})
+    except TimeoutError:
+        raise HTTPException(408, "the body did not arrive in time", {"Connection": "close"}) from None
+    if len(body) < _LARGE_BODY:
+        return form(_json(body))
+    return await asyncio.to_thread(lambda: form(_json(body)))
+
+
+def _json(body: bytearray) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if b"\\ud" in body.lower():  # lone surrogates: one submission's fault, told in its result
+            with contextlib.suppress(ValueError, RecursionError):
+                return json.loads(body)
+        raise FieldError((), f"no JSON ({error})") from None
 
 
 def _without_output(result: bytes) -> bytes:
@@ -67,14 +115,14 @@ class JudgeServer:
         self.metrics = _Metrics()
         self._abandoning: set[asyncio.Future[None]] = set()
 
-    async def answers(self, request: Request, submissions: list[Submission]) -> list[bytes]:
+    async def answers(self, request: Request, submissions: list[Submission], *, long: bool) -> list[bytes]:
         """Result JSON of each submission, in order. Raises _ClientGone, QueueFull."""
-        started = time.monotonic()
-        tickets = await self.broker.submit(submissions, _client_name(request))
+        tickets = await self.broker.submit(submissions, _client_name(request), long=long)
         leaves = asyncio.ensure_future(_until_client_leaves(request))
-        everything = asyncio.ensure_future(self._wait_all(tickets, started))
+        everything = asyncio.gather(*(self.broker.wait(ticket) for ticket in tickets))
         try:
-            await asyncio.wait([leaves, everything], return_when=asyncio.FIRST_COMPLETED)
+            waits: list[asyncio.Future[Any]] = [leaves, everything]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not everything.done():
                 raise _ClientGone
             return everything.result()
@@ -91,14 +139,11 @@ class JudgeServer:
             self._abandoning.add(task)
             task.add_done_callback(self._abandoning.discard)
 
-    async def _wait_all(self, tickets: list[Ticket], started: float) -> list[bytes]:
-        return [await self.broker.wait(ticket, started) for ticket in tickets]
-
-    async def stream(self, request: Request, tickets: list[Ticket], started: float) -> AsyncIterator[bytes]:
+    async def stream(self, request: Request, tickets: list[Ticket]) -> AsyncIterator[bytes]:
         """Yield JSON lines {"index", "result"} in order of completion."""
 
         async def one(index: int, ticket: Ticket) -> bytes:
-            return b'{"index":%d,"result":%s}\n' % (index, await self.broker.wait(ticket, started))
+            return b'{"index":%d,"result":%s}\n' % (index, await self.broker.wait(ticket))
 
         async def leave() -> bytes:
             await _until_client_leaves(request)
@@ -117,16 +162,18 @@ class JudgeServer:
                 task.cancel()
             self._abandon(tickets)
 
-    async def single(self, request: Request, submission: Submission, *, output: bool) -> Response:
-        (answer,) = await self.answers(request, [submission])
+    async def single(self, request: Request, *, output: bool) -> Response:
+        submission = await _read(request, Submission.from_wire)
+        (answer,) = await self.answers(request, [submission], long=False)
         return Response(answer if output else _without_output(answer), media_type=_JSON)
 
-    async def batch(self, request: Request, batch: BatchSubmission, *, output: bool) -> Response:
-        answers = await self.answers(request, batch.submissions)
+    async def batch(self, request: Request, *, output: bool, long: bool) -> Response:
+        sub_id, submissions = await _read(request, batch_from_wire)
+        answers = await self.answers(request, submissions, long=long)
         if not output:
             answers = [_without_output(answer) for answer in answers]
         body = b'{"sub_id":%s,"results":[%s]}' % (
-            orjson.dumps(batch.sub_id or uuid.uuid4().hex),
+            orjson.dumps(encodable(sub_id or uuid.uuid4().hex)),
             b",".join(answers),
         )
         return Response(body, media_type=_JSON)
@@ -135,14 +182,13 @@ class JudgeServer:
         """State of the queue and the workers; `isolation` is the weakest level of all workers."""
         told = await self.broker.queue.status()
         workers = told["workers"]
-        order = ["minimal", "partial", "full"]
         levels = [w["isolation"].get("level", "minimal") for w in workers.values()]
         return {
             "queue": told["queue"],
             "num_workers": sum(w["slots"] for w in workers.values()),
             "sessions": sum(w["sessions"] for w in workers.values()),
             "session_room": sum(w["session_room"] for w in workers.values()),
-            "isolation": min(levels, key=order.index) if levels else None,
+            "isolation": min(levels, key=LEVELS.index) if levels else None,
             "workers": workers,
             "limits": self.broker.limits.as_dict(),
             "queue_time_limit_s": self.broker.queue_time_limit_s,
@@ -166,7 +212,7 @@ async def _until_client_leaves(request: Request) -> None:
 
 
 def _guard(app: FastAPI, server: JudgeServer, token: str | None) -> None:
-    expected = f"Bearer {token}".encode() if token else None
+    owners = {f"Bearer {one}".encode(): one.rpartition(":")[0] or "token" for one in (token or "").split(",")}
 
     class Guard:
         """ASGI middleware that checks the token and measures request times."""
@@ -178,12 +224,14 @@ def _guard(app: FastAPI, server: JudgeServer, token: str | None) -> None:
             if scope["type"] != "http":
                 await self.inner(scope, receive, send)
                 return
-            if expected is not None and scope["path"] not in _OPEN_ROUTES:
+            if token and scope["path"] not in _OPEN_ROUTES:
                 given = dict(scope["headers"]).get(b"authorization", b"")
-                if not hmac.compare_digest(given, expected):
+                named = [name for one, name in owners.items() if hmac.compare_digest(given, one)]
+                if not named:
                     refusal = JSONResponse({"detail": "missing or wrong bearer token"}, 401)
                     await refusal(scope, receive, send)
                     return
+                scope["judge.owner"] = named[0]
             started = time.monotonic()
             await self.inner(scope, receive, send)
             route = getattr(scope.get("route"), "path", "other")
@@ -235,11 +283,11 @@ def _add_errors(app: FastAPI, server: JudgeServer) -> None:
     async def redis_away(_: Request, error: Exception) -> Response:
         return JSONResponse({"detail": f"Redis: {error}"}, 503, {"Retry-After": "1"})
 
-    @app.exception_handler(RequestValidationError)
-    async def not_valid(_: Request, error: RequestValidationError) -> Response:
+    @app.exception_handler(FieldError)
+    async def not_valid(_: Request, error: FieldError) -> Response:
         """The error and its place, without the value: it may be long, or not encodable."""
-        detail = [{"type": e["type"], "loc": e["loc"], "msg": e["msg"]} for e in error.errors()]
-        return JSONResponse({"detail": detail}, 422)
+        detail = {"type": "value_error", "loc": ("body", *error.place), "msg": error.why}
+        return JSONResponse({"detail": [detail]}, 422)
 
     @app.exception_handler(_ClientGone)
     async def gone(*_: Any) -> Response:
@@ -273,23 +321,21 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
     async def metrics() -> Response:
         return PlainTextResponse(await server.exposition())
 
-    @app.post("/run")
-    async def run(request: Request, submission: Submission) -> Response:
-        return await server.single(request, submission, output=True)
+    def add_calls(verb: str, *, output: bool) -> None:
+        @app.post(f"/{verb}")
+        async def single(request: Request) -> Response:
+            return await server.single(request, output=output)
 
-    @app.post("/judge")
-    async def judge(request: Request, submission: Submission) -> Response:
-        return await server.single(request, submission, output=False)
+        @app.post(f"/{verb}/batch")
+        async def batch(request: Request) -> Response:
+            return await server.batch(request, output=output, long=False)
 
-    @app.post("/run/batch")
-    @app.post("/run/long-batch")
-    async def run_batch(request: Request, batch: BatchSubmission) -> Response:
-        return await server.batch(request, batch, output=True)
+        @app.post(f"/{verb}/long-batch")
+        async def long_batch(request: Request) -> Response:
+            return await server.batch(request, output=output, long=True)
 
-    @app.post("/judge/batch")
-    @app.post("/judge/long-batch")
-    async def judge_batch(request: Request, batch: BatchSubmission) -> Response:
-        return await server.batch(request, batch, output=False)
+    add_calls("run", output=True)
+    add_calls("judge", output=False)
 
     @app.delete("/session/{name}")
     async def end_session(name: str) -> Response:
@@ -301,11 +347,11 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
         return JSONResponse({"session": name, "ended": ended})
 
     @app.post("/run/stream")
-    async def run_stream(request: Request, batch: BatchSubmission) -> Response:
+    async def run_stream(request: Request) -> Response:
         """Results as JSON lines, each as it is ready, with its index in the batch."""
-        started = time.monotonic()
-        tickets = await server.broker.submit(batch.submissions, _client_name(request))
-        return StreamingResponse(server.stream(request, tickets, started), media_type="application/x-ndjson")
+        _, submissions = await _read(request, batch_from_wire)
+        tickets = await server.broker.submit(submissions, _client_name(request))
+        return StreamingResponse(server.stream(request, tickets), media_type="application/x-ndjson")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,24 +9,31 @@ import logging
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.coalescing import ReplyCoalescing
-from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.judge.limits import (
+    MEGABYTE,
+    CallLimits,
+    Submission,
+    check_files,
+    check_session,
+    check_text,
+)
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, until_redis_answers
+from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Sender, until_redis_answers
+from rstar2_megatron.judge.scheduling import ReplyCoalescing
 from rstar2_megatron.judge.server.math_answers import MathJudge
-from rstar2_megatron.judge.server.sender import Sender
-from rstar2_megatron.judge.server.submission import Submission, check_files, check_session, check_text
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
 _GRACE_S = 15.0 + 2 * HEARTBEAT_TTL_S  # beyond the time limits of a call that runs twice
 _CHECK_S = 5.0
+_PREPARED_AT_ONCE = 64  # submissions of a batch between two turns of the event loop
+LONG_QUEUE_TIME_LIMIT_S = 3600.0  # of the long-batch routes, as the public server's
 _CACHED = (str(Outcome.OK), str(Outcome.ERROR))
 _OUTCOME_MARK = b'"outcome":'  # cannot occur inside a JSON string, where quotes are escaped
 
@@ -38,7 +45,9 @@ class Ticket:
     sub_id: str
     key: str | None
     answer: asyncio.Future[bytes]
-    time_limit_s: float = 0.0
+    longest_s: float = 0.0  # wall time of one run
+    queue_time_limit_s: float = 0.0
+    submitted_at: float = field(default_factory=time.monotonic)
 
 
 class Broker:
@@ -57,6 +66,7 @@ class Broker:
         self.payloads: dict[str, bytes] = {}
         self.outcomes: Counter[str] = Counter()
         self._sender = Sender(queue, self.name)
+        self._withdrawing: tuple[list[str], asyncio.Task[set[str]]] | None = None  # keys of the next request
         self._cached_as: dict[str, str] = {}  # job key -> name of its program in the result cache
         self._math: MathJudge | None = None
         self._grading: set[asyncio.Task[None]] = set()
@@ -76,18 +86,23 @@ class Broker:
 
     # ---------------------------------------------------------------------------------------- requests
 
-    async def submit(self, submissions: list[Submission], client: str) -> list[Ticket]:
+    async def submit(self, submissions: list[Submission], client: str, *, long: bool = False) -> list[Ticket]:
         """Put submissions into the queue. Raises QueueFull when they do not fit."""
-        tickets = [self._ticket(submission, client) for submission in submissions]
-        if self._cached_as:
-            await self._answer_from_cache(tickets)
-        jobs = [(t.key, self.payloads[t.key]) for t in tickets if t.key in self.payloads]
-        if jobs:
-            try:
+        tickets: list[Ticket] = []
+        try:
+            for submission in submissions:
+                tickets.append(self._ticket(submission, client))
+                tickets[-1].queue_time_limit_s = LONG_QUEUE_TIME_LIMIT_S if long else self.queue_time_limit_s
+                if len(tickets) % _PREPARED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # other requests go on meanwhile
+            if self._cached_as:
+                await self._answer_from_cache(tickets)
+            jobs = [(t.key, self.payloads[t.key]) for t in tickets if t.key in self.payloads]
+            if jobs:
                 await self._sender.send(jobs)
-            except BaseException:
-                self._forget(tickets)
-                raise
+        except BaseException:
+            self._forget(tickets)
+            raise
         return tickets
 
     def _ticket(self, submission: Submission, client: str) -> Ticket:
@@ -98,9 +113,10 @@ class Broker:
             limits = self.limits.with_options(options, ceiling=self._ceiling())
             session, must_exist = check_session(options, submission.type)
             files = check_files(options, submission.type)
-            check_text(submission.solution, submission.input, submission.expected_output)
+            check_text(submission)
         except ValueError as error:
-            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, str(error)))
+            sub_id = encodable(sub_id)
+            answer.set_result(self._make(sub_id, Outcome.INVALID_INPUT, encodable(str(error))))
             return Ticket(sub_id, None, answer)
         if submission.type == "math":
             self._grade(submission, sub_id, answer)
@@ -130,8 +146,7 @@ class Broker:
         request["queued_at"] = time.time()
         self.waiting.setdefault(key, []).append(answer)
         self.payloads.setdefault(key, orjson.dumps(request))
-        compile_s = limits.compile_time_s if submission.type == "cpp" else 0.0
-        return Ticket(sub_id, key, answer, limits.time_limit_s + compile_s)
+        return Ticket(sub_id, key, answer, limits.longest_s(submission.type))
 
     def _grade(self, submission: Submission, sub_id: str, answer: asyncio.Future[bytes]) -> None:
         if submission.expected_output is None:
@@ -179,35 +194,40 @@ class Broker:
             output_chars=_OUTPUT_CEILING,
         )
 
-    async def wait(self, ticket: Ticket, started: float) -> bytes:
-        """The result JSON of a ticket that was submitted at monotonic time `started`. Bounded by the call's limits."""
-        left = started + self.queue_time_limit_s - time.monotonic()
+    async def wait(self, ticket: Ticket) -> bytes:
+        """The result JSON of a ticket. Bounded by its limits."""
+        left = ticket.submitted_at + ticket.queue_time_limit_s - time.monotonic()
         await asyncio.wait([ticket.answer], timeout=max(0.0, left))
         if not ticket.answer.done() and ticket.key is None:
             ticket.answer.set_result(self._make(ticket.sub_id, Outcome.QUEUE_TIMEOUT, "no grader was free"))
         if not ticket.answer.done() and ticket.key is not None:
             if await self._withdraw(ticket.key):
-                self._settle(
-                    ticket.key,
-                    self._make(
-                        ticket.sub_id,
-                        Outcome.QUEUE_TIMEOUT,
-                        f"not started within {self.queue_time_limit_s:.0f} s",
-                    ),
-                )
+                why = f"not started within {ticket.queue_time_limit_s:.0f} s"
+                self._settle(ticket.key, self._make(ticket.sub_id, Outcome.QUEUE_TIMEOUT, why))
             else:
-                await asyncio.wait([ticket.answer], timeout=2 * ticket.time_limit_s + _GRACE_S)
+                await asyncio.wait([ticket.answer], timeout=2 * ticket.longest_s + _GRACE_S)
         if not ticket.answer.done() and ticket.key is not None:
             why = "no answer from any worker within the call's limits"
             self._settle(ticket.key, self._make(ticket.sub_id, Outcome.INTERNAL_ERROR, why))
         return ticket.answer.result()
 
     async def _withdraw(self, key: str) -> bool:
+        """Take a job out of the queue, in one request with all others whose time is over now. False when it has started."""
+        if self._withdrawing is None:
+            keys: list[str] = []
+            self._withdrawing = keys, asyncio.create_task(self._withdraw_together(keys))
+        keys, request = self._withdrawing
+        keys.append(key)
+        return key in await asyncio.shield(request)
+
+    async def _withdraw_together(self, keys: list[str]) -> set[str]:
+        await asyncio.sleep(0.01)
+        self._withdrawing = None
         try:
             async with asyncio.timeout(5.0):
-                return (await self.queue.withdraw([key]))[0]
+                return {key for key, out in zip(keys, await self.queue.withdraw(keys), strict=True) if out}
         except (RedisError, TimeoutError, OSError):
-            return False
+            return set()
 
     async def abandon(self, tickets: list[Ticket]) -> None:
         """The client has disconnected: cancel the jobs that nobody else waits for."""
@@ -302,6 +322,11 @@ class Broker:
                 missing_before = missing
             except Exception as error:  # Redis is away: `_read_replies` logs that and waits
                 log.debug("checking pending jobs failed: %s", error)
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def outcome_of(answer: bytes) -> str:

@@ -13,10 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.judge.limits import LEVELS
 from rstar2_megatron.judge.sandbox import isolation
 
 log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
+_REMEDIES = {
+    "partial": "Programs could end the judge and read its files. Run it as root, or allow user namespaces, or use Linux 6.12 "
+    "with landlock; for trusted programs only: JUDGE_REQUIRE_ISOLATION=minimal (or --require-isolation minimal)",
+    "full": "Run as root with control groups, or ask for --require-isolation partial",
+}
 _PROJECT = Path(__file__).resolve().parents[3]
 
 
@@ -95,8 +101,7 @@ class SlotPool:
             + [sys.prefix, *sys.path],
             pass_fds=[theirs.fileno()],
             cwd=_PROJECT,
-            # Symbols are bound at the start, or each call would resolve every library function at its first use.
-            env=isolation.ENVIRONMENT | {"LD_BIND_NOW": "1"},
+            env=isolation.ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -116,17 +121,16 @@ class SlotPool:
             raise SandboxFailed(f"the sandbox did not start in {timeout_s:.0f} s ({error!r})") from None
 
     async def check_isolation(self, required: str) -> None:
-        """Log what is missing. Raises IsolationMissing, and ends the sandbox, when `required` is "full" and it is not."""
+        """Log what is missing. Raises IsolationMissing, and ends the sandbox, below the level `required`."""
         found = self.description["isolation"]
         log.info("isolation %s: %s", found["level"], ", ".join(found["active"]))
         for layer, why in found["missing"].items():
             log.warning("isolation layer %s is missing: %s", layer, why)
-        if required == "full" and found["level"] != "full":
+        if LEVELS.index(found["level"]) < LEVELS.index(required):
             await self.stop()
             missing = "; ".join(f"{layer}: {why}" for layer, why in found["missing"].items())
             raise IsolationMissing(
-                f"--require-isolation full, but this machine gives {found['level']} ({missing}). "
-                "Run as root with control groups, or ask for --require-isolation any"
+                f"isolation {required!r} is required, this machine gives {found['level']!r} ({missing}). {_REMEDIES[required]}"
             )
 
     async def _receive(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:

@@ -25,7 +25,7 @@ from rstar2_megatron.rollout.engine.protocol import (
     GenerationTimeout,
 )
 from rstar2_megatron.rollout.engine.supervisor import SupervisedEngine
-from rstar2_megatron.settings.schema import RolloutSettings
+from rstar2_megatron.settings.schema import ProfilerSettings, RolloutSettings
 from rstar2_megatron.weights.shared_memory import WeightBucket
 
 _FLUSH_RETRY_S = 0.05
@@ -119,17 +119,17 @@ class EngineClient(SupervisedEngine):
 
         Raises EngineLost, or its subclass GenerationTimeout after `timeout_s`, which also aborts the request in the engine.
         Raises EngineError when SGLang refuses the request, for example because it is too long, and when the engine is not
-        `settled`.
+        `wait_until_ready`.
         """
         child = self._alive_child()
         if self._changes:
-            raise EngineError(f"{self.name} starts or changes its weights: wait until it is settled")
+            raise EngineError(f"{self.name} starts or changes its weights: await wait_until_ready first")
         if self._released:
             raise EngineError(
                 f"{self.name} has released its memory {sorted(self._released)}: resume_memory first"
             )
         if self._missing_weights:
-            raise EngineLost(f"{self.name} has no current weights: call update_weights")
+            raise EngineLost(f"{self.name} has no current weights: call update_weights first")
         # fixed width: SGLang aborts every request whose id starts with the given one
         rid = f"{next(self._request_ids):016x}"
         if on_tokens is not None:
@@ -274,6 +274,32 @@ class EngineClient(SupervisedEngine):
         sums: dict[str, int] = await self._call("checksums", None)
         return sums
 
+    # -------------------------------------------------------------------------------------- profiles
+
+    async def start_profile(self, profiler: ProfilerSettings, directory: str, prefix: str) -> None:
+        """Record a torch profile of the next `engine_forwards` forward passes into files of `directory`.
+
+        A lost engine records nothing.
+        """
+        kinds = {"cpu": "CPU", "cuda": "GPU"}
+        with contextlib.suppress(EngineLost):
+            await self._call(
+                "start_profile",
+                {
+                    "output_dir": directory,
+                    "num_steps": profiler.engine_forwards,
+                    "activities": [kinds[name] for name in profiler.activities],
+                    "with_stack": profiler.with_stack,
+                    "record_shapes": profiler.record_shapes,
+                    "profile_prefix": prefix,
+                },
+            )
+
+    async def stop_profile(self) -> None:
+        """Write the profile now. Does nothing when it is written already, or the engine is lost."""
+        with contextlib.suppress(EngineLost, EngineError):
+            await self._call("stop_profile", None)
+
     # ----------------------------------------------------------------------------------------- memory
 
     async def release_memory(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
@@ -320,6 +346,11 @@ class EngineClient(SupervisedEngine):
     def kv_capacity_tokens(self) -> int:
         """KV cache in tokens; 0 before the start."""
         return 0 if self._child is None else self._child.report.max_total_tokens
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """Tokens in the KV cache by the last report."""
+        return 0 if self._child is None else self._child.report.used_tokens
 
     @property
     def max_context_tokens(self) -> int:

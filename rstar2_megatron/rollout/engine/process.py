@@ -106,6 +106,8 @@ class _EngineServer:
             "checksums": self._checksums,
             "release_memory": self._release_memory,
             "resume_memory": self._resume_memory,
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
         }
 
     async def run(self) -> None:
@@ -231,6 +233,14 @@ class _EngineServer:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=params["tags"]))
+
+    async def _start_profile(self, params: dict[str, Any]) -> None:
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        await self._manager.start_profile(ProfileReq(**params))
+
+    async def _stop_profile(self, params: None) -> None:
+        await self._manager.stop_profile()
 
     async def _checksums(self, params: None) -> dict[str, int]:
         from rstar2_megatron.rollout.engine.weight_hooks import CHECKSUM_METHOD

@@ -59,10 +59,10 @@ class SupervisedEngine:
     def lost(self) -> bool:
         return self._child is None or bool(self._child.lost_reason)
 
-    async def settled(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait while the engine starts or its weights change, when a request could run on old weights.
 
-        The call has no deadline of its own, so the caller sets one. A settled engine may be lost.
+        The call has no deadline of its own, so the caller sets one. An engine that is ready may be lost.
         """
         while self._changes:  # another change may have begun before this task runs again
             await self._settled.wait()

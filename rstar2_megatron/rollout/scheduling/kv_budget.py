@@ -94,7 +94,7 @@ class AdaptiveBudget(KVBudget):
         The engine itself would evict only when its cache is full, and would first drop the prefixes of trajectories in a
         tool call, long ones included. The trajectory with the most tokens always stays, so that one always ends.
         """
-        away = self._set_aside()
+        away = self._free_waiting()
         staying = {
             key: reservation for key, reservation in self._reservations.items() if key not in self._leaving
         }
@@ -120,7 +120,7 @@ class AdaptiveBudget(KVBudget):
             self.z = min(self._z_range[1], self.z + self._raise_by)
         return away + chosen
 
-    def _set_aside(self) -> list[Hashable]:
+    def _free_waiting(self) -> list[Hashable]:
         if self.reserved_tokens <= _CROWDED * self.capacity_tokens:
             return []
         away = [key for key, n in self._waits.items() if n >= _LONG_WAIT and key not in self._leaving]
@@ -141,7 +141,7 @@ class AdaptiveBudget(KVBudget):
         # rounding can leave a variance slightly below zero
         return float(np.max(expected + self.z * np.sqrt(np.maximum(variance, 0.0))))
 
-    def _take(self, key: Hashable, reservation: KVReservation) -> None:
+    def _reserve(self, key: Hashable, reservation: KVReservation) -> None:
         self._curves[key] = expected, variance = self._curve(reservation)
         if len(self._curves) == 1:
             self._expected, self._variance = expected.copy(), variance.copy()
@@ -149,11 +149,11 @@ class AdaptiveBudget(KVBudget):
             self._expected = self._expected + expected
             self._variance = self._variance + variance
 
-    def _follow(self, key: Hashable, reservation: KVReservation) -> None:
-        self._give_back(key, reservation)
-        self._take(key, reservation)
+    def _length_changed(self, key: Hashable, reservation: KVReservation) -> None:
+        self._unreserve(key, reservation)
+        self._reserve(key, reservation)
 
-    def _give_back(self, key: Hashable, reservation: KVReservation) -> None:
+    def _unreserve(self, key: Hashable, reservation: KVReservation) -> None:
         expected, variance = self._curves.pop(key)
         if self._curves:
             self._expected = self._expected - expected
@@ -161,7 +161,7 @@ class AdaptiveBudget(KVBudget):
         else:
             self._expected = self._variance = np.zeros_like(self._expected)
 
-    def _learn(self, reservation: KVReservation) -> None:
+    def _learn_length(self, reservation: KVReservation) -> None:
         if self.lengths is None:
             return
         self.lengths.add(reservation.response_tokens)

@@ -102,16 +102,16 @@ class KVBudget:
         self._reservations[key] = reservation
         self._prompts[group] += 1
         self._prompt_tokens += shared
-        self._take(key, reservation)
+        self._reserve(key, reservation)
         return True
 
-    def settle(self, key: Hashable, length: int) -> None:
+    def set_length(self, key: Hashable, length: int) -> None:
         """Update a trajectory's length and its reservation."""
         if key in self._away:
             return
         reservation = self._reservations[key]
         self._grow(reservation, length)
-        self._follow(key, reservation)
+        self._length_changed(key, reservation)
 
     def release(self, key: Hashable, *, finished: bool = True) -> None:
         """Free the reservation of a trajectory that ended (`finished`) or stopped unfinished."""
@@ -121,7 +121,7 @@ class KVBudget:
             return
         reservation = self._remove(key)
         if finished:
-            self._learn(reservation)
+            self._learn_length(reservation)
 
     def _remove(self, key: Hashable) -> KVReservation:
         reservation = self._reservations.pop(key)
@@ -129,7 +129,7 @@ class KVBudget:
         if not self._prompts[reservation.group]:
             del self._prompts[reservation.group]
             self._prompt_tokens -= reservation.prompt_tokens
-        self._give_back(key, reservation)
+        self._unreserve(key, reservation)
         return reservation
 
     def observe(
@@ -168,16 +168,16 @@ class KVBudget:
         need = reservation.max_tokens - reservation.prompt_tokens + shared
         return self.reserved_tokens + need <= self.capacity_tokens
 
-    def _take(self, key: Hashable, reservation: KVReservation) -> None:
+    def _reserve(self, key: Hashable, reservation: KVReservation) -> None:
         self._reserved += reservation.max_tokens - reservation.prompt_tokens
 
-    def _follow(self, key: Hashable, reservation: KVReservation) -> None:
+    def _length_changed(self, key: Hashable, reservation: KVReservation) -> None:
         pass
 
-    def _give_back(self, key: Hashable, reservation: KVReservation) -> None:
+    def _unreserve(self, key: Hashable, reservation: KVReservation) -> None:
         self._reserved -= reservation.max_tokens - reservation.prompt_tokens
 
-    def _learn(self, reservation: KVReservation) -> None:
+    def _learn_length(self, reservation: KVReservation) -> None:
         pass
 
 

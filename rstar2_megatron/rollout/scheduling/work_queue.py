@@ -80,7 +80,7 @@ class WorkQueue:
         candidates = self._pending
         if self.policy == "least_requests" and self._held[engine] > min(self._held[e] for e in self._alive):
             return None
-        if self.policy == "kv_adaptive" and self._has_more_than_others(engine, now):
+        if self.policy == "kv_adaptive" and self._is_above_average_load(engine, now):
             return None
         if self.policy == "static":
             candidates = [group for group in candidates if self._owner[group] == engine]
@@ -139,7 +139,7 @@ class WorkQueue:
         so_far = sum(now - since for _, since in pending.running.values())
         return self._lengths.expected(pending.group, so_far)
 
-    def _has_more_than_others(self, engine: int, now: float) -> bool:
+    def _is_above_average_load(self, engine: int, now: float) -> bool:
         """Whether the engine's load is above average.
 
         Before any trajectory has ended, the load is the number of rollouts. Near the end of the phase it is the expected
@@ -152,10 +152,10 @@ class WorkQueue:
         if self._left >= sum(self._held):
             return False
         if now - self._loads_at >= _LOADS_S:
-            self._weigh(now)
+            self._update_loads(now)
         return self._loads[engine] > sum(self._loads) / len(self._alive)
 
-    def _weigh(self, now: float) -> None:
+    def _update_loads(self, now: float) -> None:
         self._loads = [0.0] * self.num_engines
         self._loads_at = now
         for pending in self._groups.values():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rstar2_megatron.runs.base_run import Stopped, StopSignals
+from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes
 from rstar2_megatron.runs.check.report import count, write_report
@@ -49,7 +49,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def report_path(settings: Settings) -> Path:
-    """Where the report goes."""
     return Path(settings.runner.output_dir) / f"{settings.runner.experiment_name}.check.json"
 
 
@@ -88,10 +87,13 @@ def check(
             f"checking this machine for {settings.runner.experiment_name}; {len(checks)} checks, minutes on GPUs"
         )
         results = run_checks(checks, context, say)
-    except Stopped as stopped:
-        say(f"stopped by {stopped}")
-        return stopped.exit_code
+    except BaseException as error:
+        if stopped := signals.stop_behind(error):
+            say(f"stopped by {stopped}")
+            return stopped.exit_code
+        raise
     finally:
+        signals.ignore()
         remove = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
         with close_deadline(_CLOSE_LIMIT_S, 1, remove, output / "check-close.log"):
             _close(context)

@@ -58,7 +58,7 @@ class Runner:
 
     def _start_thread(self) -> None:
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        threading.Thread(target=_work_off, args=(self._work,), name="checks", daemon=True).start()
+        threading.Thread(target=_run_queue, args=(self._work,), name="checks", daemon=True).start()
 
     def run(self, check: Check, context: Context) -> Result:
         """One check: whatever hangs in it, the next one follows."""
@@ -86,7 +86,7 @@ class Runner:
         self._work.put(None)
 
 
-def _work_off(work: queue.Queue[Callable[[], None] | None]) -> None:
+def _run_queue(work: queue.Queue[Callable[[], None] | None]) -> None:
     while (body := work.get()) is not None:
         body()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rstar2_megatron.settings.placement import Slots
-from rstar2_megatron.settings.planning.table import Plan, ranges_text
+from rstar2_megatron.settings.planning.table import RunPlan, ranges_text
 from rstar2_megatron.settings.schema import Settings
 
 
-def plan_placement(plan: Plan, settings: Settings, slots: Slots, places: dict[str, list[int]]) -> None:
+def plan_placement(plan: RunPlan, settings: Settings, slots: Slots, places: dict[str, list[int]]) -> None:
     kind = "CPU slots" if slots.is_cpu else f"GPUs of {slots.memory_gb:.0f} GB"
     if slots.assumed:
         kind += " (assumed: none visible here)"
@@ -17,7 +17,7 @@ def plan_placement(plan: Plan, settings: Settings, slots: Slots, places: dict[st
         plan.add("placement", component, "by node group" if ranks is None else ranges_text(ranks))
 
 
-def plan_sft(plan: Plan, settings: Settings) -> None:
+def plan_sft(plan: RunPlan, settings: Settings) -> None:
     sft = settings.sft
     plan.add(
         "batch",
@@ -32,7 +32,7 @@ def plan_sft(plan: Plan, settings: Settings) -> None:
     )
 
 
-def plan_batch(plan: Plan, settings: Settings, world: int) -> None:
+def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
     algorithm, parallel = settings.algorithm, settings.actor.model
     problems, rollouts = settings.data.rollout_batch_size, algorithm.group_size
     sampling = algorithm.down_sampling

@@ -19,11 +19,12 @@ from rstar2_megatron.settings.placement import (
     visible_host_gb,
 )
 from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_sft
+from rstar2_megatron.settings.planning.disk import plan_disk
 from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memory
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
-from rstar2_megatron.settings.planning.table import Plan, parameters_text
+from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
 from rstar2_megatron.settings.planning.times import plan_times
 from rstar2_megatron.settings.planning.training import plan_training
 from rstar2_megatron.settings.schema import Settings
@@ -32,7 +33,7 @@ __all__ = [
     "GB",
     "HostMemory",
     "Memory",
-    "Plan",
+    "RunPlan",
     "host_memory",
     "kv_bytes_per_token",
     "kv_capacity",
@@ -58,14 +59,14 @@ def make_plan(
     *,
     slots: Slots | None = None,
     find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
-) -> Plan:
+) -> RunPlan:
     """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, 8 x 80 GB a node are assumed.
 
     Raises ValueError for an invalid placement or an unsupported model.
     """
     if slots is None:
         slots = slots_of(settings.cluster, find_gpus(), visible_host_gb())
-    plan = Plan(f"Plan of {settings.runner.experiment_name}")
+    plan = RunPlan(f"Plan of {settings.runner.experiment_name}")
     places = component_slots(settings.cluster, slots.count)
     model, source = model_of(settings)
     plan_placement(plan, settings, slots, places)
@@ -86,6 +87,7 @@ def make_plan(
         plan_training(plan, settings, slots, model, world)
     if task == "sft":
         return plan
+    plan_disk(plan, settings, model)
     plan_rollout(plan, settings, slots, model, len(places.get("rollout", range(slots.count))))
     if not slots.is_cpu and task == "reasoning":
         if collocated(settings.cluster, slots):

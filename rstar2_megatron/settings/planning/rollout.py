@@ -6,11 +6,11 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import ENGINE_WORK_GB, GB, engine_residue_gb
-from rstar2_megatron.settings.planning.table import Plan, gb_text
+from rstar2_megatron.settings.planning.table import RunPlan, gb_text
 from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 
-def plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, num_slots: int) -> None:
+def plan_rollout(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, num_slots: int) -> None:
     rollout = settings.rollout
     engines = max(num_slots // rollout.tensor_parallel_size, 1)
     trajectories = settings.data.rollout_batch_size * settings.algorithm.group_size
@@ -53,7 +53,7 @@ def plan_rollout(plan: Plan, settings: Settings, slots: Slots, model: ModelConfi
     )
 
 
-def _actor_beside_engines(plan: Plan, settings: Settings) -> float:
+def _actor_beside_engines(plan: RunPlan, settings: Settings) -> float:
     """GB of the actor on a GPU where an engine generates: CUDA context and parts that are not offloaded."""
     memory, actor = plan.actor_memory, settings.actor
     if memory is None:
@@ -71,7 +71,7 @@ def colocated(actor: ActorSettings) -> bool:
     return actor.offload_weight or actor.offload_grad or actor.offload_optimizer
 
 
-def plan_sharing(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig) -> None:
+def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig) -> None:
     """GB of a GPU shared by actor and engine, in each phase of a step."""
     memory, gpu_gb, rollout = plan.actor_memory, slots.memory_gb, settings.rollout
     if memory is None or gpu_gb is None:

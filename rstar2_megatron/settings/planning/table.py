@@ -8,7 +8,7 @@ from rstar2_megatron.settings.planning.memory import Memory
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """The rows, notes and problems of a plan. Each problem has its operands and a remedy."""
 
     title: str

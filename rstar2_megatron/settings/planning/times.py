@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
-from rstar2_megatron.settings.planning.table import Plan
+from rstar2_megatron.settings.planning.table import RunPlan
 from rstar2_megatron.settings.schema import Settings
 
 # H100 SXM: dense bf16 FLOP/s and memory bandwidth, and the assumed shares of them.
@@ -16,7 +16,7 @@ HOST_BYTES_PER_S, HOST_SHARE = 614e9, 0.5
 HOST_BYTES_PER_PARAMETER = 36
 
 
-def plan_times(plan: Plan, settings: Settings, model: ModelConfig, world: int) -> None:
+def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int) -> None:
     """Expected seconds of a step on H100s, for trajectories of half the longest length."""
     if plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
         return

@@ -9,11 +9,11 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated
 from rstar2_megatron.settings.planning.host_memory import host_memory
 from rstar2_megatron.settings.planning.memory import engine_residue_gb, training_memory
-from rstar2_megatron.settings.planning.table import Plan, gb_text
+from rstar2_megatron.settings.planning.table import RunPlan, gb_text
 from rstar2_megatron.settings.schema import Settings
 
 
-def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
+def plan_training(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
     memory = training_memory(settings, model, world, cpu=slots.is_cpu)
     plan.actor_memory = memory
     shares_gpu = (
@@ -58,7 +58,7 @@ def plan_training(plan: Plan, settings: Settings, slots: Slots, model: ModelConf
     )
 
 
-def plan_host(plan: Plan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
+def plan_host(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
     """Host memory of a node."""
     host = host_memory(settings, model, world)
     on_host = "updated there" if settings.actor.optim.optimizer_cpu_offload else "pinned"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rstar2_megatron.settings.sections.base import Section
+
+Steps = Annotated[
+    list[Annotated[int, Field(ge=1)]],
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    ),
+]
+"""Step numbers from 1; one number stands for a list of it."""
 
 
 class ClusterSettings(Section):
@@ -52,6 +60,25 @@ class StopCondition(Section):
         return self
 
 
+class ProfilerSettings(Section):
+    """Torch profiles of chosen steps; the names are those of RLinf's PyTorchProfiler."""
+
+    steps: Steps = []
+    """A step, or a list of steps, that every actor rank records whole and every engine from its beginning on."""
+    output_dir: str | None = None
+    """Default: profiles/ of the run."""
+    activities: list[Literal["cpu", "cuda"]] = Field(["cpu", "cuda"], min_length=1)
+    """cuda is left out where there is no GPU."""
+    record_shapes: bool = False
+    with_stack: bool = False
+    profile_memory: bool = False
+    """This key and the two below: on the actor only."""
+    with_flops: bool = False
+    with_modules: bool = False
+    engine_forwards: int = Field(64, ge=1)
+    """Forward passes that an engine records: each is some hundred kernels."""
+
+
 class RunnerSettings(Section):
     task_type: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
     """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: drop the problems that the
@@ -95,6 +122,17 @@ class RunnerSettings(Section):
     """Lengths, turns and tool times of every trajectory to rollouts.jsonl, for `python -m benchmarks.rollout.scheduler`."""
     save_rollout_tokens: bool = False
     """Write every trajectory of each step, token for token, to rollouts/step_N.jsonl.gz of the run."""
+    metrics_port: int | None = Field(None, ge=1, le=65535)
+    """Port of an HTTP server with the run's metrics for Prometheus; on loopback unless the run has several nodes."""
+    trace: Steps = []
+    """A step, or a list of steps, to write to traces/step_N.json of the run, which Perfetto opens and
+    `python -m rstar2_megatron.report.timeline RUN` draws."""
+    profiler: ProfilerSettings = ProfilerSettings()
+    keep_rollouts: int | None = Field(None, ge=1)
+    """Number of newest steps whose files in rollouts/ are kept; null: all."""
+    max_file_mb: int = Field(1024, ge=1)
+    """Largest trajectories.jsonl and rollouts.jsonl: the rows of the oldest steps are dropped. Also the largest log in
+    logs/, of which one older part is kept beside it."""
     replay_rollouts: str | None = None
     """A directory written by save_rollout_tokens: train on its steps instead of rolling out. The same trajectories
     under two layouts, losses or backends give losses that can be compared number by number."""

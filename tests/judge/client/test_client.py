@@ -7,12 +7,12 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeRejected, JudgeUnavailable
-from rstar2_megatron.judge.client.result import JudgeResult
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 
 
 @pytest.fixture
@@ -203,3 +203,33 @@ async def test_refusal_is_not_retried() -> None:
         with pytest.raises(JudgeRejected, match="401"):
             await client.run("1")
     assert len(server.requests) == 1
+
+
+async def test_a_late_answer_is_no_outage(judge: JudgeService) -> None:
+    crowd = [{"type": "python", "solution": "import time; time.sleep(2.5)"}] * 2
+    async with (
+        aiohttp.ClientSession() as others,
+        JudgeClient(judge.url, request_timeout_s=1.0, max_outage_s=0.1) as client,
+    ):
+        busy = asyncio.create_task(others.post(f"{judge.url}/run/batch", json={"submissions": crowd}))
+        async with asyncio.timeout(20):
+            while (await (await others.get(f"{judge.url}/status")).text()).find('"running":2') < 0:
+                await asyncio.sleep(0.05)
+            assert (await client.run("1 + 1")).ok
+            await busy
+        assert client.counters["failed_timeout"] >= 1 and client.counters["outages"] == 0
+
+
+async def test_a_judge_that_answers_nothing_is_away() -> None:
+    never = asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await never.wait()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with JudgeClient(url, request_timeout_s=0.2, max_outage_s=0.5) as client:
+            with pytest.raises(JudgeUnavailable):
+                await client.run("1")
+            assert client.counters["outages"] == 1
+        never.set()

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.judge.programs import in_public_template
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from tests.judge.conftest import Run
@@ -123,3 +124,10 @@ async def test_a_call_does_not_outlive_its_slot(single: JudgeService, library: s
 def _is_slot(process: psutil.Process) -> bool:
     """Not the library zygote, which has imported numpy."""
     return "numpy" not in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_program_in_the_public_template_gets_the_parent_that_it_needs(run: Run, library: bool) -> None:
+    word = "numpy" if library else "number"
+    result = run(in_public_template(f"import sys\nprint('nump' + 'y' in sys.modules)  # {word}"))
+    assert result["stdout"] == f"{library}\n", result["stderr"]

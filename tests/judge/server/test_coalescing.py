@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rstar2_megatron.judge.coalescing import ReplyCoalescing
+from rstar2_megatron.judge.scheduling import ReplyCoalescing
 
 
 def after(per_s: float, seconds: float = 5.0) -> ReplyCoalescing:

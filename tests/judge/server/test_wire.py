@@ -197,6 +197,8 @@ def test_files_lie_in_the_working_directory(http: httpx.Client) -> None:
         {"/etc/x": ""},
         {"../x": ""},
         {"a/../../x": ""},
+        {"a": "", "a/b": ""},
+        {"a": "", "./a": ""},
         {"": ""},
         {"x": 3},
         {"x": {"base64": "é"}},

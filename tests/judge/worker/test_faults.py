@@ -20,8 +20,8 @@ from redis import Redis
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.processes import listen
 from rstar2_megatron.judge.queue import PREFIX, JobQueue
+from rstar2_megatron.services.process import listen
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge import in_process
 from tests.judge.waiting import until
@@ -247,7 +247,7 @@ async def test_a_job_that_kills_its_slot_twice_is_an_internal_error(service: Jud
 async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "sesame")
     headers = {"Authorization": "Bearer sesame"}
-    extra = ("--max-queued", "3", "--queue-time-limit-s", "2")
+    extra = ("--max-queued", "6", "--queue-time-limit-s", "2")  # half of it is one client's
     with JudgeService(workers=1, time_limit_s=9.0, extra_arguments=extra) as service:
         assert httpx.get(f"{service.url}/ping", trust_env=False).status_code == 200
         assert httpx.get(f"{service.url}/status", trust_env=False).status_code == 401
@@ -272,6 +272,21 @@ async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) 
             results = (await waiting).json()["results"]
             assert [r["reason"] for r in results] == ["queue_timeout"] * 3
             assert (await busy).json()["stdout"] == "done\n"
+
+
+async def test_worker_processes_share_a_nodes_slots_and_replace_each_other() -> None:
+    with JudgeService(workers=3, extra_arguments=("--processes", "2", "--sessions", "5")) as judge:
+        async with JudgeClient(judge.url) as client, httpx.AsyncClient(trust_env=False) as plain:
+
+            async def told(name: str) -> list[int]:
+                workers = (await plain.get(f"{judge.url}/status")).json()["workers"]
+                return sorted(worker[name] for worker in workers.values())
+
+            assert (await told("slots"), await told("session_room")) == ([1, 2], [2, 3])
+            calls = [asyncio.create_task(client.run(f"import time; time.sleep(1); {n}")) for n in range(6)]
+            await asyncio.sleep(0.5)
+            find(judge, "worker").kill()
+            assert [(await call).stdout for call in calls] == [f"{n}\n" for n in range(6)]
 
 
 def test_sigterm_leaves_nothing() -> None:

@@ -257,7 +257,7 @@ async def test_a_request_in_the_middle_of_a_restart_waits_for_the_weights(
 
     async def ask() -> int:
         async with asyncio.timeout(60):
-            await engine.settled()
+            await engine.wait_until_ready()
         return (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version
 
     async def ask_until_over(change: asyncio.Task[None]) -> list[int]:
@@ -277,7 +277,7 @@ async def test_a_request_in_the_middle_of_a_restart_waits_for_the_weights(
         await asyncio.sleep(0.01)
     recovering = asyncio.create_task(engine.recover())
     await asyncio.sleep(0)
-    with pytest.raises(EngineError, match="settled"):
+    with pytest.raises(EngineError, match="wait_until_ready"):
         await engine.generate(PROMPT, STOP, timeout_s=60)
     assert set(await ask_until_over(recovering)) == {10}
     assert await engine.weights_checksum() == weights_checksum(changed.items())

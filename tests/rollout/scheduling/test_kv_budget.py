@@ -47,7 +47,7 @@ def run_all(
         key = rng.choice(sorted(running))
         length, final = running[key]
         length = min(final, length + rng.randint(1, 30))
-        budget.settle(key, length)
+        budget.set_length(key, length)
         running[key] = (length, final)
         if length == final:
             del running[key]
@@ -80,10 +80,10 @@ def test_admission_never_exceeds_the_capacity(
 def grow_together(
     budget: KVBudget, work: list[tuple[int, int, float]], steps: list[int]
 ) -> tuple[AdmissionQueue, dict[int, int]]:
-    """A toy engine that decodes: all that run grow by as much between two reports, the preempted wait and go on.
+    """A toy engine: between two reports all running trajectories grow by the same number of tokens. Preempted ones wait.
 
-    Asserts after every report that what stays fits, a lone one apart, and that the one with the most tokens stays.
-    Returns the scheduler and the final lengths, when all have ended.
+    Asserts after every report that the remaining trajectories fit (unless only one is left), and that the one with the
+    most tokens remains. Returns the queue and the final lengths, when all have ended.
     """
     scheduler = AdmissionQueue(budget)
     final = {i: max(1, round(response * share)) for i, (_, response, share) in enumerate(work)}
@@ -184,7 +184,7 @@ def test_a_long_wait_for_a_tool_gives_its_room_to_others() -> None:
     assert budget.try_admit("c", "i", 10, 90)
     budget.observe(0, {"slow": 40, "b": 20}, 60, ["slow"])
     assert budget.preempt() == []
-    budget.settle("slow", 50)  # the answer is there
+    budget.set_length("slow", 50)  # the answer is there
     budget.release("slow", finished=False)
     assert not budget.try_admit("slow", "g", 10, 100, 50)
     budget.release("b")
@@ -243,7 +243,7 @@ def test_static_ignores_tokens_and_counts_requests() -> None:
 def run_lengths(budget: AdaptiveBudget, lengths: list[int], longest: int) -> None:
     for i, length in enumerate(lengths):
         assert budget.try_admit(("ended", i), "g", 10, 10 + longest)
-        budget.settle(("ended", i), 10 + length)
+        budget.set_length(("ended", i), 10 + length)
         budget.release(("ended", i))
 
 

@@ -1,7 +1,7 @@
 """A real run on the thin model, part by part: python -m ...check.programs.cluster_program CONFIG EVENTS PART...
 
 It is `RLRun` with its own order of things: every weight route by itself, then one training step, then its checkpoint. What
-became of each part is a line of EVENTS, so that whoever started it knows where it stands when it hangs.
+became of each part is a line of EVENTS, so that the process that started it knows which part hangs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.runs.base_run import Stopped, StopSignals
+from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.case import random_batch
 from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.rl_run import RLRun
@@ -51,8 +51,6 @@ class CheckRun(RLRun):
         started = time.perf_counter()
         try:
             figures = body()
-        except Stopped:
-            raise
         except Exception as error:
             self._tell(name, "failed", words=f"{error}", trace=traceback.format_exc())
             return False
@@ -135,9 +133,12 @@ def main(config: str, events: str, *parts: str) -> int:
     code = 0
     try:
         run.train()
-    except Stopped as stopped:
+    except BaseException as error:
+        if not (stopped := signals.stop_behind(error)):
+            raise
         code = stopped.exit_code
     finally:
+        signals.ignore()
         with close_deadline(_CLOSE_LIMIT_S, code, run.temporary.remove, run.directory / "close.log"):
             run.close()
         signals.restore()

@@ -1,4 +1,4 @@
-"""How fast the ranks exchange gradients: NCCL beside GPUs, gloo on CPU slots."""
+"""Bandwidth of collectives between ranks: NCCL on GPUs, gloo on CPU slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROGRAM = "rstar2_megatron.runs.check.subjects.collectives:all_reduce"
 
 def all_reduce(job: Job, megabytes: int) -> dict[str, float]:
     """Bytes a second over the bus of an all-reduce, in NCCL's way of counting, and whether the sum was right."""
-    import torch  # here and in other programs: the driver reads this file and does no torch work
+    import torch  # here: the driver reads this file and does no torch work
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -84,7 +84,9 @@ def judge(rates: list[float], planned: float, least: float, *, gpu: bool, what: 
         return Finding(f"{words} (gloo; the plan has no figure for CPUs)", figures)
     words += f"; planned {planned / 1e9:.0f}"
     if slowest < least:
-        raise CheckFailed(f"{words}, and less than {least / 1e9:.0f} means a wrong path", figures)
+        raise CheckFailed(
+            f"{words}, below the least of {least / 1e9:.0f}: traffic takes a slow path", figures
+        )
     return Finding(words, figures)
 
 

@@ -37,7 +37,7 @@ def thin_config(model_path: str, layers: int) -> dict[str, Any]:
     known = known_model(model_path)
     if known is None:
         raise CheckFailed(
-            f"rollout.model.model_path={model_path} has no config.json and a name that says nothing of its shape"
+            f"rollout.model.model_path={model_path} has no config.json, and its name is not a known model's"
         )
     return {**_as_dict(known), "num_hidden_layers": layers}
 
@@ -72,7 +72,7 @@ def build(
     job: Job, raw: dict[str, Any], directory: str, precision: str, tokenizer_from: str
 ) -> dict[str, float]:
     """Write the directory: random weights, biases and norms too, so that a wrong mapping shows; the tokenizer's files."""
-    import torch
+    import torch  # here: the driver reads this file and does no torch work
     from transformers import AutoConfig, AutoModelForCausalLM
 
     target = Path(directory)

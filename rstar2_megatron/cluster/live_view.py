@@ -1,0 +1,100 @@
+"""The progress of a rollout phase while it runs: asks the workers now and then, and shows the answer."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from rstar2_megatron.cluster.calls import DeadlineExceeded, PendingCall, WorkerFailed, WorkerGroup, WorkerLost
+from rstar2_megatron.rollout.phase import RolloutPhase
+from rstar2_megatron.rollout.progress import PhaseProgress, Progress
+from rstar2_megatron.services.metrics_server import MetricsServer
+
+_POLL_S = 2.0  # between two questions
+_LOOK_S = 0.2  # between two looks for the answer
+_LINE_S = 60.0  # between lines where the output is no terminal
+
+ShowProgress = Callable[[Progress], None]
+
+
+class LiveView:
+    """Of one phase. `poll` is called often and never waits."""
+
+    def __init__(
+        self, rollout: WorkerGroup, phase: RolloutPhase, progress: PhaseProgress, show: ShowProgress
+    ) -> None:
+        self._rollout, self._phase, self._progress, self._show = rollout, phase, progress, show
+        self._line = StatusLine(sys.stderr)
+        self._call: PendingCall | None = None
+        self._next = time.monotonic() + _POLL_S
+
+    def poll(self) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _LOOK_S
+        if self._call is None:
+            self._call = self._rollout.start("load")
+        elif self._call.wait_for_end(0):
+            call, self._call = self._call, None
+            self._next = now + _POLL_S
+            try:
+                loads = [load for load in call.result(1.0) if load is not None]
+            except (
+                WorkerFailed,
+                WorkerLost,
+                DeadlineExceeded,
+            ):  # the phase itself sees the same and reports it
+                return
+            done, still_open = self._phase.num_closed, self._phase.num_open
+            progress = self._progress.at(now, done, done + still_open, self._phase.queue.left, loads)
+            self._line.show(str(progress), now)
+            self._show(progress)
+
+    def close(self) -> None:
+        self._line.clear()
+
+
+def export_progress(server: MetricsServer, progress: Progress) -> None:
+    """Give the progress to Prometheus."""
+    server.set("rstar2_rollout_groups", progress.groups)
+    server.set("rstar2_rollout_groups_done", progress.groups_done)
+    server.set("rstar2_rollout_tokens", progress.tokens)
+    server.set("rstar2_rollout_tokens_per_second", progress.tokens_per_second)
+    if progress.seconds_left is not None:
+        server.set("rstar2_rollout_seconds_left", progress.seconds_left)
+    for load in progress.loads:
+        engine = str(load.engine)
+        server.set("rstar2_trajectories_running", len(load.running), engine=engine)
+        server.set("rstar2_trajectories_waiting", load.waiting, engine=engine)
+        server.set("rstar2_tool_calls_in_flight", load.tool_calls, engine=engine)
+        server.set("rstar2_kv_used_tokens", load.kv_used_tokens, engine=engine)
+        server.set("rstar2_kv_capacity_tokens", load.kv_capacity_tokens, engine=engine)
+
+
+class StatusLine:
+    """One line that is written anew on a terminal, and now and then a line of a file."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._shown = ""
+        self._written = time.monotonic()
+
+    def show(self, text: str, now: float) -> None:
+        if self._out.isatty():
+            text = text[: shutil.get_terminal_size().columns - 1]
+            self._out.write(f"\r{text:<{len(self._shown)}}")
+            self._shown = text
+        elif now - self._written >= _LINE_S:
+            self._written = now
+            self._out.write(f"{text}\n")
+        self._out.flush()
+
+    def clear(self) -> None:
+        if self._shown:
+            self._out.write(f"\r{'':<{len(self._shown)}}\r")
+            self._out.flush()
+            self._shown = ""

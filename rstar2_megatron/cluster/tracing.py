@@ -1,0 +1,103 @@
+"""Traces of chosen steps over the worker groups: who opens the file when, and how far each clock is ahead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.cluster.calls import WorkerGroup
+from rstar2_megatron.records.trace import TRACE, Row, clock_offset, trace_path
+
+_PINGS = 5
+_CALL_TIMEOUT_S = 60.0
+
+
+class TracedWorker:
+    """Base of the workers that can be traced; a subclass gives its row."""
+
+    _rank: int
+
+    def trace_row(self) -> Row:
+        raise NotImplementedError
+
+    def trace_clock(self) -> tuple[str, float]:
+        """(identity of this machine's running kernel, wall clock in seconds)."""
+        return _kernel(), time.time()
+
+    def begin_trace(self, path: str, origin: float, offsets: Sequence[float]) -> None:
+        """Record into `path` (`Recorder.open`). offsets: by rank, in seconds."""
+        TRACE.open(Path(path), origin, self.trace_row(), index=self._rank, offset_s=offsets[self._rank])
+
+    def end_trace(self) -> None:
+        TRACE.close()
+
+
+def traced(method: Any) -> Any:
+    """A worker's method (plain or async) whose calls are spans of the worker's row."""
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+            with TRACE.span(method.__name__):
+                return await method(*args, **kwargs)
+
+        return asynchronous
+
+    @functools.wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with TRACE.span(method.__name__):
+            return method(*args, **kwargs)
+
+    return plain
+
+
+class StepTraces:
+    """Traces the steps of `runner.trace` on the driver and on `groups`."""
+
+    def __init__(self, run: Path, steps: Sequence[int], groups: Sequence[WorkerGroup]) -> None:
+        self._run, self._steps, self._groups = run.resolve(), frozenset(steps), groups
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around training step `number`."""
+        if number not in self._steps:
+            yield
+            return
+        path, origin = trace_path(self._run, number), time.time()
+        TRACE.open(path, origin)
+        try:
+            for group in self._groups:
+                offsets = _offsets(group)
+                group.call("begin_trace", str(path), origin, offsets, timeout_s=_CALL_TIMEOUT_S)
+            with TRACE.span(f"step {number}", step=number):
+                yield
+            for (
+                group
+            ) in self._groups:  # not after a failure: a worker may be dead, and what it wrote is in the file
+                group.call("end_trace", timeout_s=_CALL_TIMEOUT_S)
+        finally:
+            TRACE.close()
+
+
+def _offsets(group: WorkerGroup) -> list[float]:
+    """By rank, seconds by which the worker's wall clock is ahead of ours; workers of this machine share it."""
+    kernels = [kernel for kernel, _ in group.call("trace_clock", timeout_s=_CALL_TIMEOUT_S)]
+    offsets = [0.0] * len(group)
+    for rank, kernel in enumerate(kernels):
+        if kernel != _kernel():
+            pings = []
+            for _ in range(_PINGS):
+                sent = time.time()
+                _, theirs = group.call("trace_clock", timeout_s=_CALL_TIMEOUT_S, ranks=[rank])[0]
+                pings.append((sent, theirs, time.time()))
+            offsets[rank] = clock_offset(pings)
+    return offsets
+
+
+def _kernel() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

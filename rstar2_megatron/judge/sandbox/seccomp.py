@@ -1,0 +1,165 @@
+"""The system calls that programs may make. Every other one, also of kernels to come, is refused.
+
+libseccomp (every Debian and Ubuntu has it: apt and systemd need it) knows each architecture's numbers and compiles the filters.
+Refused is ENOSYS, as by an older kernel, so that the C library falls back where it can; EPERM where a program should read
+that it may not. There are two filters: the kernel takes 0.2 ms to install the list, so the zygote does it once, and all
+processes of the sandbox inherit it. A call adds the short second one, which refuses what the sandbox itself needs until then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox.linux import Step
+
+_NAMES = """
+read write open openat openat2 creat close close_range lseek pread64 pwrite64 readv writev preadv pwritev sendfile
+copy_file_range dup dup2 dup3 pipe pipe2 fcntl ioctl flock fsync fdatasync truncate ftruncate fallocate fadvise64 readahead
+sync_file_range stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 getdents getdents64 getcwd
+chdir fchdir mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat readlink readlinkat
+mknod mknodat chmod fchmod fchmodat chown fchown lchown fchownat umask utime utimes futimesat utimensat setxattr lsetxattr
+fsetxattr getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr removexattr lremovexattr fremovexattr mmap munmap
+mprotect mremap madvise msync mincore mlock mlock2 munlock mlockall munlockall brk membarrier select pselect6 poll ppoll
+epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 signalfd signalfd4 timerfd_create
+timerfd_settime timerfd_gettime recvfrom sendto recvmsg sendmsg recvmmsg sendmmsg shutdown getsockname getpeername
+getsockopt fork vfork execve execveat exit exit_group wait4 waitid set_tid_address set_robust_list get_robust_list rseq
+arch_prctl prctl futex futex_waitv restart_syscall sched_yield sched_getaffinity sched_getparam sched_getscheduler
+sched_getattr sched_get_priority_max sched_get_priority_min sched_rr_get_interval getpriority setpriority getcpu getrlimit
+setrlimit getrusage times sysinfo uname rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait
+rt_sigqueueinfo rt_tgsigqueueinfo sigaltstack kill tkill tgkill pidfd_open pidfd_send_signal pause alarm getitimer setitimer
+timer_create timer_settime timer_gettime timer_getoverrun timer_delete nanosleep clock_nanosleep clock_gettime clock_getres
+gettimeofday time getrandom getpid getppid gettid getpgid setpgid getpgrp getsid setsid getuid geteuid getgid getegid
+getresuid getresgid getgroups setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capget capset
+landlock_create_ruleset landlock_add_rule landlock_restrict_self
+"""
+ALLOWED = _NAMES.split()
+NEEDED_BY_THE_SANDBOX = ("mount", "unshare", "setns", "seccomp", "memfd_create")
+
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_EPERM, _ENOSYS = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS))
+_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_BAD_ARCHITECTURE, _OPTIMIZE = 2, 8  # attributes of a filter
+_INT = 0xFFFFFFFF  # the kernel ignores the upper half of an argument of type int
+_NEW_NAMESPACES = 0x7E020000
+_F_NOTIFY, _PR_SET_SECCOMP, _AF_UNIX, _SOCK_DATAGRAM_OR_RAW, _SOCK_SEQPACKET = 1026, 22, 1, 2, 4
+
+
+class Argument(NamedTuple):
+    """A condition on a system call's argument: `value` after `mask`, or not equal to it (`mask` None)."""
+
+    position: int
+    value: int
+    mask: int | None = _INT
+
+
+class Rule(NamedTuple):
+    name: str
+    action: int
+    when: Argument | None = None
+
+
+INHERITED_RULES = [
+    *(Rule(name, _ALLOW) for name in (*ALLOWED, *NEEDED_BY_THE_SANDBOX)),
+    Rule(
+        "clone", _ALLOW, Argument(0, 0, _NEW_NAMESPACES)
+    ),  # clone3's flags lie in memory: glibc falls back to clone
+    Rule("socketpair", _ALLOW, Argument(0, _AF_UNIX)),
+    Rule("prlimit64", _ALLOW, Argument(0, 0)),  # only its own limits, where other processes have the same uid
+    Rule("sched_setaffinity", _ALLOW, Argument(0, 0)),
+    Rule("socket", _EPERM),
+]
+CALL_RULES = [
+    *(Rule(name, _EPERM) for name in NEEDED_BY_THE_SANDBOX[:-1]),
+    Rule("memfd_create", _ENOSYS),  # memory that no limit but a control group's counts
+    Rule("prctl", _EPERM, Argument(0, _PR_SET_SECCOMP)),
+    Rule("fcntl", _EPERM, Argument(1, _F_NOTIFY)),  # what the machine does in directories that calls can read
+    # a datagram or packet socket can send to any name; a connected stream cannot
+    Rule("socketpair", _EPERM, Argument(1, _SOCK_DATAGRAM_OR_RAW, _SOCK_DATAGRAM_OR_RAW)),
+    Rule("socketpair", _EPERM, Argument(1, _SOCK_SEQPACKET, _SOCK_SEQPACKET)),
+    Rule("setpriority", _EPERM, Argument(0, 0, None)),  # only its own niceness
+    Rule("setpriority", _EPERM, Argument(1, 0, None)),
+]
+
+
+class _Compare(ctypes.Structure):
+    """libseccomp's scmp_arg_cmp."""
+
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+def compile_filter(default: int, rules: Iterable[Rule], architecture: str | None = None) -> bytes:
+    """The kernel's program (classic BPF) for `rules`. Names that the architecture or libseccomp lacks get `default`.
+
+    `architecture` as libseccomp names it ("aarch64"); None is this machine's. Maps libseccomp
+    into this process. Raises OSError.
+    """
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError as error:
+        raise OSError(errno.ENOENT, f"{error}: install libseccomp2 (apt-get install libseccomp2)") from None
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(default)))
+    try:
+        if architecture is not None:
+            token = ctypes.c_uint32(library.seccomp_arch_resolve_name(architecture.encode()))
+            _check(library.seccomp_arch_add(context, token), f"seccomp_arch_add {architecture}")
+            _check(library.seccomp_arch_remove(context, library.seccomp_arch_native()), "seccomp_arch_remove")
+        _check(
+            library.seccomp_attr_set(context, _BAD_ARCHITECTURE, ctypes.c_uint32(_KILL)), "seccomp_attr_set"
+        )
+        library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a binary tree; libseccomp 2.4 makes a list
+        for name, action, when in rules:
+            number = library.seccomp_syscall_resolve_name(name.encode())
+            if number == -1:
+                continue
+            compare = _Compare()
+            if when is not None and when.mask is None:
+                compare = _Compare(when.position, _NOT_EQUAL, when.value, 0)
+            elif when is not None:
+                compare = _Compare(when.position, _MASKED_EQUAL, when.mask, when.value)
+            arguments = (ctypes.c_uint32(action), number, int(when is not None), ctypes.byref(compare))
+            _check(library.seccomp_rule_add_array(context, *arguments), f"seccomp_rule_add {name}")
+        reader, writer = os.pipe()  # holds 64 KB; a program has at most 32
+        try:
+            _check(library.seccomp_export_bpf(context, writer), "seccomp_export_bpf")
+            return os.read(reader, 1 << 16)
+        finally:
+            os.close(reader)
+            os.close(writer)
+    finally:
+        library.seccomp_release(context)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        raise OSError(-result, f"{what}: {os.strerror(-result)}")
+
+
+class Filters(NamedTuple):
+    inherited: bytes
+    call: bytes
+
+
+def compile_filters(architecture: str | None = None) -> Filters:
+    """What all processes of the sandbox inherit, and what a call adds. As `compile_filter`."""
+    return Filters(
+        compile_filter(_ENOSYS, INHERITED_RULES, architecture),
+        compile_filter(_ALLOW, CALL_RULES, architecture),
+    )
+
+
+class _Program(ctypes.Structure):
+    """The kernel's sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def install_step(program: bytes) -> Step:
+    """Filter this process and its descendants from then on. Needs no_new_privileges() first."""
+    filled: Any = ctypes.byref(_Program(len(program) // 8, program))
+    return "seccomp", 0, linux.system_call, (linux.number("seccomp"), 1, 0, filled)

@@ -1,0 +1,60 @@
+"""How long a call may wait in the queue, and what its waiting costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import orjson
+import pytest
+
+from rstar2_megatron.judge.limits import Submission
+from rstar2_megatron.judge.queue import QueueFull
+from rstar2_megatron.services.redis_server import RedisServer
+from tests.judge.in_process import Judge
+from tests.judge.in_process import judge as in_process
+
+
+@pytest.fixture
+async def there() -> AsyncIterator[Judge]:
+    with RedisServer() as redis:
+        async with in_process(redis, permits=8) as judge:
+            judge.broker.queue_time_limit_s = 0.4
+            yield judge
+
+
+async def test_a_long_batch_waits_on_and_the_others_leave_in_one_request(there: Judge) -> None:
+    requests = []
+    withdraw = there.broker.queue.withdraw
+
+    async def counted(keys: list[str]) -> list[bool]:
+        requests.append(len(keys))
+        return await withdraw(keys)
+
+    there.broker.queue.withdraw = counted  # type: ignore[method-assign]
+    busy = await there.submit(*["import time; time.sleep(2)"] * 8)
+    while len(there.worker.running) < 8:
+        await asyncio.sleep(0.01)
+    program = [Submission("python", "1 + 1")]
+    short = await there.broker.submit(program * 20, "tests")
+    long = await there.broker.submit(program * 3, "tests", long=True)
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*map(there.broker.wait, [*short, *long, *busy]))
+    outcomes = [orjson.loads(answer)["outcome"] for answer in answers]
+    assert outcomes == ["queue_timeout"] * 20 + ["ok"] * 11
+    assert sum(requests) == 20 and len(requests) <= 3
+
+
+async def test_an_owner_takes_half_of_the_queue_under_any_number_of_names(there: Judge) -> None:
+    there.broker.queue.max_queued = 40
+    await there.submit(*["import time; time.sleep(2)"] * 8)
+    while len(there.worker.running) < 8:
+        await asyncio.sleep(0.01)
+    queue = there.broker.queue
+    greedy = [f"greedy~{n}/u{n}" for n in range(20)]
+    assert await queue.enqueue("replies", [(key, b"{}") for key in greedy]) == 20
+    with pytest.raises(QueueFull):
+        await queue.enqueue("replies", [("greedy~new/u20", b"{}")])
+    assert await queue.enqueue("replies", [("other~/u21", b"{}")]) == 21
+    order = [job.key.split("~")[0] for job in await queue.exchange("worker", [], 3)]
+    assert sorted(order[:2]) == ["greedy", "other"]  # it also gets its turn at once

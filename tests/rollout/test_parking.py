@@ -1,0 +1,123 @@
+"""A trajectory that is parked or preempted at any point continues with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rstar2_megatron.rollout.agent_loop import Preemption
+from rstar2_megatron.tools import JUPYTER
+from rstar2_megatron.trajectory import FinishReason
+from tests.rollout.written import (
+    ANSWER,
+    CELL,
+    PROBLEM,
+    ParkableEngine,
+    WrittenEngine,
+    WrittenJudge,
+    call,
+    make_loop,
+    run,
+    written,
+)
+
+
+async def until_in(stage: str, engine: WrittenEngine, judge: WrittenJudge) -> None:
+    """Until the trajectory waits for its first turn, its tool call or its second turn."""
+    places = {"first turn": (engine.seen, 1), "tool call": (judge.codes, 1), "second turn": (engine.seen, 2)}
+    what, count = places[stage]
+    async with asyncio.timeout(20):
+        while len(what) < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_trajectory_that_waits_for_an_engine_is_parked(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER])
+    written(loop).change_over.clear()
+    running = asyncio.create_task(loop.run(PROBLEM, 0))
+    await asyncio.sleep(0.05)
+    loop.parking = True
+    written(loop).change_over.set()
+    assert (await asyncio.wait_for(running, 5)).finish_reason is None and not written(loop).seen
+
+
+@pytest.mark.parametrize("parked_in", ["first turn", "tool call", "second turn"])
+async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, parked_in: str) -> None:
+    expected, _ = await run(tokenizer, [call(), ANSWER])
+    loop = make_loop(tokenizer, [call(), ANSWER])
+    engine = ParkableEngine(tokenizer, [call(), ANSWER], delay_s=0.1)
+    judge = WrittenJudge(delay_s=0.1)
+    loop.engine, loop.tools.judge = engine, judge
+    task = asyncio.create_task(loop.run(PROBLEM, 0))
+    await until_in(parked_in, engine, judge)
+    loop.parking = True
+    await engine.abort_all()
+    parked = await task
+    parked.check()
+    assert (
+        parked.finish_reason is None and not parked.usable and len(judge.codes) == (parked_in != "first turn")
+    )
+    assert loop.stats.parked == 1 and not loop.stats.endings
+
+    engine.aborting.clear()
+    later = make_loop(tokenizer, [ANSWER])
+    later.engine = engine
+    done = await later.run(PROBLEM, 0, resume=parked)
+    done.check()
+    assert done.finish_reason is FinishReason.ANSWERED and done.open_turn is None
+    assert done.response_ids == expected.response_ids and done.loss_mask == expected.loss_mask
+    assert done.assistant_texts == expected.assistant_texts and len(done.tool_calls) == 1
+    covered = [i for span in done.version_spans for i in range(span.start, span.end)]
+    assert covered == [i for i, kept in enumerate(done.loss_mask) if kept]
+
+
+@pytest.mark.parametrize("preempted_in", ["first turn", "tool call", "second turn"])
+async def test_preempted_anywhere_and_resumed_gives_the_same_tokens(tokenizer, preempted_in: str) -> None:
+    expected, _ = await run(tokenizer, [CELL, ANSWER], tools=[JUPYTER])
+    loop = make_loop(tokenizer, [CELL, ANSWER], tools=[JUPYTER])
+    engine = ParkableEngine(tokenizer, [CELL, ANSWER], delay_s=0.1)
+    judge = WrittenJudge(delay_s=0.1)
+    loop.engine, loop.tools.judge = engine, judge
+    preemption = Preemption()
+    task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
+    await until_in(preempted_in, engine, judge)
+    await loop.preempt(preemption)
+    parked = await task
+    parked.check()
+    assert parked.finish_reason is None and loop.stats.preemptions == 1
+    assert loop.stats.parked == 0 and loop.stats.trajectories == 0 and not loop.stats.endings
+    assert not judge.closed and bool(parked.session) == (preempted_in != "first turn")
+
+    done = await loop.run(PROBLEM, 0, resume=parked)
+    done.check()
+    assert done.finish_reason is FinishReason.ANSWERED and done.open_turn is None
+    assert done.response_ids == expected.response_ids and done.loss_mask == expected.loss_mask
+    assert done.assistant_texts == expected.assistant_texts and len(judge.codes) == 1
+    assert len(judge.closed) == 1 and loop.stats.endings == {"answered": 1}
+
+
+async def test_repetition_is_counted_across_a_preemption(tokenizer) -> None:
+    turns = [call("b"), call("b"), call("b"), ANSWER]
+    loop = make_loop(tokenizer, turns, max_assistant_turns=9, max_identical_calls=3)
+    loop.engine = ParkableEngine(tokenizer, turns, delay_s=0.05)
+    preemption = Preemption()
+    task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
+    while loop.stats.generate_seconds == 0:  # the first turn is over, the tool has not answered
+        await asyncio.sleep(0)
+    preemption.asked = True
+    parked = await task
+    assert parked.finish_reason is None and parked.num_turns == 1
+    done = await loop.run(PROBLEM, 0, resume=parked)
+    assert done.finish_reason is FinishReason.REPEATED_CALL and done.num_turns == 3
+
+
+async def test_a_cut_trajectory_is_counted_and_its_session_closed(tokenizer) -> None:
+    judge = WrittenJudge(delay_s=0.05)
+    loop = make_loop(tokenizer, [CELL, ANSWER], judge, tools=[JUPYTER])
+    task = asyncio.create_task(loop.run(PROBLEM, 0))
+    await until_in("tool call", written(loop), judge)
+    loop.parking = loop.cutting = True
+    trajectory = await task
+    assert trajectory.finish_reason is FinishReason.CUT and not trajectory.usable
+    assert len(judge.closed) == 1 and loop.stats.endings == {"cut": 1}

@@ -1,0 +1,136 @@
+"""An agent loop whose engine and judge give written answers, so that a test can provoke each ending exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.engine.protocol import GenerateResult
+from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
+from rstar2_megatron.tools import JUPYTER, STANDARD_IO
+from rstar2_megatron.trajectory import Problem, Trajectory
+
+ANSWER = "so</reason><answer>\\boxed{4}</answer>"
+CELL = f'x</reason><tool_call>{{"name": "{JUPYTER}", "arguments": {{"code": "x"}}}}</tool_call>'
+PROBLEM = Problem("q", [{"role": "user", "content": "What is 2+2?"}], ["4"])
+
+
+def call(code: str = "print(4)", name: str = STANDARD_IO) -> str:
+    body = json.dumps({"name": name, "arguments": {"code": code, "input": ""}})
+    return f"run</reason><tool_call>{body}</tool_call>"
+
+
+@dataclass
+class WrittenEngine:
+    """Gives the written turns in order; a turn may also be an exception, or (text, finish reason)."""
+
+    tokenizer: Any
+    turns: list[Any]
+    seen: list[list[int]] = field(default_factory=list)
+    recovered: int = 0
+    recover_error: Exception | None = None
+    delay_s: float = 0.0
+    aborting: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: list[object] = field(default_factory=list)  # owners of requests
+    change_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.change_over.set()
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, **about: Any
+    ) -> GenerateResult:
+        self.seen.append(list(input_ids))
+        await asyncio.sleep(self.delay_s)
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        if isinstance(turn, Exception):
+            raise turn
+        text, reason = turn if isinstance(turn, tuple) else (turn + "<|im_end|>", "stop")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)[: sampling["max_new_tokens"]]
+        if len(ids) == sampling["max_new_tokens"]:
+            reason = "length"
+        return GenerateResult(ids, [-0.5] * len(ids), reason, [(0, len(ids), 3)], len(input_ids), 0)
+
+    async def abort(self, owner: object) -> None:
+        self.aborted.append(owner)
+
+    async def abort_all(self) -> None:
+        self.aborting.set()
+
+    async def wait_until_ready(self) -> None:
+        await self.change_over.wait()
+
+    async def recover(self) -> None:
+        self.recovered += 1
+        if self.recover_error is not None:
+            raise self.recover_error
+
+
+@dataclass
+class ParkableEngine(WrittenEngine):
+    """Cuts the turn under way in half when it is aborted, as SGLang does."""
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, **about: Any
+    ) -> GenerateResult:
+        whole = await super().generate(input_ids, sampling, timeout_s=timeout_s)
+        if self.aborting.is_set() or about["owner"] in self.aborted:
+            half = whole.token_ids[: len(whole.token_ids) // 2]
+            self.turns.insert(0, (self.tokenizer.decode(whole.token_ids[len(half) :]), "stop"))
+            return GenerateResult(half, [-0.5] * len(half), "abort", [(0, len(half), 3)], len(input_ids), 0)
+        return whole
+
+
+class WrittenJudge:
+    def __init__(self, *results: JudgeResult | Exception, delay_s: float = 0.0) -> None:
+        self.results = list(results) or [JudgeResult(Outcome.OK, "4\n", "", 0, 0.01)]
+        self.delay_s = delay_s
+        self.codes: list[str] = []
+        self.sessions: list[str | None] = []
+        self.expected: list[str] = []
+        self.closed: list[str] = []
+
+    def expect_session(self, session: str) -> None:
+        self.expected.append(session)
+
+    async def close_session(self, session: str) -> None:
+        self.closed.append(session)
+
+    async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> JudgeResult:
+        self.codes.append(code)
+        self.sessions.append(session)
+        await asyncio.sleep(self.delay_s)
+        result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def make_loop(tokenizer, turns, judge=None, *, max_new_tokens=2000, timeout_s=20.0, **settings) -> AgentLoop:
+    chosen = AgentLoopSettings(system_prompt=f"{STANDARD_IO} code input", user_prefix="", **settings)
+    return AgentLoop(
+        WrittenEngine(tokenizer, list(turns)),
+        judge or WrittenJudge(),
+        ChatTemplate(tokenizer, chosen),
+        chosen,
+        SamplingParams(max_new_tokens=max_new_tokens),
+        max_context_tokens=8000,
+        timeout_s=timeout_s,
+    )
+
+
+def written(loop: AgentLoop) -> WrittenEngine:
+    assert isinstance(loop.engine, WrittenEngine)
+    return loop.engine
+
+
+async def run(tokenizer, turns, judge=None, **kwargs) -> tuple[Trajectory, AgentLoop]:
+    loop = make_loop(tokenizer, turns, judge, **kwargs)
+    trajectory = await loop.run(PROBLEM, 0)
+    trajectory.check()
+    return trajectory, loop

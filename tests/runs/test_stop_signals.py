@@ -1,0 +1,57 @@
+"""A stop signal ends the run wherever Python or a library meets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rstar2_megatron.runs.base_run import Stopped, StopSignals
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    alarm = signal.getsignal(signal.SIGALRM)
+    signals = StopSignals()
+    signals.install()
+    yield signals
+    signals.ignore()
+    signals.restore()
+    signal.signal(signal.SIGALRM, alarm)
+
+
+class _SignalInFinalizer:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)  # the handler runs before the next bytecode
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_that_a_finalizer_discards_is_raised_again(signals: StopSignals) -> None:
+    _SignalInFinalizer()
+    assert signals.received == signal.SIGTERM
+    with pytest.raises(Stopped) as caught:
+        time.sleep(30)
+    stopped = signals.stop_behind(caught.value)
+    assert stopped is not None and stopped.exit_code == 143
+    signals.ignore()
+    os.kill(os.getpid(), signal.SIGINT)  # during the clean-up
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_error_that_a_library_made_of_a_stop(signals: StopSignals) -> None:
+    with pytest.raises(SystemError) as caught:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        except Stopped as stopped:
+            raise SystemError("returned a result with an exception set") from stopped
+    stopped = signals.stop_behind(caught.value)
+    assert stopped is not None and stopped.exit_code == 130
+
+
+def test_an_error_without_a_signal_is_no_stop(signals: StopSignals) -> None:
+    assert signals.stop_behind(SystemError("a bug")) is None
