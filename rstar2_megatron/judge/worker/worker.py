@@ -27,7 +27,6 @@ from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that has not answered this long after the call's limit is hung
-_INTERNAL_ERROR = b'"outcome": "internal_error"'  # inside a JSON string quotes are escaped
 _COMPARE_NAMES_EVERY = 30  # heartbeats
 
 
@@ -59,7 +58,7 @@ class Worker:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
         self.permits = Permits(default_permits() if permits is None else permits)
-        self.sessions = Sessions(self.pool, session_ttl_s)
+        self.sessions = Sessions(self.pool, session_ttl_s, queue)
         self.require_isolation = require_isolation
         self.prefetched = PrefetchedJobs(time.monotonic())
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -249,8 +248,6 @@ class Worker:
         self._begin_jobs()
 
     async def _run(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
-        """The answer of the call's first run, or of its second when the slot died or the sandbox failed."""
-        answer = b""
         for attempt in range(2):
             if attempt:
                 slot = await self._wait_for_slot()
@@ -258,9 +255,7 @@ class Worker:
             try:
                 answer = await slot.run(call.body, call.deadline_s, permit.release)
                 self.pool.free.put_nowait(slot)
-                if _INTERNAL_ERROR not in answer:
-                    break
-                log.warning("slot %d failed on job %s, attempt %d", slot.index, call.key, attempt + 1)
+                return answer
             except SlotDied as error:
                 log.warning("%s, job %s, attempt %d", error, call.key, attempt + 1)
             except TimeoutError:
@@ -268,13 +263,12 @@ class Worker:
                 slot.close()
             finally:
                 self.in_slot.pop(call.key, None)
-        why = "the process that ran this job died twice"
-        return answer or self._failed(call.request, Outcome.INTERNAL_ERROR, why)
+        return self._failed(call.request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
 
     async def _run_in_session(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
         """Run a cell. It occupies `slot` without using its process: the session has a process of its own."""
         key, request, body, deadline_s = call
-        name, must_exist = request["session"], request["session_must_exist"]
+        name, replay = request["session"], request.get("session_replay", False)
         held: Slot | None = slot
         if self.sessions.is_busy(name):  # it waits for its turn without a slot or permit
             self.pool.free.put_nowait(slot)
@@ -287,15 +281,12 @@ class Worker:
                 for attempt in range(2):
                     is_new = name not in self.sessions
                     try:
-                        return await self.sessions.run(
-                            name, must_exist, key, body, deadline_s, permit.release
-                        )
-                    except SessionGone:
-                        why = f"session {name} is not open here: it has expired, or its worker ended"
-                        return self._failed(request, Outcome.SESSION_LOST, why)
+                        return await self.sessions.run(name, request, key, body, deadline_s, permit.release)
+                    except SessionGone as gone:
+                        return self._failed(request, Outcome.SESSION_LOST, str(gone))
                     except (SlotDied, TimeoutError) as error:
                         log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
-                        if must_exist or not is_new:
+                        if not replay and (request["session_must_exist"] or not is_new):
                             return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
@@ -305,10 +296,8 @@ class Worker:
                     await self._forget_sessions([name])
 
     def _failed(self, request: dict[str, Any], outcome: Outcome, why: str) -> bytes:
-        session = "lost" if "session" in request else None
-        return orjson.dumps(
-            make_result(request.get("sub_id"), outcome, stderr=why, worker=self.name, session=session)
-        )
+        sub_id, session = request.get("sub_id"), "lost" if "session" in request else None
+        return orjson.dumps(make_result(sub_id, outcome, stderr=why, worker=self.name, session=session))
 
     async def _forget_sessions(self, names: list[str]) -> None:
         try:
@@ -332,8 +321,10 @@ class Worker:
 
     async def _heartbeat(self) -> None:
         known = await self.queue.heartbeat(self.name, self.information())
-        if ended := self.sessions.end_idle():
+        if ended := self.sessions.end_idle() + await self.sessions.make_room():
             await self.queue.forget_sessions(self.name, ended)
+            self._may_have_jobs = True
+            self._wake.set()
         differs = known != len(self.sessions.names)
         self._heartbeats += 1
         # Equal numbers may hide a session too many and one too few, so names are compared now and then: at two heartbeats
