@@ -13,7 +13,9 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rlinf.scheduler import Channel, Cluster
+from rlinf.utils.metric_logger import MetricLogger as MetricLogger
 from rlinf.utils.placement import ModelParallelComponentPlacement
+from rlinf.utils.runner_utils import check_progress as check_progress
 
 from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
 from rstar2_megatron.cluster.actor_worker import ActorWorker

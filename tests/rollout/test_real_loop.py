@@ -25,8 +25,8 @@ from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory
+from tests.rollout.engine.updates import update_weights
 from tests.rollout.memorised import ANSWER, CONVERSATIONS, SETTINGS, problem
-from tests.rollout.updates import update_weights
 from tests.rollout.written import ParkableEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, Gen
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SGLangSettings
 from rstar2_megatron.weights.checksum import weights_checksum
 from tests.processes import command_line
-from tests.rollout.updates import update_weights
+from tests.rollout.engine.updates import update_weights
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 STOP = {"temperature": 1.0, "max_new_tokens": 16}
