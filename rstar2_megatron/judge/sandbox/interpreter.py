@@ -87,15 +87,16 @@ class SessionRunner(Runner):
         for stream in (self.out, self.err):
             stream.drain()
         stderr = self.err.text()
-        if verdict is Outcome.INTERNAL_ERROR:
-            stderr += supervision.starved(cost)
+        if verdict is Outcome.QUEUE_TIMEOUT:  # clients would send a cell again that has partly run
+            verdict, stderr = Outcome.INTERNAL_ERROR, stderr + supervision.starved(cost)
         peak_memory_bytes = _peak_memory_bytes(self.pid)
         killed = self._killed_for_memory(before)
         if done is None or killed:
             state = "lost"
             code = self._finish()
             if verdict is None and killed:
-                verdict, stderr = killed, stderr + SHORTAGES[killed]
+                verdict = Outcome.MEMORY if killed is Outcome.MEMORY else Outcome.INTERNAL_ERROR
+                stderr += SHORTAGES[killed]
             elif failure := self.sandbox.failure.take():
                 verdict, stderr = outcome_of_failure(failure), failure
             elif verdict is None and code == 0:  # os._exit(0), or bytes on the channel that the program wrote
