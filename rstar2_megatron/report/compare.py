@@ -271,7 +271,6 @@ def caveats(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
 
 
 def render_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An aligned table."""
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     lines = [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (heads, *rows)

@@ -255,7 +255,7 @@ class RLRun(ClusterRun):
             )
             # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
             after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
-            with self.traces.step(step), self.profiles.step(step):
+            with self.profiles.step(step), self.traces.step(step):
                 result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
             row = {
                 "step": float(step),

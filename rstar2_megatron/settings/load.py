@@ -139,7 +139,7 @@ def _read_wording(data: dict[str, Any]) -> None:
 
 
 def find_config(config: str) -> tuple[Path, str]:
-    """(directory, stem) of the YAML; a relative path is taken from where the user stands.
+    """(directory, stem) of the YAML; a relative path counts from the user's working directory.
 
     Raises ConfigError listing the nearest names.
     """
@@ -285,7 +285,7 @@ def unknown_keys(data: Any, model: type[BaseModel] = Settings, prefix: str = "")
             yield from unknown_keys(value, section, path + ".")
 
 
-def nearest_keys(path: str, count: int = 3) -> list[str]:
+def nearest_keys(path: str) -> list[str]:
     """Valid keys most similar to `path`, by the whole path or by its last name, best first."""
 
     def likeness(candidate: str) -> float:
@@ -294,7 +294,7 @@ def nearest_keys(path: str, count: int = 3) -> list[str]:
         return max(whole, 0.6 * last + 0.4 * whole)
 
     ranked = sorted(valid_keys(), key=lambda key: (-likeness(key), key))
-    return [key for key in ranked[:count] if likeness(key) > 0.6]
+    return [key for key in ranked[:3] if likeness(key) > 0.6]
 
 
 def _unknown_key_message(path: str) -> str:
