@@ -2,7 +2,8 @@
 
 Starts the tiny run on a CPU with small steps and looks at it after each one: private memory, descriptors and threads of every
 process by its role, files in /dev/shm that its processes have open or mapped, and files below its TMPDIR. One JSON line: for
-each quantity the mean of an early and of the last fifth of the steps and the growth a step between them; and leftovers.
+each quantity its means over the second, third and last fifth of the steps, and the growth a step between the latter two;
+what was left at the end. `--out` also keeps the memory after every step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +83,22 @@ class Watch:
         sums["TMPDIR: MB"] = sum(map(size_of, inside)) / 1e6
         self.samples.append(dict(sums))
 
-    def growth(self) -> dict[str, Any]:
-        """[early, late, growth a step] of every quantity that was always there."""
-        fifth = max(1, len(self.samples) // 5)
-        early, late = self.samples[fifth : 2 * fifth], self.samples[-fifth:]
-        apart = len(self.samples) - fifth / 2 - 1.5 * fifth
-        seen: dict[str, list[float]] = defaultdict(list)
-        for part in (early, late):
-            for name in sorted({name for sample in part for name in sample}):
-                seen[name].append(statistics.fmean(sample.get(name, 0.0) for sample in part))
-        return {
-            name: [round(pair[0], 1), round(pair[1], 1), round((pair[1] - pair[0]) / max(apart, 1), 4)]
-            for name, pair in seen.items()
-            if len(pair) == 2
-        }
+    def growth(self) -> dict[str, list[float]]:
+        """Of every quantity: means over the second, third and last fifth, growth a step from the third to the last."""
+        fifth = len(self.samples) // 5
+        if not fifth:
+            return {}
+        parts = [self.samples[i * fifth : (i + 1) * fifth] for i in (1, 2, 4)]
+        found = {}
+        for name in sorted({name for sample in self.samples for name in sample}):
+            means = [statistics.fmean(sample.get(name, 0.0) for sample in part) for part in parts]
+            found[name] = [*(round(mean, 1) for mean in means), round((means[2] - means[1]) / (2 * fifth), 4)]
+        return found
+
+    def series(self) -> dict[str, list[float]]:
+        """Memory after every step."""
+        names = sorted({name for sample in self.samples for name in sample if name.endswith(": MB")})
+        return {name: [round(sample.get(name, 0.0), 1) for sample in self.samples] for name in names}
 
 
 def role_of(process: psutil.Process) -> str:
@@ -155,13 +158,13 @@ def soak(steps: int, limit_s: float) -> dict[str, Any]:
         shutil.rmtree(temporary)
         run = {p.name: round(tree_mb(p), 2) for p in sorted((results / "soak").iterdir())} if seen else {}
         tail = (Path(place) / "output").read_text(errors="replace")[-2000:]
-    growth = watch.growth() if len(watch.samples) >= 5 else {}
     return {
         "case": "soak",
         "steps": seen,
         "exit_code": code,
         "seconds": round(time.monotonic() - started),
-        "growth": growth,
+        "growth": watch.growth(),
+        "series": watch.series(),
         "left_in_dev_shm": left,
         "left_in_tmpdir": files[:20],
         "run_mb": run,
@@ -184,7 +187,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     result = soak(options.steps, options.limit_s)
-    print(json.dumps(result), flush=True)
+    print(json.dumps({name: value for name, value in result.items() if name != "series"}), flush=True)
     write_result(options.out, result)
 
 

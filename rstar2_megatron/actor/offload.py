@@ -22,10 +22,6 @@ class HostSlabs:
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slab.numel() for slab in self._slabs)
-
     def pieces(self, sizes: list[int]) -> Iterator[list[tuple[slice, Tensor]]]:
         """For each size, in order: the ranges of bytes and the uint8 host memory of each range."""
         position = 0
@@ -60,11 +56,6 @@ class DeviceMemory:
         self._slabs = {"weights": HostSlabs(), "state": HostSlabs()}
         self._sizes: dict[str, list[int]] = {}
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory allocated so far."""
-        return sum(slabs.nbytes for slabs in self._slabs.values())
 
     def offload(self, chunks: list[Any], optimizer: Any, parts: set[str]) -> None:
         """Copy `parts` to the host and free their device memory."""

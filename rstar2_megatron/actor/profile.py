@@ -14,7 +14,7 @@ class TorchProfile:
     """Records from its making until `write`, both in the thread that does the work."""
 
     def __init__(self, settings: ProfilerSettings) -> None:
-        wanted = {ProfilerActivity[name.upper()] for name in settings.activities}
+        wanted = {getattr(ProfilerActivity, name.upper()) for name in settings.activities}
         if not torch.cuda.is_available():
             wanted.discard(ProfilerActivity.CUDA)
         self._profile = profile(

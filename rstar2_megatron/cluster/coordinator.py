@@ -11,7 +11,7 @@ from typing import Any
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
-from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.live_view import LiveView, ShowProgress
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.records.trace import TRACE
@@ -108,7 +108,7 @@ class RolloutCoordinator:
         if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start
-        stats = {**combine(workers, seconds), **run.stats(seconds, groups, carried)}
+        stats = {**combine(workers, seconds), **run.stats(groups, carried)}
         return PhaseResult(groups, seconds, stats)
 
     def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> RolloutPhase:
@@ -216,15 +216,13 @@ class _PhaseServer:
         for engine in range(self._num_engines):
             self._channel.put(WorkAnswer(self._number, None), key=work_key(engine))
 
-    def stats(
-        self, seconds: float, groups: Sequence[Group], carried: Sequence[OpenGroup]
-    ) -> dict[str, float]:
+    def stats(self, groups: Sequence[Group], carried: Sequence[OpenGroup]) -> dict[str, float]:
         """Statistics that only the driver can count."""
         now = time.monotonic()
         grading = max(0.0, now - self._last_token)
         tail = 0.0 if self._tail_since is None else max(0.0, now - self._tail_since)
-        TRACE.ended("grading after the last token", grading)
-        TRACE.ended("tail", tail)
+        TRACE.add("grading after the last token", now - grading, now)
+        TRACE.add("tail", now - tail, now)
         cut = sum(t.finish_reason is FinishReason.CUT for group in groups for t in group.trajectories)
         return {
             "tail_seconds": tail,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def export_progress(server: MetricsServer, progress: Progress) -> None:
 
 
 class StatusLine:
-    """One line that is written anew on a terminal, and now and then a line of a file."""
+    """One line that is rewritten on a terminal, or an occasional line of a log file."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -84,6 +85,7 @@ class StatusLine:
 
     def show(self, text: str, now: float) -> None:
         if self._out.isatty():
+            text = text[: shutil.get_terminal_size().columns - 1]
             self._out.write(f"\r{text:<{len(self._shown)}}")
             self._shown = text
         elif now - self._written >= _LINE_S:

@@ -11,8 +11,7 @@ import psutil
 from rlinf.scheduler import Channel, Worker
 from transformers import AutoTokenizer
 
-from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
-from rstar2_megatron.cluster.outbox import Outbox
+from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, work_key
 from rstar2_megatron.cluster.tokens import put_block
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
@@ -236,7 +235,7 @@ class RolloutWorker(TracedWorker, Worker):
         return self._store
 
     async def load(self) -> EngineLoad | None:
-        """What this worker does now; None between phases."""
+        """The current activity of this worker; None between phases."""
         runner = self._runner
         if runner is None:
             return None

@@ -76,7 +76,7 @@ def clock_offset(pings: Sequence[tuple[float, float, float]]) -> float:
 
 
 class _Off:
-    """What `span` returns while nothing is traced."""
+    """The result of `span` while nothing is traced."""
 
     def __enter__(self) -> Args:
         return {}
@@ -150,10 +150,10 @@ class Recorder:
         """
         return _OFF if self._file is None else self._task(name, args)
 
-    def ended(self, name: str, seconds: float, row: Row | None = None, **args: Any) -> None:
-        """A span that ended now after `seconds`."""
+    def add(self, name: str, start: float, end: float, row: Row | None = None, **args: Any) -> None:
+        """A span between two times of `time.monotonic()`. Spans of a lane may touch or hold each other, not overlap."""
         if self._file is not None:
-            self._complete(row or self._row, 0, name, time.monotonic() - seconds, args)
+            self._complete(row or self._row, 0, name, start, end, args)
 
     def counter(self, name: str, **values: float) -> None:
         """Values at this time, drawn as a curve in this process's row."""
@@ -167,7 +167,7 @@ class Recorder:
         try:
             yield args
         finally:
-            self._complete(row or self._row, lane, name, start, args)
+            self._complete(row or self._row, lane, name, start, time.monotonic(), args)
             if row is not None:
                 self._release_lane(row, lane)
 
@@ -184,23 +184,27 @@ class Recorder:
             _lane.reset(outer)
             self._release_lane(self._row, lane)
 
-    def _complete(self, row: Row, lane: int, name: str, start: float, args: Args) -> None:
+    def _complete(self, row: Row, lane: int, name: str, start: float, end: float, args: Args) -> None:
         self._lane_name(row, lane)
-        begun = self._now(start)
+        begun = self._at(start)
         self._add(
             {
                 "name": name,
                 "ph": "X",
                 "ts": begun,
-                "dur": max(0, self._now() - begun),
+                "dur": self._at(end) - begun,
                 "pid": row.pid,
                 "tid": self._tid(row, lane),
                 "args": args,
             }
         )
 
-    def _now(self, monotonic: float | None = None) -> int:
-        return round(((time.monotonic() if monotonic is None else monotonic) - self._zero) * 1e6)
+    def _now(self) -> int:
+        return self._at(time.monotonic())
+
+    def _at(self, monotonic: float) -> int:
+        """Microseconds since the start of the step."""
+        return round((monotonic - self._zero) * 1e6)
 
     # ------------------------------------------------------------------------------------------- lanes
 

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -95,6 +94,9 @@ def _raise_or_warn(problems: list[str], dry_run: bool, warnings: list[str]) -> N
 def arithmetic_problems(settings: Settings) -> Iterator[str]:
     """Numbers of the YAML that contradict each other."""
     runner, algorithm, data, rollout = settings.runner, settings.algorithm, settings.data, settings.rollout
+    for key, steps in (("trace", runner.trace), ("profiler.steps", runner.profiler.steps)):
+        if late := [step for step in steps if step > runner.max_steps]:
+            yield f"runner.{key}={steps} names step {late[0]}, but runner.max_steps={runner.max_steps}; steps count from 1"
     response = algorithm.sampling_params.max_new_tokens
     if data.max_prompt_length + response > runner.seq_length:
         yield (
@@ -227,7 +229,7 @@ def layout_problems(
     if slots.is_cpu and speculative:
         yield (
             f"rollout.sglang.server_args.speculative_algorithm={speculative} on CPU slots: SGLang verifies drafts there by "
-            "argmax at any temperature, so the tokens are no samples of the policy; remove it"
+            "argmax at any temperature, so the tokens are not samples of the policy; remove it"
         )
     world = len(places["actor"]) if "actor" in places else None
     if model is not None and world is not None:
@@ -266,7 +268,9 @@ def engine_problems(settings: Settings) -> Iterator[str]:
                 f"{name}={os.environ[name]}: expandable_segments changes the memory handles by which the actor gives its "
                 "weights to engines, and the engine's memory saver refuses it; take it out of the environment"
             )
-    if settings.actor.model.transformer_impl == "transformer_engine" and not find_spec("transformer_engine"):
+    if settings.actor.model.transformer_impl == "transformer_engine" and not importlib.util.find_spec(
+        "transformer_engine"
+    ):
         yield (
             "actor.model.transformer_impl=transformer_engine, but TransformerEngine is not installed; set it to auto "
             "or local, or bash scripts/setup_env.sh --transformer-engine"

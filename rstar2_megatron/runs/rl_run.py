@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
 from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.launch import MetricLogger, check_progress
 from rstar2_megatron.cluster.live_view import export_progress
 from rstar2_megatron.cluster.profiling import StepProfiles
-from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
 from rstar2_megatron.cluster.tracing import StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
@@ -26,6 +26,7 @@ from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
+from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
@@ -257,7 +258,7 @@ class RLRun(ClusterRun):
             )
             # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
             after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
-            with self.traces.step(step), self.profiles.step(step):
+            with self.profiles.step(step), self.traces.step(step):
                 result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
             row = {
                 "step": float(step),
@@ -380,6 +381,7 @@ class RLRun(ClusterRun):
             self.table["after_rl"] = result.average
         model = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        write_format(model, self.settings)
         self.table["seconds"] = time.perf_counter() - self.started
         self._write_table()
         draw_run(self.directory)

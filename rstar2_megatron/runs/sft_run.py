@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rstar2_megatron.cluster.runner_tools import MetricLogger
+from rstar2_megatron.cluster.launch import MetricLogger
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.report.draw import draw_sft
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings
@@ -115,13 +116,13 @@ class SFTRun(ClusterRun):
     def _finish(self, phase: SFTPhaseSettings) -> None:
         model: Path = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        write_format(model, self.settings)
         curves = draw_sft(self.directory)
         self.mark_finished(phase.steps)
         self._say(f"done: {model}, {curves}")
 
 
 def _line(step: int, steps: int, row: dict[str, Any]) -> str:
-    """One aligned line of a step."""
     text = (
         f"sft {step:>6}/{steps}  loss {row['train/sft/token_loss']:.4f}  grad {row['train/sft/grad_norm']:.3f}  "
         f"lr {row['train/sft/lr']:.2e}  {row['train/sft/total_tokens'] / max(row['time/step'], 1e-9):>8.0f} tok/s"

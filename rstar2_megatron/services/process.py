@@ -1,4 +1,4 @@
-"""Free ports, listening sockets, and ending processes with all their descendants."""
+"""Free ports and listening sockets; starting a child process, and ending processes with all their descendants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
+from rstar2_megatron.services.parent_death import die_with_parent
+
+PROJECT = Path(__file__).resolve().parents[2]
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768 60999" by default
 _PORTS = range(20000, 30000)  # Ray gives 10002 to 19999 to its workers, SGLang uses ports from 30000
 _choice = random.SystemRandom()  # runs with the same seed must not try the same ports
@@ -41,6 +46,31 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def start_child(
+    command: Sequence[str],
+    log: IO[bytes],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = PROJECT,
+    pass_fds: Collection[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own, with its output in `log`.
+
+    The kernel ends it when the calling thread ends.
+    """
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        pass_fds=pass_fds,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
 
 
 class PortTaken(RuntimeError):

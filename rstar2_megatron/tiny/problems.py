@@ -107,28 +107,21 @@ def _common(rng: random.Random, sizes: Sizes) -> tuple[int, int]:
             return a, b
 
 
-def _gcd(rng: random.Random, sizes: Sizes) -> TinyProblem:
-    a, b = _common(rng, sizes)
-    return TinyProblem(
-        "gcd",
-        f"Find the gcd of {a} and {b}.",
-        str(math.gcd(a, b)),
-        f"import math\nprint(math.gcd({a},{b}))",
-        f"import math\nprint(math.lcm({a},{b}))",
-        (f"print(math.gcd({a},{b}))", f"print(gcd({a},{b}))"),
-    )
+def _of_two(name: str, mistaken: str) -> Callable[[random.Random, Sizes], TinyProblem]:
+    """Problems of the function `math.{name}` of two numbers."""
 
+    def make(rng: random.Random, sizes: Sizes) -> TinyProblem:
+        a, b = _common(rng, sizes)
+        return TinyProblem(
+            name,
+            f"Find the {name} of {a} and {b}.",
+            str(getattr(math, name)(a, b)),
+            f"import math\nprint(math.{name}({a},{b}))",
+            f"import math\nprint(math.{mistaken}({a},{b}))",
+            (f"print(math.{name}({a},{b}))", f"print({name}({a},{b}))"),
+        )
 
-def _lcm(rng: random.Random, sizes: Sizes) -> TinyProblem:
-    a, b = _common(rng, sizes)
-    return TinyProblem(
-        "lcm",
-        f"Find the lcm of {a} and {b}.",
-        str(math.lcm(a, b)),
-        f"import math\nprint(math.lcm({a},{b}))",
-        f"import math\nprint(math.gcd({a},{b}))",
-        (f"print(math.lcm({a},{b}))", f"print(lcm({a},{b}))"),
-    )
+    return make
 
 
 def _remainder(rng: random.Random, sizes: Sizes) -> TinyProblem:
@@ -214,8 +207,8 @@ def _series(rng: random.Random, sizes: Sizes) -> TinyProblem:
 FAMILIES: dict[str, Callable[[random.Random, Sizes], TinyProblem]] = {
     "sum": _sum,
     "product": _product,
-    "gcd": _gcd,
-    "lcm": _lcm,
+    "gcd": _of_two("gcd", "lcm"),
+    "lcm": _of_two("lcm", "gcd"),
     "remainder": _remainder,
     "bits": _bits,
     "linear": _linear,

@@ -257,14 +257,14 @@ class _Clock:
     """Seconds of the parts of a step."""
 
     def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
+        self._start = self._last = time.monotonic()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        now = time.perf_counter()
+        now = time.monotonic()
         self._laps[name] = now - self._last
+        TRACE.add(name, self._last, now, _LAP_ROWS.get(name))
         self._last = now
-        TRACE.ended(name, self._laps[name], _LAP_ROWS.get(name))
 
     def laps(self) -> dict[str, Any]:
-        return {**self._laps, "step": time.perf_counter() - self._start}
+        return {**self._laps, "step": time.monotonic() - self._start}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.services.process import free_port
 from tests.e2e.runs import RunProcess, arguments
 
 
@@ -19,7 +20,16 @@ def first_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run of two steps, the supervised start and its evaluations included; returns its directory."""
     results = tmp_path_factory.mktemp("results")
     run = RunProcess(
-        arguments(cache, results, "first", "runner.save_rollout_tokens=True", "runner.trace=2"),
+        arguments(
+            cache,
+            results,
+            "first",
+            "runner.save_rollout_tokens=True",
+            "runner.trace=2",
+            "runner.profiler.steps=2",
+            "runner.profiler.engine_forwards=8",
+            f"runner.metrics_port={free_port('127.0.0.1')}",
+        ),
         results / "first.log",
     ).start()
     code = run.wait(600)

@@ -6,6 +6,7 @@ Small numbers of steps; the supervised start is short, done once, and shared thr
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -90,6 +91,16 @@ def test_the_traced_step_has_every_row_and_the_shares_of_its_metrics(first_run: 
     assert shares == pytest.approx({name: row[f"share/{name}"] for name in shares}, abs=0.02)
 
 
+def test_the_profiled_step_has_a_file_of_every_rank(first_run: Path) -> None:
+    (directory,) = (first_run / "profiles").iterdir()
+    files = sorted(path.name for path in directory.iterdir())
+    assert directory.name == "step_2" and files[:2] == ["actor_rank_0.json.gz", "actor_rank_1.json.gz"]
+    assert [name[:9] for name in files[2:]] == ["engine_0-", "engine_1-"]
+    for file in directory.iterdir():
+        names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert names & {"aten::mm", "aten::addmm", "aten::matmul"}, file
+
+
 def test_supervised_start_taught_the_format(first_run: Path) -> None:
     held_out = json.loads((first_run / "held_out.json").read_text())
     assert held_out["before_sft"] == 0.0
@@ -113,6 +124,7 @@ def test_the_model_loads_in_transformers_and_has_changed(first_run: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(first_run / "model")
     ids = tokenizer("<|im_start|>user\n1 + 1<|im_end|>\n", return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
+    assert (first_run / "model" / "rstar2_format.json").is_file()
     config = (first_run / "config.yaml").read_text()
     base = next(
         line.split(": ", 1)[1].strip().strip("'\"") for line in config.splitlines() if "model_path:" in line

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.reward.math_grader import CORRECT, quick_grade
-from rstar2_megatron.reward.pool import DETAILS, Grade, GraderPool
+from rstar2_megatron.reward.pool import Grade, GraderPool
 from tests.reward.pairs import flat
 
 
@@ -46,7 +46,7 @@ def children() -> set[int]:
 async def test_table_of_pairs(pool: GraderPool, capsys: pytest.CaptureFixture[str]) -> None:
     """Answers with unclosed braces cannot be inside a box: they reach the grader directly."""
     pairs = flat()
-    assert len(pairs) >= 300
+    assert len(pairs) >= 679
 
     async def verdict(solution: str, answer: str) -> bool:
         quick = quick_grade(answer, [solution])
@@ -78,7 +78,7 @@ async def test_table_of_pairs(pool: GraderPool, capsys: pytest.CaptureFixture[st
 )
 async def test_details_are_typed(pool: GraderPool, response, solutions, reward, detail) -> None:
     grade = await pool.grade(response, solutions)
-    assert (grade.reward, grade.detail) == (reward, detail) and grade.detail in DETAILS
+    assert (grade.reward, grade.detail) == (reward, detail)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.report.read import read_log
 from rstar2_megatron.runs.preflight import logger_problems
 from rstar2_megatron.settings.load import load_settings
 from tests.e2e.runs import ROOT
+from tests.report.logs import read_log
 
 PROGRAM = """
 import sys

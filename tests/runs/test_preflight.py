@@ -84,6 +84,8 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             ["data.max_prompt_length=600", "runner.seq_length=640"],
             r"=600 \+ .*=256 exceed .*=640; set runner.seq_length=856",
         ),
+        (["runner.max_steps=9", "runner.trace=[3,10]"], r"runner.trace=\[3, 10\] names step 10, but .*=9"),
+        (["runner.max_steps=9", "runner.profiler.steps=10"], r"runner.profiler.steps=\[10\] names step 10"),
         (["algorithm.group_size=4"], r"down_sample_to_n=8 exceeds algorithm.group_size=4"),
         (
             ["algorithm.down_sampling.down_sampling_config.min_zero_reward_trace_num=8"],
@@ -91,7 +93,7 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         ),
         (
             ["algorithm.kl_beta=0.1", "algorithm.kl_penalty_type=kl"],
-            r"kl_penalty_type=kl with algorithm.kl_beta=0.1 is no KL loss .* choose one of low_var_kl",
+            r"kl_penalty_type=kl with algorithm.kl_beta=0.1 is not a KL loss .* choose one of low_var_kl",
         ),
         (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
         (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),

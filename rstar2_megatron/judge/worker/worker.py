@@ -145,9 +145,11 @@ class Worker:
         self.prefetched.answered(len(answers), time.monotonic())
         try:
             if answers or (count and self._may_have_jobs):
+                if count:  # lowered before asking: a bell may raise it while the answer is on its way
+                    self._may_have_jobs = False
                 jobs = await self._ask(answers, count)
-                if count:
-                    self._may_have_jobs = len(jobs) == count  # a full answer: the queue may hold more
+                if count and len(jobs) == count:  # the queue may hold more
+                    self._may_have_jobs = True
                 for job in jobs:
                     if job.key not in self.running:  # else a restarted Redis forgot that it runs here
                         self.prefetched.add(job)
@@ -155,6 +157,7 @@ class Worker:
                     self._begin_jobs()
         except (RedisError, OSError) as error:
             self._done = answers + self._done
+            self._may_have_jobs = True
             if not self.stopping.is_set():
                 log.error("exchanging jobs failed: %s", error)
                 await asyncio.sleep(0.5)
@@ -231,9 +234,7 @@ class Worker:
         request = orjson.loads(job.payload)
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
         request["worker"] = self.name
-        limits = CallLimits.from_dict(request["limits"])
-        compile_s = limits.compile_time_s if request["type"] == "cpp" else 0.0
-        deadline_s = limits.time_limit_s + compile_s + _GRACE_S
+        deadline_s = CallLimits.from_dict(request["limits"]).longest_s(request["type"]) + _GRACE_S
         call = _Call(job.key, request, orjson.dumps(request), deadline_s)
         if "session" in request:
             answer = await self._run_in_session(call, slot, permit)
@@ -358,7 +359,8 @@ class Worker:
             try:
                 async for key in self.queue.cancellations(self.name):
                     if key.startswith("@"):
-                        await self._end_session(key[1:])
+                        if self.sessions.end(key[1:]):
+                            await self._forget_sessions([key[1:]])
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
                     elif self.prefetched.drop(key):
@@ -368,10 +370,6 @@ class Worker:
             except (RedisError, OSError) as error:
                 log.debug("listening for cancellations failed: %s", error)
                 await asyncio.sleep(0.5)
-
-    async def _end_session(self, name: str) -> None:
-        if self.sessions.end(name):
-            await self._forget_sessions([name])
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Lease no more jobs, wait `drain_s` for running ones, end the sandbox, put the others back."""

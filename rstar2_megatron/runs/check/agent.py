@@ -11,21 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.runs.check.process import Job
-from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import free_port, terminate_tree
+from rstar2_megatron.services.process import free_port, start_child, terminate_tree
 
-ROOT = Path(__file__).resolve().parents[3]
 _OTHERS_S = 5.0  # what the other ranks of a program may still take when one has failed
 _LOG_TAIL = 4000
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process answered; `error` is "" or a traceback, or says that it died or took too long."""
+    """The answer of one process; `error` is "" or a traceback, or says that the process died or took too long."""
 
     rank: int
     node: int
@@ -46,17 +43,8 @@ class _Process:
         self.connection, theirs = Pipe()
         with tempfile.TemporaryFile() as log:
             self._log = os.dup(log.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rstar2_megatron.runs.check.process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                cwd=ROOT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            command = [sys.executable, "-m", "rstar2_megatron.runs.check.process", str(theirs.fileno())]
+            self.process = start_child(command, log, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
 
     def alive(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +11,10 @@ import tempfile
 import venv
 from pathlib import Path
 
+import pytest
+
 import rstar2_megatron
+from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.services.redis_server import find_redis_server
 
 
@@ -112,3 +116,71 @@ def test_what_calls_are_forked_from_is_small() -> None:
     )
     ended = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "[]\n", ended.stdout + ended.stderr
+
+
+ORDINARY_USER = [*["unshare", "-U", "--map-user=1000", "--map-group=1000"], sys.executable, "-c"]
+WITHOUT_NAMESPACES = """
+import errno, os, sys
+from rstar2_megatron.judge.sandbox import linux, seccomp
+refused = ["mount", "unshare", "setns", *sys.argv[1].split()]
+linux.no_new_privileges()
+rules = [seccomp.Rule(name, 0x50000 | errno.EPERM) for name in refused]
+linux.do([seccomp.install_step(seccomp.compile_filter(0x7FFF0000, rules))])
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+needs_user_namespaces = pytest.mark.skipif(
+    subprocess.run([*ORDINARY_USER[:4], "true"], capture_output=True).returncode != 0,
+    reason="no user namespaces here, which stand in for an ordinary user",
+)
+
+
+@needs_user_namespaces
+def test_without_namespaces_an_ordinary_user_has_landlock(tmp_path: Path) -> None:
+    """Programs, the judge and Redis have the same uid: one call ended them all and read the programs of earlier calls."""
+    with contextlib.suppress(OSError):
+        if linux.landlock_version() < linux.LANDLOCK_SCOPE_VERSION:
+            pytest.skip("needs landlock's scope of signals")
+    (tmp_path / "dump.rdb").write_text("programs of earlier calls")
+    program = """
+import asyncio, json, os, sys
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.worker.slots import SlotPool
+attack = f'''
+import os, signal
+for attempt in (lambda: os.kill({os.getpid()}, 0), lambda: os.listdir({sys.argv[1]!r}), lambda: os.listdir('/'),
+                lambda: open({sys.argv[1]!r} + '/dump.rdb').read(), lambda: open('/proc/{os.getpid()}/cmdline').read()):
+    try: print('DONE', attempt())
+    except PermissionError: print('refused')
+pid = os.fork()
+if pid == 0: signal.pause()
+os.kill(pid, 9); print(os.waitpid(pid, 0)[1], open('/proc/self/comm').read() != '', __import__('cmath').pi > 3)
+open('own', 'w').write('x'); print(open('own').read())
+'''
+async def main():
+    pool = SlotPool(1)
+    await pool.start(60)
+    await pool.check_isolation("partial")
+    slot = await pool.free.get()
+    job = {"type": "python", "solution": attack, "input": "", "limits": CallLimits().as_dict(), "sub_id": "x"}
+    result = json.loads(await slot.run(json.dumps(job).encode(), 30.0))
+    print(result["stdout"], result["stderr"])
+    await pool.stop()
+asyncio.run(main())
+"""
+    command = [*ORDINARY_USER, WITHOUT_NAMESPACES, "", "-c", program, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split() == ["refused"] * 5 + ["9", "True", "True", "x"], ended.stdout + ended.stderr
+
+
+@needs_user_namespaces
+def test_minimal_isolation_is_asked_for_by_name() -> None:
+    judge = ["-m", "rstar2_megatron.judge", "all", "--workers", "1", "--sessions", "0"]
+    command = [*ORDINARY_USER, WITHOUT_NAMESPACES, "landlock_create_ruleset", *judge]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1 and "JUDGE_REQUIRE_ISOLATION=minimal" in refused.stderr, refused.stderr
+    asked = {**os.environ, "JUDGE_REQUIRE_ISOLATION": "minimal"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=asked) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline().startswith("judge ready")
+        finally:
+            process.terminate()

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.runs.check.agent import ROOT
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import values
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 from rstar2_megatron.runs.preflight import check_before_start
+from rstar2_megatron.services.process import PROJECT
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.planning.plan import host_memory, make_plan, model_of
 
 SURVEY = "rstar2_megatron.runs.check.programs.survey:survey"
 LEAST_DRIVER = 580  # CUDA 13
-_REQUIREMENTS = ROOT / "requirements"
+_REQUIREMENTS = PROJECT / "requirements"
 _OURS = (
     "torch",
     "megatron-core",
@@ -75,7 +75,7 @@ def nodes(context: Context) -> Finding:
     """Ray reaches every node, and each tells about itself."""
     wanted = context.settings.cluster.num_nodes
     addresses = context.nodes.start_ray(wanted, context.settings.cluster.node_wait_timeout_s)
-    paths = [str(context.scratch.parent), str(ROOT)]
+    paths = [str(context.scratch.parent), str(PROJECT)]
     pins = read_pins(_REQUIREMENTS, gpu=not context.slots.is_cpu)
     answers = context.nodes.everywhere(SURVEY, 60.0, paths=paths, pins=sorted(pins))
     facts = values(answers)
@@ -87,7 +87,7 @@ def nodes(context: Context) -> Finding:
 def _facts(context: Context) -> list[Facts]:
     """Each node's survey; this node's alone when Ray could not reach the others."""
     if "survey" not in context.found:
-        paths = [str(context.scratch.parent), str(ROOT)]
+        paths = [str(context.scratch.parent), str(PROJECT)]
         pins = sorted(read_pins(_REQUIREMENTS, gpu=not context.slots.is_cpu))
         context.found["survey"] = values(context.nodes.everywhere(SURVEY, 60.0, paths=paths, pins=pins))
     survey: list[Facts] = context.found["survey"]
@@ -208,7 +208,7 @@ def nvlink(context: Context) -> Finding:
 
 
 def pairs_without_nvlink(topology: str) -> Iterable[str]:
-    """Pairs of GPUs whose entry of `nvidia-smi topo -m` is no NVLink."""
+    """Pairs of GPUs whose entry of `nvidia-smi topo -m` is not NVLink."""
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines()]
     rows = [row for row in rows if row]
     header = next((row for row in rows if row[0] == "GPU0" and "X" not in row), [])

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.runs.check.agent import ROOT
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
-from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import terminate_tree
+from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.planning.times import TRAIN_SHARE
 from rstar2_megatron.settings.schema import Settings
@@ -72,14 +70,9 @@ class ClusterProgram:
         self._runs += 1
         self._events.touch()
         with (self._directory / f"log-{self._runs}.txt").open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [sys.executable, "-u", "-m", self._program, str(self._config), str(self._events), *parts],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
+                log,
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
 
