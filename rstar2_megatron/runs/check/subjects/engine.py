@@ -17,6 +17,7 @@ from rstar2_megatron.training.gates import MAX_LOGPROB_DIFF_FP32, MAX_MEAN_LOGPR
 
 TOKENS = 64
 _START_S = 600.0  # a first start compiles kernels and captures CUDA graphs
+_LEAST_DECODING = 0.02  # of what bandwidth would give: two layers take less time than launching them
 _LEAST_FREED = 0.9  # of what an engine took: context, NCCL and graphs stay
 
 
@@ -136,9 +137,11 @@ def decode(context: Context) -> Finding:
     ranks = context.settings.rollout.tensor_parallel_size
     read = 2 * model.num_parameters + told["requests"] * 160 * kv_bytes_per_token(model, "bf16")
     planned = told["requests"] * PEAK_BYTES_PER_S * ranks / read * DECODE_SHARE
-    # Two layers are so short that launching them takes longer than the memory does: only a gross miss says something.
     words += f"; the plan's share of bandwidth would be {planned:.0f} for the thin model"
-    return Finding(words, {**figures, "planned_tokens_per_s": planned})
+    figures["planned_tokens_per_s"] = planned
+    if told["decode_tokens_per_s"] < _LEAST_DECODING * planned:
+        raise CheckFailed(f"{words}, and less than {_LEAST_DECODING:.0%} of it means a fault", figures)
+    return Finding(words, figures)
 
 
 CHECKS = [
@@ -161,5 +164,10 @@ CHECKS = [
         "take PYTORCH_ALLOC_CONF out of the environment; disaggregated placement does without (docs/multi_node.md)",
         after=("engine",),
     ),
-    Check("decoding speed", decode, "", after=("engine",)),
+    Check(
+        "decoding speed",
+        decode,
+        "does another process use the GPU or its host cores? rollout.sglang.server_args must leave CUDA graphs on",
+        after=("engine",),
+    ),
 ]
