@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
 from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.launch import MetricLogger, check_progress
 from rstar2_megatron.cluster.live_view import export_progress
 from rstar2_megatron.cluster.profiling import StepProfiles
-from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
 from rstar2_megatron.cluster.tracing import StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
