@@ -13,9 +13,9 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rlinf.scheduler import Channel, Cluster
-from rlinf.utils.metric_logger import MetricLogger as MetricLogger
+from rlinf.utils.metric_logger import MetricLogger
 from rlinf.utils.placement import ModelParallelComponentPlacement
-from rlinf.utils.runner_utils import check_progress as check_progress
+from rlinf.utils.runner_utils import check_progress
 
 from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
 from rstar2_megatron.cluster.actor_worker import ActorWorker
@@ -26,6 +26,8 @@ from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
 from rstar2_megatron.settings.planning.transport import object_store_bytes
 from rstar2_megatron.settings.schema import ClusterSettings, Settings
+
+__all__ = ["MetricLogger", "TrainingCluster", "await_cluster", "check_progress"]  # two of them are RLinf's
 
 logger = logging.getLogger(__name__)
 
