@@ -57,15 +57,19 @@ TOOL_SCHEMAS: dict[str, ToolSchema] = {
 }
 
 
-def tool_schemas(names: list[str]) -> list[ToolSchema]:
-    """Schemas of the named tools, in order.
+def tool_schemas(names: list[str], described: list[ToolSchema] | None = None) -> list[ToolSchema]:
+    """Schemas of the named tools, in order; `described` replaces those of the same names.
 
-    Raises ValueError for a name that no tool has.
+    Raises ValueError for a name that no tool has, or a description of a tool that is not used.
     """
     unknown = [name for name in names if name not in TOOL_SCHEMAS]
     if unknown:
         raise ValueError(f"agentloop.tools names {unknown}; known tools are {sorted(TOOL_SCHEMAS)}")
-    return [TOOL_SCHEMAS[name] for name in names]
+    own = {tool_name(schema): schema for schema in described or []}
+    unused = sorted(set(own) - set(names))
+    if unused:
+        raise ValueError(f"agentloop.tool_descriptions describes {unused}, agentloop.tools has {names}")
+    return [own.get(name, TOOL_SCHEMAS[name]) for name in names]
 
 
 def tool_name(schema: ToolSchema) -> str:

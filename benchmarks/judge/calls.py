@@ -39,12 +39,19 @@ from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
 CASES = (
-    "print", "template", "numpy", "sympy", "template_sympy", "surds", "mix", "batch", "session", "overhead",
+    "print", "template", "numpy", "sympy", "template_sympy", "surds", "mix", "batch", "session", "burn", "hostile",
+    "busy", "overhead",
 )  # fmt: skip
+# What other clients do meanwhile, and how many: "hostile" is calls beside endless ones with nine processes each, "busy" one
+# client's short calls beside calls of 0.6 s of CPU.
+BACKGROUND = {"hostile": ("attack", 12), "busy": ("burn", 4)}
 OURS_ONLY = ("session", "overhead")
 BATCH_SIZE = 64
 # 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly
-CLIENTS = {case: (1, 32) if case in ("surds", "batch") else (1, 32, 256, 2000) for case in CASES}
+CLIENTS: dict[str, tuple[int, ...]] = {
+    case: (1, 32) if case in ("surds", "batch") else (1, 32, 256, 2000) for case in CASES
+}
+CLIENTS |= {"burn": (32,), "hostile": (4,), "busy": (1,)}
 CALLS_A_SESSION = 8
 
 
@@ -118,6 +125,20 @@ async def one_turn(client: JudgeClient, case: str, numbers: Iterator[int]) -> li
     return timed
 
 
+async def _disturb(url: str, case: str, numbers: Iterator[int]) -> None:
+    """Drive the case's background until cancelled."""
+    background, clients = BACKGROUND[case]
+    async with JudgeClient(url, client_id="others", max_concurrency=clients) as client:
+
+        async def drive() -> None:
+            while True:
+                await client.run(program(background, next(numbers)))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(clients):
+                group.create_task(drive())
+
+
 async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: float) -> dict[str, Any]:
     """Each client sends its next call when the last one is answered, until `seconds` are over."""
     numbers = itertools.count(random.randrange(1 << 30) * 20)
@@ -126,6 +147,7 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
     lost = 0
     async with JudgeClient(url, max_concurrency=clients, request_timeout_s=120, max_outage_s=60) as client:
         await client.run("1")
+        others = [asyncio.create_task(_disturb(url, case, numbers)) for _ in range(case in BACKGROUND)]
         cpu_before, started = tree.cpu_s(), time.monotonic()
 
         async def drive() -> None:
@@ -141,6 +163,9 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
                 lost += sum(result.is_infrastructure for result, _ in timed)
 
         await asyncio.gather(*(drive() for _ in range(clients)))
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         elapsed = time.monotonic() - started
         calls = sum(outcomes.values())
         cpu = tree.cpu_s()
@@ -155,6 +180,7 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
         "p50_ms": quantile(latencies, 0.5),
         "p95_ms": quantile(latencies, 0.95),
         "p99_ms": quantile(latencies, 0.99),
+        "max_ms": quantile(latencies, 1.0),
         "cpu_ms_per_call": round(1000 * sum(cpu.values()) / calls, 2) if seen else None,
         "cpu_ms_by_part": {part: round(1000 * cpu[part] / calls, 2) for part in sorted(cpu)}
         if seen

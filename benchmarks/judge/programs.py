@@ -15,6 +15,8 @@ NUMPY = "import numpy as np\na = np.arange(10000).reshape(100, 100) + {i}\nprint
 SYMPY = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - {sum}*x + {product}, x))"
 SURDS = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - 5*x + {i}, x))"
 LOOP = "while True: pass  # {i}"
+BURN = "import time\nwhile time.process_time() < {seconds}: pass\nprint({i})"
+ATTACK = "import os\nfor _ in range(8):\n    if os.fork() == 0: break\nwhile True: pass  # {i}"
 BARE_CASES = ("print", "numpy", "sympy", "surds")  # told beside what the program costs in a bare fork
 
 
@@ -47,7 +49,7 @@ def program(case: str, i: int) -> str:
         return f"total = globals().get('total', 0) + {i}\nprint(total)"
     if case in ("template", "template_sympy"):
         return in_public_template(program("print" if case == "template" else "sympy", i))
-    if case in ("print", "batch", "overhead"):
+    if case in ("print", "batch", "overhead", "busy"):
         return PRINT.format(i=i)
     if case == "mix":
         if i % 20 == 7:
@@ -56,4 +58,6 @@ def program(case: str, i: int) -> str:
     if case == "sympy":
         roots = i % 997 + 1, i // 997 % 997 + 1
         return SYMPY.format(sum=sum(roots), product=math.prod(roots))
-    return {"numpy": NUMPY, "surds": SURDS}[case].format(i=i)
+    if case in ("burn", "hostile"):  # hostile: up to half the time limit of 4 s
+        return BURN.format(i=i, seconds=0.6 if case == "burn" else 0.2 * (i % 10 + 1))
+    return {"numpy": NUMPY, "attack": ATTACK, "surds": SURDS}[case].format(i=i)

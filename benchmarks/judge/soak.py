@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ class Soak:
         if result.stdout != f"{expected}\n":
             self.counts["wrong"] += 1
             if len(self.wrong) < _MOST_EXAMPLES:
-                self.wrong.append({"expected": expected, **asdict(result)})
+                self.wrong.append({"expected": expected, **result._asdict()})
 
     async def _call(self, client: JudgeClient, number: int) -> None:
         while time.monotonic() < self.ends_at:

@@ -77,10 +77,6 @@ class EngineModel:
     def idle(self) -> bool:
         return not self._running and not self._waiting
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._running) + len(self._waiting)
-
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
 

@@ -103,7 +103,7 @@ def rl_loss(
         )
         if reference is not None:
             there = reference.of(batch.sequence + first, batch.place)
-            kl = kl_estimate(log_probs, there, algorithm.kl_penalty_type)
+            kl = kl_estimate(log_probs, there, algorithm.kl_penalty_type, algorithm.kl_clamp)
             value = value + algorithm.kl_beta * (token_weights * kl).sum() / weights.denominator
             sums["reference_kl"] = kl.detach().sum()
         return value, {**sums, **loss_sums, "loss": value.detach()}

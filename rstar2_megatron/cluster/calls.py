@@ -116,7 +116,6 @@ class WorkerGroup:
         return self.start(method, *args, ranks=ranks, **kwargs).result(timeout_s)
 
     def kill(self) -> None:
-        """Kill the worker processes."""
         for worker in self.workers:
             ray.kill(worker)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.process import free_port, start_child, terminate_tree
 
+_START_TIMEOUT_S = 120.0
 _SOCKET_PATH = 107  # longest path of a Unix socket
 _BELOW = len("/ray-abcdefgh/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
@@ -30,10 +31,9 @@ class RayHeadError(RuntimeError):
 class RayHead:
     """`ray start --head --block` as a child process. The kernel ends it when this process dies."""
 
-    def __init__(self, *, num_cpus: int, object_store_mb: int = 512, start_timeout_s: float = 120.0) -> None:
+    def __init__(self, *, num_cpus: int, object_store_mb: int = 512) -> None:
         self.num_cpus = num_cpus
         self.object_store_mb = object_store_mb
-        self.start_timeout_s = start_timeout_s
         self.address = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
@@ -77,11 +77,11 @@ class RayHead:
                 env=env,
                 cwd=None,  # Ray's workers inherit the driver's directory
             )
-        deadline = time.monotonic() + self.start_timeout_s
+        deadline = time.monotonic() + _START_TIMEOUT_S
         while b"Ray runtime started" not in log_path.read_bytes():
             code = self._process.poll()
             if code is not None or time.monotonic() > deadline:
-                late = f"did not start within {self.start_timeout_s:.0f} s"
+                late = f"did not start within {_START_TIMEOUT_S:.0f} s"
                 what = late if code is None else f"ended with code {code}"
                 text = log_path.read_text(errors="replace")[-2000:]
                 self.stop()

@@ -211,7 +211,7 @@ class RolloutWorker(TracedWorker, Worker):
         }
 
     async def load(self) -> EngineLoad | None:
-        """What this worker does now; None between phases."""
+        """The current activity of this worker; None between phases."""
         runner = self._runner
         if runner is None:
             return None

@@ -1,4 +1,4 @@
-"""How often a model solves each problem, and which problems are dropped for it. Pure.
+"""Pass counts of problems, and the problems that are dropped for theirs. Pure.
 
 Before its third stage the paper draws 8 rollouts of each problem and drops problems solved 8 times (arXiv 2508.20722,
 section 3.2). A problem that is never solved gives no gradient either, but the model may learn to solve it

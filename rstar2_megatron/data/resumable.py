@@ -55,7 +55,6 @@ class ResumablePass:
         return state if fits else None
 
     def accept(self, row: Mapping[str, Any]) -> None:
-        """Keep a row."""
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def rows(

@@ -116,6 +116,7 @@ def default_out(model: Path) -> Path:
 
 def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
     """The configuration and the sampling settings. Raises ValueError for arguments that contradict each other."""
+    # here and in `run`, because torch and SGLang's client take seconds, which wrong arguments should not cost
     from rstar2_megatron.evaluation.sampling import SamplingSettings
 
     config = find_run_config(arguments.model.resolve())
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings, out: Path) -> int:
     """Sample the missing attempts, score all, write and print the scores."""
-    from rstar2_megatron.evaluation.sampling import sample
+    from rstar2_megatron.evaluation.sampling import sample  # here, as in `configure`
 
     problems = [problem for members in benchmarks.values() for problem in members]
     part_of = {p.query_id: name for name, members in benchmarks.items() for p in members}

@@ -35,11 +35,8 @@ class Benchmark:
     key_column: str | None = None
 
 
-def _math(problem: str = "problem", answer: str = "answer") -> Callable[[Mapping[str, Any], int], Row]:
-    def convert(row: Mapping[str, Any], seed: int) -> Row:
-        return {"prompt": str(row[problem]).strip(), "solutions": [str(row[answer]).strip()]}
-
-    return convert
+def _math(row: Mapping[str, Any], seed: int) -> Row:
+    return {"prompt": str(row["problem"]).strip(), "solutions": [str(row["answer"]).strip()]}
 
 
 _CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
@@ -61,16 +58,16 @@ def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "aime24": Benchmark(
-        "HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math(), key_column="id"
+        "HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math, key_column="id"
     ),
     "aime25": Benchmark(
-        "MathArena/aime_2025", "train", 30, ("problem", "answer"), _math(), key_column="problem_idx"
+        "MathArena/aime_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"
     ),
     "hmmt25": Benchmark(
-        "MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math(), key_column="problem_idx"
+        "MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"
     ),
     "math500": Benchmark(
-        "HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math(), key_column="unique_id"
+        "HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math, key_column="unique_id"
     ),
     "gpqa-diamond": Benchmark(
         "Idavidrein/gpqa",

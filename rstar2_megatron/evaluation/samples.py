@@ -18,7 +18,7 @@ class SamplesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What statistics need of one attempt. Only `usable` ones count: infrastructure spoiled the others, or they were cut."""
+    """The facts of one attempt that statistics need. Attempts that infrastructure spoiled or that were cut are not `usable`."""
 
     query_id: str
     index: int  # 0 .. k-1 among the problem's attempts

@@ -115,7 +115,6 @@ def sample(
     out: str | Path,
     *,
     label: str = "sampling",
-    progress: bool = True,
 ) -> list[Sample]:
     """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
 
@@ -134,31 +133,24 @@ def sample(
     if any(key not in found for key in keys):
         temporary = RunTemporary()
         try:
-            asyncio.run(_Sampler(problems, settings, file, found, label, progress).run())
+            asyncio.run(_Sampler(problems, settings, file, found, label).run())
         finally:
             temporary.remove()
     return [found[key] for key in keys if key in found]
 
 
+@dataclass
 class _Sampler:
     """One call of `sample`: services up, engines pulling attempts, services down."""
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        settings: SamplingSettings,
-        file: SampleFile,
-        found: dict[tuple[str, int], Sample],
-        label: str,
-        progress: bool,
-    ) -> None:
-        self.problems = problems
-        self.settings = settings
-        self.file = file
-        self.found = found
-        self.label = label
-        self.progress = progress
-        self.logs = file.path.parent.resolve() / "logs"
+    problems: Sequence[Problem]
+    settings: SamplingSettings
+    file: SampleFile
+    found: dict[tuple[str, int], Sample]
+    label: str
+
+    def __post_init__(self) -> None:
+        self.logs = self.file.path.parent.resolve() / "logs"
 
     async def run(self) -> None:
         settings = self.settings
@@ -190,7 +182,7 @@ class _Sampler:
             reward = settings.reward
             pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
             self.attempts = AttemptQueue(attempts, settings.rollout.slice_size)
-            with tqdm(total=len(attempts), desc=self.label, disable=None if self.progress else True) as bar:
+            with tqdm(total=len(attempts), desc=self.label, disable=None) as bar:
                 await run_together(self._serve(engine, judge, template, pool, bar) for engine in engines)
 
     def _check_prompts(self, template: ChatTemplate) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 
 from rstar2_megatron.judge import commands
-from rstar2_megatron.judge.limits import LEVELS, CallLimits, default_permits
+from rstar2_megatron.judge.limits import LEVELS, CallLimits, default_permits, default_processes
 
 log = logging.getLogger("judge")
 _SESSIONS_PER_CORE = 32
@@ -37,8 +37,14 @@ def _parser() -> argparse.ArgumentParser:
         "--sessions", type=int, default=_SESSIONS_PER_CORE * (os.cpu_count() or 1),
         help="live interpreters of this node at a time (default: 32 a core)",
     )  # fmt: skip
+    parser.add_argument(
+        "--processes", type=int, default=default_processes(),
+        help="worker processes that share the slots, permits and sessions (default: 1 for 8 cores)",
+    )  # fmt: skip
     parser.add_argument("--session-ttl-s", type=float, default=900.0, help="an unused session ends (900)")
-    parser.add_argument("--time-limit-s", type=float, help="wall time of a call (MAX_EXECUTION_TIME; 10)")
+    parser.add_argument(
+        "--time-limit-s", type=float, help="time of a call without waits for a core (MAX_EXECUTION_TIME; 10)"
+    )
     parser.add_argument("--memory-mb", type=int, help="memory of a call (MAX_MEMORY; 512)")
     parser.add_argument("--output-chars", type=int, help="output returned (MAX_STDOUT_ERROR_LENGTH; 1000)")
     parser.add_argument("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
@@ -83,6 +89,8 @@ def slots_of(arguments: argparse.Namespace) -> int:
 def check_counts(arguments: argparse.Namespace) -> None:
     if not arguments.max_running >= 1:
         raise ValueError(f"--max-running {arguments.max_running}: at least 1 call")
+    if not 1 <= arguments.processes <= arguments.workers:
+        raise ValueError(f"--processes {arguments.processes}: between 1 and the {arguments.workers} slots")
     if not 0 <= arguments.sessions <= 4096:
         raise ValueError(f"--sessions {arguments.sessions}: between 0 and 4096 live interpreters")
     if not arguments.session_ttl_s > 0:

@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
@@ -53,7 +54,9 @@ def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
 
 
 async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
-    """Run jobs until a signal."""
+    """Run jobs until a signal, in this process or in several."""
+    if arguments.processes > 1:
+        return await _run_workers(arguments, limits)
     # Imported here, as the HTTP server below: each process loads only its own part.
     from rstar2_megatron.judge.worker.worker import Worker
 
@@ -82,6 +85,19 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     stopped.cancel()
 
 
+async def _run_workers(arguments: argparse.Namespace, limits: CallLimits) -> None:
+    stop = _stop_event(arguments)
+    uri = arguments.redis_uri or _DEFAULT_REDIS
+    check_redis(uri)
+    drain_s = limits.time_limit_s if arguments.drain_s is None else arguments.drain_s
+    workers = _Workers(arguments, uri, drain_s)
+    try:
+        await workers.wait_until_ready(stop)
+        await _until(stop, _keep_running(workers, None))
+    finally:
+        workers.stop()
+
+
 async def run_serve(arguments: argparse.Namespace, limits: CallLimits) -> None:
     """Serve HTTP until a signal; workers run elsewhere."""
     stop = _stop_event(arguments)
@@ -98,59 +114,66 @@ async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
     stop = _stop_event(arguments)
     sock = _listen(arguments)
     redis_server = None if arguments.redis_uri else RedisServer().start()
-    worker: _WorkerProcess | None = None
+    workers: _Workers | None = None
     try:
         uri = arguments.redis_uri or redis_server.uri  # type: ignore[union-attr]
         if redis_server is None:
             check_redis(uri)
-        worker = _WorkerProcess(arguments, limits, uri)
+        workers = _Workers(arguments, uri, drain_s=0.0)
         async with _http_server(arguments, limits, uri, sock):
-            await worker.wait_until_ready(stop)
+            await workers.wait_until_ready(stop)
             if stop.is_set():
                 return
             _announce(arguments, sock, uri)
-            keeper = asyncio.ensure_future(_keep_running(worker, redis_server))
-            stopped = asyncio.ensure_future(stop.wait())
-            await asyncio.wait([keeper, stopped], return_when=asyncio.FIRST_COMPLETED)
-            keeper.cancel()
-            stopped.cancel()
-            worker.stop()
+            await _until(stop, _keep_running(workers, redis_server))
+            workers.stop()
     finally:
-        if worker is not None:
-            worker.stop()
+        if workers is not None:
+            workers.stop()
         if redis_server is not None:
             redis_server.stop()
         if arguments.port_file:
             Path(arguments.port_file).unlink(missing_ok=True)
 
 
-async def _keep_running(worker: _WorkerProcess, redis_server: RedisServer | None) -> None:
+async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends or `stop` is set."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def _keep_running(workers: _Workers, redis_server: RedisServer | None) -> None:
     """Restart Redis or the worker when it has died."""
     while True:
         await asyncio.sleep(0.1)
         if redis_server is not None and not redis_server.alive():
             log.error("Redis ended: started again on its data")
             await asyncio.to_thread(redis_server.restart)
-        if not worker.alive():
-            log.error("the worker ended with code %s: started again", worker.process.returncode)
-            await worker.replace()
+        for worker in workers.processes:
+            if not worker.alive():
+                log.error("a worker ended with code %s: started again", worker.process.returncode)
+                await worker.replace()
 
 
 class _WorkerProcess:
-    """The worker as a child process of `all`."""
+    """One of the workers of a node, as a child process."""
 
-    def __init__(self, arguments: argparse.Namespace, limits: CallLimits, uri: str) -> None:
+    def __init__(self, arguments: argparse.Namespace, uri: str, number: int, drain_s: float) -> None:
         self.arguments = arguments
-        self.limits = limits
         self.uri = uri
+        self.number = number
+        self.drain_s = drain_s
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         command = [sys.executable, "-m", "rstar2_megatron.judge", "worker", "--name", self.name]
-        command += ["--workers", str(self.arguments.workers), "--drain-s", "0", "--exit-with-parent"]
-        command += ["--max-running", str(self.arguments.max_running)]
-        command += ["--sessions", str(self.arguments.sessions)]
+        command += ["--drain-s", str(self.drain_s), "--exit-with-parent", "--processes", "1"]
+        command += ["--workers", self._share(self.arguments.workers)]
+        command += ["--max-running", self._share(self.arguments.max_running, least=1)]
+        command += ["--sessions", self._share(self.arguments.sessions)]
         command += ["--session-ttl-s", str(self.arguments.session_ttl_s)]
         command += ["--require-isolation", self.arguments.require_isolation]
         command += ["--log-level", self.arguments.log_level]
@@ -163,6 +186,11 @@ class _WorkerProcess:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C at the terminal reaches `all` only, which stops in order
         )
+
+    def _share(self, total: int, least: int = 0) -> str:
+        """This process's part of `total`; the parts differ by at most one."""
+        count = self.arguments.processes
+        return str(max(least, (self.number + 1) * total // count - self.number * total // count))
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -198,7 +226,26 @@ class _WorkerProcess:
         self.process = self._start()
 
     def stop(self) -> None:
-        end_child(self.process, grace_s=8.0)
+        end_child(self.process, grace_s=8.0 + self.drain_s)
+
+
+class _Workers:
+    """The worker processes of a node: they share its slots, permits and sessions."""
+
+    def __init__(self, arguments: argparse.Namespace, uri: str, drain_s: float) -> None:
+        numbers = range(arguments.processes)
+        self.processes = [_WorkerProcess(arguments, uri, number, drain_s) for number in numbers]
+
+    async def wait_until_ready(self, stop: asyncio.Event) -> None:
+        for worker in self.processes:
+            await worker.wait_until_ready(stop)
+
+    def stop(self) -> None:
+        for worker in self.processes:
+            if worker.alive():
+                worker.process.terminate()
+        for worker in self.processes:
+            worker.stop()
 
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:

@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "MAX_STDOUT_ERROR_LENGTH": "output_chars",
 }
 LEVELS = ("minimal", "partial", "full")  # of isolation
+# A call that waits for a core ends after so many time limits at the latest: see sandbox/process_tree.py.
+WALL_FACTOR = 4
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 
 
@@ -40,10 +42,18 @@ def default_permits() -> int:
     return math.ceil(1.5 * len(os.sched_getaffinity(0)))
 
 
+def default_processes() -> int:
+    """Worker processes of a node (default of `--processes`): one for 8 cores.
+
+    A worker's own thread takes 0.2 to 0.5 ms a call; 8 cores run at most 3,500 short calls a second.
+    """
+    return max(1, (os.cpu_count() or 1) // 8)
+
+
 class CallLimits(NamedTuple):
     """Limits of one call. All are enforced from outside the program."""
 
-    time_limit_s: float = 10.0  # wall time; CPU time is bounded by it too
+    time_limit_s: float = 10.0  # wall time; longer while it waits for a core
     memory_mb: int = 512  # beyond the interpreter with numpy and sympy loaded
     output_chars: int = 1000  # of stdout and of stderr that are returned
     output_limit_mb: int = 16  # written output that ends the call
@@ -51,6 +61,14 @@ class CallLimits(NamedTuple):
     processes: int = 64
     open_files: int = 256
     compile_time_s: float = 15.0  # added to the time limit of a C++ call
+
+    def longest_s(self, kind: str) -> float:
+        """Seconds after which a call of this type ("cpp" is compiled first) has ended, however busy the machine is."""
+        return WALL_FACTOR * self.usual_s(kind)
+
+    def usual_s(self, kind: str) -> float:
+        """Seconds after which it has ended on a machine with a free core."""
+        return self.time_limit_s + (self.compile_time_s if kind == "cpp" else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         return self._asdict()

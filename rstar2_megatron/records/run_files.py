@@ -60,7 +60,7 @@ class RunFiles:
 
 
 def rotate_log(path: Path, max_bytes: int) -> None:
-    """Move the text of a log larger than `max_bytes` to `NAME.1`, in the place of what was there.
+    """Move the text of a log larger than `max_bytes` to `NAME.1`, which it replaces.
 
     Its writers append, so they keep the file open; what they write during the copy may be lost.
     """

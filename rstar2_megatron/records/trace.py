@@ -76,7 +76,7 @@ def clock_offset(pings: Sequence[tuple[float, float, float]]) -> float:
 
 
 class _Off:
-    """What `span` returns while nothing is traced."""
+    """The result of `span` while nothing is traced."""
 
     def __enter__(self) -> Args:
         return {}

@@ -1,92 +1,36 @@
-"""Compares curves of several runs: arms of seeds, a figure, a table, and notes on what is not comparable."""
+"""Compares arms: a table, differences with bootstrap intervals, what may be concluded, and what is not comparable. Pure."""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-import re
+import math
 import statistics
-import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-from rstar2_megatron.report.names import COMPARABLE, LENGTH, PASS_RATE, RESAMPLED, REWARD
-from rstar2_megatron.report.read import Log, Series
+import numpy as np
 
-LAST = 5  # steps of the final value
-PANELS = ((REWARD, "Reward (after resampling)"), (LENGTH, "Response length (tokens)"))
-_SEED = re.compile(r"[-_.]?(?:seed|s)[-_.=]?\d+$", re.IGNORECASE)
+from rstar2_megatron.report.arms import Arm, Point, clock
+from rstar2_megatron.report.log_formats import Log, Series
+from rstar2_megatron.report.names import (
+    COMPARABLE,
+    DIFFERENT_IN_VERL,
+    LENGTH,
+    PASS_RATE,
+    RESAMPLED,
+    REWARD,
+    Panel,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Mean over the seeds that have this step, and their standard deviation (0 for one seed)."""
-
-    mean: float
-    deviation: float
-    seeds: int
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.deviation
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.deviation
-
-
-@dataclass
-class Arm:
-    """Runs of one configuration under different seeds."""
-
-    label: str
-    logs: list[Log] = field(default_factory=list)
-
-    @property
-    def kind(self) -> str:
-        """ "verl" or "ours" (RLinf's names)."""
-        return self.logs[0].kind if self.logs else "ours"
-
-    def curve(self, name: str) -> dict[int, Point]:
-        """step -> Point, steps counted from 1."""
-        columns: dict[int, list[float]] = {}
-        for log in self.logs:
-            for step, value in log.aligned(name).items():
-                columns.setdefault(step, []).append(value)
-        return {
-            step: Point(
-                statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values)
-            )
-            for step, values in sorted(columns.items())
-        }
-
-
-def arm_label(log: Log) -> str:
-    """The run's name without a trailing seed, so that seeds of one configuration form one arm."""
-    bare = _SEED.sub("", log.label) or log.label
-    return f"verl {bare}" if log.kind == "verl" and not bare.lower().startswith("verl") else bare
-
-
-def group_arms(logs: Sequence[tuple[str | None, Log]]) -> list[Arm]:
-    """Arms by label; a None label is found by `arm_label`. Logs without curves are left out."""
-    arms: dict[str, Arm] = {}
-    for label, log in logs:
-        if log.series:
-            name = label or arm_label(log)
-            arms.setdefault(name, Arm(name)).logs.append(log)
-    return list(arms.values())
-
+BOOTSTRAPS = 10_000
+SEEDS_FOR_A_CONCLUSION = 3
 
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def final_value(curve: dict[int, Point]) -> float | None:
-    """Mean over the last LAST steps."""
-    tail = list(curve.values())[-LAST:]
+def final_value(curve: dict[int, Point], last: int) -> float | None:
+    """Mean over the last `last` steps."""
+    tail = list(curve.values())[-last:]
     return statistics.fmean(p.mean for p in tail) if tail else None
 
 
@@ -105,31 +49,138 @@ def area(curve: Series) -> float | None:
 
 
 def steps_to_reach(curve: dict[int, Point], level: float) -> int | None:
-    """First step whose mean, smoothed over LAST steps, is at least `level`."""
-    window: list[float] = []
-    for step, point in curve.items():
-        window = [*window[-(LAST - 1) :], point.mean]
-        if statistics.fmean(window) >= level:
-            return step
+    """First step whose mean is at least `level`, of a curve that is smoothed already."""
+    return next((step for step, point in curve.items() if point.mean >= level), None)
+
+
+# ------------------------------------------------------------------------------------------- differences
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A difference of means with its 95 % interval over seeds; no bounds where an arm has one run."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the interval excludes 0, else 0."""
+        if self.low is None or self.high is None:
+            return 0
+        return (self.low > 0) - (self.high < 0)
+
+    def text(self, digits: int) -> str:
+        bounds = "" if self.low is None else f" [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
+        return f"{self.value:+.{digits}f}{bounds}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An arm minus the reference in one metric: at `place` on the axis `x`, and over the last steps up to it."""
+
+    place: float
+    at: Interval
+    last: Interval
+    seeds: tuple[int, int]
+    """Runs with the metric of the reference and of the arm."""
+
+    @property
+    def verdict(self) -> str:
+        if min(self.seeds) < 2:
+            return "nothing may be concluded: one run in an arm, and a second seed may differ as much"
+        if min(self.seeds) < SEEDS_FOR_A_CONCLUSION:
+            return f"nothing may be concluded from fewer than {SEEDS_FOR_A_CONCLUSION} seeds an arm"
+        if self.at.sign and self.at.sign == self.last.sign:
+            return f"{'higher' if self.at.sign > 0 else 'lower'}, by more than the seeds of an arm differ"
+        return "no difference may be concluded: an interval holds 0"
+
+
+def difference(reference: Arm, arm: Arm, name: str, *, x: str = "step", last: int = 5) -> Difference | None:
+    """Arm minus reference at the last place that every run of both has reached; None where there is none.
+
+    A value between two steps is interpolated. `last` counts the logged steps up to the place.
+    """
+    sides = [
+        [curve for log in side.logs if (curve := _over(log, name, x)) is not None]
+        for side in (reference, arm)
+    ]
+    if not all(sides):
+        return None
+    runs = [curve for side in sides for curve in side]
+    place, first = min(c[0][-1] for c in runs), max(c[0][0] for c in runs)
+    if place < first:
+        return None
+    at = [[float(np.interp(place, xs, ys)) for xs, ys in side] for side in sides]
+    tail = [[float(ys[xs <= place][-last:].mean()) for xs, ys in side] for side in sides]
+    return Difference(place, bootstrap(*at), bootstrap(*tail), (len(sides[0]), len(sides[1])))
+
+
+def _over(log: Log, name: str, x: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """(x, values) of a run's curve."""
+    spent, series = clock(log, x), log.aligned(name)
+    steps = [step for step in sorted(series) if step in spent]
+    if not steps:
+        return None
+    return np.array([spent[s] for s in steps]), np.array([series[s] for s in steps])
+
+
+def bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
+    """mean(arm) - mean(reference), with the 95 % percentile interval over seeds drawn with replacement in each arm.
+
+    Deviations from an arm's mean are widened by sqrt(n / (n - 1)), because n draws from n seeds spread too little.
+    """
+    value = statistics.fmean(arm) - statistics.fmean(reference)
+    if min(len(reference), len(arm)) < 2:
+        return Interval(value)
+    random = np.random.default_rng(0)
+
+    def means(values: Sequence[float]) -> np.ndarray:
+        seeds = np.asarray(values)
+        n = len(seeds)
+        drawn = seeds[random.integers(n, size=(BOOTSTRAPS, n))].mean(axis=1)
+        return seeds.mean() + (drawn - seeds.mean()) * math.sqrt(n / (n - 1))
+
+    low, high = np.percentile(means(arm) - means(reference), [2.5, 97.5])
+    return Interval(value, float(low), float(high))
+
+
+def not_comparable(reference: Arm, arm: Arm, name: str) -> str | None:
+    """Why a difference in this metric would be one of definitions, or None."""
+    if name in (REWARD, LENGTH) and reference.trains_on_all != arm.trains_on_all:
+        whole, part = (reference, arm) if reference.trains_on_all else (arm, reference)
+        return (
+            f"{whole.label} trains on every rollout and {part.label} on those that rejection and resampling left; "
+            "compare pass-rate and length-all"
+        )
+    if name in DIFFERENT_IN_VERL and reference.kind != arm.kind:
+        return COMPARABLE[name]
     return None
 
 
-def largest_gap(a: dict[int, Point], b: dict[int, Point]) -> tuple[int, float] | None:
-    """(step, b - a) where the means differ most, over the steps both have."""
-    common = [(step, b[step].mean - a[step].mean) for step in a if step in b]
-    return max(common, key=lambda item: abs(item[1]), default=None)
+def conclusions(arms: Sequence[Arm], panels: Sequence[Panel], *, x: str = "step", last: int = 5) -> list[str]:
+    """A sentence for each panel and each arm against the first: the differences, and what may be concluded from them."""
+    lines = []
+    for panel in panels:
+        for arm in arms[1:]:
+            pair = f"{panel.title}, {arm.label} - {arms[0].label}"
+            reason = not_comparable(arms[0], arm, panel.metric)
+            found = None if reason else difference(arms[0], arm, panel.metric, x=x, last=last)
+            if reason:
+                lines.append(f"{pair}: NOT COMPARABLE: {reason}")
+            elif found is None:
+                if any(panel.metric in log.series for side in (arms[0], arm) for log in side.logs):
+                    lines.append(f"{pair}: not both have it at a common {x}")
+            else:
+                lines.append(
+                    f"{pair}: {found.at.text(panel.digits)} at {x} {found.place:.6g}, {found.last.text(panel.digits)} over "
+                    f"the last {last} steps ({found.seeds[1]} and {found.seeds[0]} seeds): {found.verdict}"
+                )
+    return lines
 
 
-def bands_separate(a: dict[int, Point], b: dict[int, Point]) -> str:
-    """Whether the bands of mean +- deviation do not overlap on any of the last LAST common steps."""
-    common = [step for step in a if step in b][-LAST:]
-    if not common:
-        return "no common steps"
-    if any(a[s].seeds < 2 or b[s].seeds < 2 for s in common):
-        return "unknown (needs 2 seeds an arm)"
-    apart = all(a[s].high < b[s].low or b[s].high < a[s].low for s in common)
-    return "yes" if apart else "no"
-
+# ------------------------------------------------------------------------------------------- table and notes
 
 HEADS = (
     "metric",
@@ -139,161 +190,92 @@ HEADS = (
     "final",
     "best (step)",
     "area under curve, per step",
-    "largest gap (step)",
-    "bands apart",
+    "difference",
 )
 
 
-def comparison_table(arms: Sequence[Arm], levels: Sequence[float]) -> tuple[list[str], list[list[str]]]:
-    """(heads, rows): each arm against the first, for reward, length and pass rate."""
-    heads = [*HEADS, *(f"step of reward {level:g}" for level in levels)]
+def comparison_table(
+    arms: Sequence[Arm], panels: Sequence[Panel], levels: Sequence[float], *, x: str = "step", last: int = 5
+) -> tuple[list[str], list[list[str]]]:
+    """(heads, rows): each arm in each panel, against the first arm over the last steps."""
+    heads = [*HEADS, *(f"step of {level:g}" for level in levels)]
     rows: list[list[str]] = []
-    for name in (REWARD, PASS_RATE, LENGTH):
-        digits = 0 if name == LENGTH else 3
-        reference = arms[0].curve(name) if arms else {}
+    for panel in panels:
         for i, arm in enumerate(arms):
-            curve = arm.curve(name)
+            curve, digits = arm.curve(panel.metric), panel.digits
             if not curve:
                 continue
+            comparable = i and not not_comparable(arms[0], arm, panel.metric)
+            gap = difference(arms[0], arm, panel.metric, x=x, last=last) if comparable else None
+            smooth = arm.curve(panel.metric, last)
+            reached = [steps_to_reach(smooth, level) for level in levels]
             best = best_value(curve)
-            gap = largest_gap(reference, curve) if i and reference else None
-            height = area({step: point.mean for step, point in curve.items()})
-            reached = [steps_to_reach(curve, level) for level in levels]
             rows.append(
                 [
-                    name,
+                    panel.metric,
                     arm.label,
                     str(len(arm.logs)),
                     f"{min(curve)}-{max(curve)}",
-                    _form(final_value(curve), digits),
+                    _form(final_value(curve, last), digits),
                     "-" if best is None else f"{best[1]:.{digits}f} ({best[0]})",
-                    _form(height, digits),
-                    "-" if gap is None else f"{gap[1]:+.{digits}f} ({gap[0]})",
-                    bands_separate(reference, curve) if i and reference else "-",
-                    *("-" if name == LENGTH or step is None else str(step) for step in reached),
+                    _form(area({step: point.mean for step, point in curve.items()}), digits),
+                    "-" if gap is None else gap.last.text(digits),
+                    *("-" if panel.unit != "mean reward" or step is None else str(step) for step in reached),
                 ]
             )
     return heads, rows
 
 
-def caveats(arms: Sequence[Arm]) -> list[str]:
-    """Notes that a reader of these curves needs."""
-    notes = [f"{name}: {COMPARABLE[name]}" for name in (REWARD, LENGTH) if any(a.curve(name) for a in arms)]
-    if any(arm.curve(PASS_RATE) for arm in arms):
-        notes.append(f"{PASS_RATE}: {COMPARABLE[PASS_RATE]}")
-    plain = [arm.label for arm in arms if arm.kind == "verl" and not arm.curve(RESAMPLED)]
-    if plain:
+def faults(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
+    """What is wrong with the runs themselves: unreadable parts, NaN, unequal lengths. Errors under --strict."""
+    logs = [log for arm in arms for log in arm.logs]
+    notes = [message for log in logs for message in log.messages]
+    for panel in panels:
+        for log in logs:
+            steps = sorted(log.not_finite.get(panel.metric, ()))
+            if steps:
+                shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+                notes.append(
+                    f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({shown}), marked x"
+                )
+    ends = {log.label: max(clock(log, "step"), default=0) for log in logs}
+    if len(set(ends.values())) > 1:
+        each = ", ".join(f"{label} {end}" for label, end in ends.items())
         notes.append(
-            f"NOT COMPARABLE in reward: {', '.join(plain)} logs no resampling, so its reward is of all rollouts; compare it "
-            f"with the dotted {PASS_RATE}, and its length with rollout/response_length_all"
+            f"runs of unequal length ({each} steps): an arm is drawn to the end of its shortest run, and differences are at "
+            "the last step that all have"
         )
-    singles = [arm.label for arm in arms if len(arm.logs) == 1]
-    if singles and len(arms) > 1:
-        notes.append(f"one seed only, so a difference may be chance: {', '.join(singles)}")
+    return notes
+
+
+def caveats(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
+    """Notes that a reader of these curves needs."""
+    notes = [
+        f"{panel.metric}: {COMPARABLE[panel.metric]}"
+        for panel in panels
+        if panel.metric in COMPARABLE and any(arm.curve(panel.metric) for arm in arms)
+    ]
+    for arm in arms:
+        if len(arm.logs) > 1:
+            notes.append(f"{arm.label} is {', '.join(log.label for log in arm.logs)}")
+    untold = [
+        arm.label
+        for arm in arms
+        if arm.kind == "verl" and not (arm.curve(PASS_RATE) or arm.curve(RESAMPLED)) and arm.curve(REWARD)
+    ]
+    if untold:
+        notes.append(f"{', '.join(untold)}: the log does not tell whether its reward is of all rollouts")
     if any(log.first_step == 0 for arm in arms for log in arm.logs):
         notes.append("logs whose steps begin at 0 are shifted by one")
     return notes
 
 
 def render_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An aligned table."""
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     lines = [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (heads, *rows)
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-# ------------------------------------------------------------------------------------------------- drawing
-
-
-def draw_comparison(arms: Sequence[Arm]) -> Any:
-    """A matplotlib figure: reward and response length side by side, bands over seeds, caveats below."""
-    # Here: matplotlib takes a second, which tables do not need.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.6))
-    FigureCanvasAgg(figure)
-    for axes, (name, title) in zip(figure.subplots(1, len(PANELS)), PANELS):
-        for i, arm in enumerate(arms):
-            curve = arm.curve(name)
-            if not curve:
-                continue
-            steps = list(curve)
-            colour = f"C{i % 10}"
-            seeds = f" ({len(arm.logs)} seeds)" if len(arm.logs) > 1 else ""
-            axes.plot(steps, [p.mean for p in curve.values()], color=colour, label=arm.label + seeds)
-            if len(arm.logs) > 1:
-                low, high = [p.low for p in curve.values()], [p.high for p in curve.values()]
-                axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-        if name == REWARD:
-            _draw_pass_rates(axes, arms)
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-        else:
-            axes.text(0.5, 0.5, f"no log has {name}", ha="center", transform=axes.transAxes)
-    notes = [line for note in caveats(arms) for line in textwrap.wrap(note, 190, subsequent_indent="   ")]
-    figure.subplots_adjust(bottom=0.13 + 0.025 * len(notes), top=0.93, left=0.06, right=0.98)
-    figure.text(0.02, 0.02, "\n".join(notes), fontsize=7, va="bottom")
-    return figure
-
-
-def _draw_pass_rates(axes: Any, arms: Sequence[Arm]) -> None:
-    """Reward before rejection and resampling, dotted to tell it from the reward after."""
-    for i, arm in enumerate(arms):
-        curve = arm.curve(PASS_RATE)
-        if curve:
-            values = [point.mean for point in curve.values()]
-            axes.plot(
-                list(curve), values, ":", color=f"C{i % 10}", linewidth=1, label=f"{arm.label}: all rollouts"
-            )
-
-
-def write_comparison(
-    arms: Sequence[Arm], messages: Sequence[str], levels: Sequence[float], out: Path
-) -> list[Path]:
-    """Write comparison.png, comparison.html (self-contained) and comparison.txt; returns their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    figure = draw_comparison(arms)
-    png, page, text = out / "comparison.png", out / "comparison.html", out / "comparison.txt"
-    figure.savefig(png, dpi=120)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg")
-    heads, rows = comparison_table(arms, levels)
-    notes = caveats(arms)
-    lines = [render_text(heads, rows), "", *notes, *(f"warning: {message}" for message in messages)]
-    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    page.write_text(_page(buffer.getvalue(), heads, rows, notes, messages), encoding="utf-8")
-    return [png, page, text]
-
-
-def _page(
-    svg: bytes,
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    notes: Sequence[str],
-    messages: Sequence[str],
-) -> str:
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-    def items(lines: Sequence[str]) -> str:
-        return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
-
-    image = base64.b64encode(svg).decode()
-    warnings = f"<h2>Files that could not be read in full</h2>{items(messages)}" if messages else ""
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Training curves</title><style>"
-        "body{font:14px system-ui,sans-serif;margin:2em;max-width:1200px}table{border-collapse:collapse}"
-        "td,th{padding:.3em .7em;border-bottom:1px solid #ddd;text-align:left}img{width:100%}</style></head><body>"
-        f"<h1>Training curves</h1><img alt='reward and response length' src='data:image/svg+xml;base64,{image}'>"
-        f"<table>{cells('th', heads)}{''.join(cells('td', row) for row in rows)}</table>"
-        f"<h2>What to know</h2>{items(notes)}{warnings}</body></html>\n"
-    )
 
 
 def _form(value: float | None, digits: int) -> str:

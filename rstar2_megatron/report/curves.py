@@ -2,8 +2,10 @@
 
     python -m rstar2_megatron.report.curves RUN                      curves.png and the table of one run
     python -m rstar2_megatron.report.curves RUN [RUN ...] --verl PATH [...] --out DIR
+    python -m rstar2_megatron.report.curves --arm grpo=results/a,results/b --arm roc=results/c --metrics reward entropy
 
-RUN and PATH are run directories, directories of runs or log files, or LABEL=PATH; logs of one label are seeds of one arm.
+RUN and PATH are run directories, directories of runs or log files. Runs are seeds of one arm when --arm says so, or when
+their saved configurations are equal but for the seed. Differences are against the first arm.
 """
 
 from __future__ import annotations
@@ -13,28 +15,35 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rstar2_megatron.report.compare import comparison_table, group_arms, render_text, write_comparison
+from rstar2_megatron.report.arms import CLOCKS, Arm, check_arms, group_runs
+from rstar2_megatron.report.comparison_files import Comparison, write_comparison
 from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.report.names import DEFAULT_PANELS, PANELS, panel
 from rstar2_megatron.report.read import Log, read_logs
 from rstar2_megatron.report.table import render_table
 
 __all__ = ["draw_run", "main"]
 
 
-def _labelled(word: str) -> tuple[str | None, str]:
-    """("ours", "results/a") of "ours=results/a"; a path that exists as written has no label."""
-    label, equals, path = word.partition("=")
-    return (label, path) if equals and not Path(word).exists() else (None, word)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 when nothing could be read."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="our or RLinf's run directories or log files")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories or log files")
     parser.add_argument("--verl", nargs="+", default=[], metavar="PATH", help="logs with verl's names")
-    parser.add_argument("--out", type=Path, help="directory of the comparison (default: the first run)")
+    parser.add_argument(
+        "--arm", action="append", default=[], metavar="NAME=PATH,PATH", help="runs that are seeds of one arm"
+    )
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="WORD",
+        help=f"panels: {', '.join(PANELS)}, or any metric's name (default: {' '.join(DEFAULT_PANELS)})",
+    )
+    parser.add_argument("--x", choices=CLOCKS, default="step", help="horizontal axis (step)")
+    parser.add_argument(
+        "--last", type=int, default=5, help="steps that smooth curves and that final values are means of (5)"
+    )
     parser.add_argument(
         "--levels",
         nargs="*",
@@ -42,36 +51,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[0.25, 0.5, 0.75],
         help="rewards whose first step the table names",
     )
+    parser.add_argument("--strict", action="store_true", help="end with an error where a log has a fault")
+    parser.add_argument("--out", type=Path, help="directory of the comparison (default: the first run)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 1 when nothing could be read, runs were named wrongly, or --strict found a fault."""
+    parser = _parser()
     arguments = parser.parse_args(argv)
-    if not arguments.runs and not arguments.verl:
+    if not (arguments.runs or arguments.verl or arguments.arm):
         parser.error("name at least one run")
-    if len(arguments.runs) == 1 and not arguments.verl:
-        directory = Path(_labelled(arguments.runs[0])[1])
+    if arguments.last < 1:
+        parser.error(f"--last {arguments.last}: give at least 1")
+    if len(arguments.runs) == 1 and not (arguments.verl or arguments.arm):
+        directory = Path(arguments.runs[0])
         if (directory / "metrics.jsonl").is_file():
             return _one_run(directory, arguments.out)
-
-    logs: list[tuple[str | None, Log]] = []
-    for words, verl in ((arguments.runs, False), (arguments.verl, True)):
-        for word in words:
-            label, path = _labelled(word)
-            logs += [(label, log) for log in read_logs(path, verl=verl)]
-    messages = [message for _, log in logs for message in log.messages]
-    for message in messages:
-        print(f"warning: {message}", file=sys.stderr)
-    arms = group_arms(logs)
-    if not arms:
-        print("error: none of the logs holds training curves", file=sys.stderr)
+    try:
+        comparison = _compare(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    out = arguments.out or _default_out(logs)
-    written = write_comparison(arms, messages, arguments.levels, out)
-    print(render_text(*comparison_table(arms, arguments.levels)))
+    for fault in comparison.faults:
+        print(f"{'error' if arguments.strict else 'warning'}: {fault}", file=sys.stderr)
+    if comparison.faults and arguments.strict:
+        return 1
+    written = write_comparison(comparison, arguments.out or _default_out(comparison.arms[0].logs[0]))
+    print(comparison.text)
     print("wrote " + ", ".join(map(str, written)))
     return 0
 
 
-def _default_out(logs: Sequence[tuple[str | None, Log]]) -> Path:
-    first = logs[0][1].path
-    return first if first.is_dir() else first.parent
+def _compare(arguments: argparse.Namespace) -> Comparison:
+    """Reads the logs and groups them. Raises ValueError."""
+    arms = []
+    for word in arguments.arm:
+        label, equals, paths = word.partition("=")
+        if not (label and equals and paths):
+            raise ValueError(f"--arm {word}: write NAME=PATH,PATH")
+        arms.append(Arm(label, [log for path in paths.split(",") for log in read_logs(path)]))
+    if len({arm.label for arm in arms}) < len(arms):
+        raise ValueError(f"two --arm have one name: {', '.join(arm.label for arm in arms)}")
+    single = [log for path in arguments.runs for log in read_logs(path)]
+    single += [log for path in arguments.verl for log in read_logs(path, verl=True)]
+    arms += group_runs(single)
+    check_arms(arms)
+    empty = [message for arm in arms for log in arm.logs if not log.series for message in log.messages]
+    with_curves = [Arm(arm.label, [log for log in arm.logs if log.series]) for arm in arms]
+    with_curves = [arm for arm in with_curves if arm.logs]
+    if not with_curves:
+        raise ValueError(f"none of the logs holds training curves: {'; '.join(empty)}")
+    held = {name for arm in with_curves for log in arm.logs for name in log.series}
+    panels = [panel(word) for word in arguments.metrics or DEFAULT_PANELS]
+    if arguments.metrics and not all(shown.metric in held for shown in panels):
+        missing = ", ".join(shown.metric for shown in panels if shown.metric not in held)
+        raise ValueError(f"no log has {missing}; --metrics takes {', '.join(PANELS)}, or a metric's name")
+    panels = [shown for shown in panels if shown.metric in held] or [panel("reward")]
+    for arm in with_curves:
+        if not arm.clock(arguments.x):
+            raise ValueError(f"{arm.label} does not log what --x {arguments.x} needs; --x step always works")
+    return Comparison(with_curves, panels, arguments.x, arguments.last, arguments.levels, empty)
+
+
+def _default_out(log: Log) -> Path:
+    return log.path if log.path.is_dir() else log.path.parent
 
 
 def _one_run(directory: Path, out: Path | None) -> int:

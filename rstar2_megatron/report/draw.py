@@ -78,9 +78,9 @@ def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
     return _draw(directory, out, PANELS, (2, 2), heading, stage_borders(directory))
 
 
-def draw_sft(directory: str | Path, out: str | Path | None = None) -> Path:
+def draw_sft(directory: str | Path) -> Path:
     """Write `curves.png` of a supervised fine-tuning. Raises ValueError when it has no steps."""
-    return _draw(Path(directory), out, SFT_PANELS, (1, 2), Path(directory).resolve().name, [])
+    return _draw(Path(directory), None, SFT_PANELS, (1, 2), Path(directory).resolve().name, [])
 
 
 def stage_borders(directory: Path) -> list[tuple[int, str]]:

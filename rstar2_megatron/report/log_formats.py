@@ -32,6 +32,12 @@ class Log:
     path: Path
     kind: str
     series: dict[str, Series] = field(default_factory=dict)
+    not_finite: dict[str, set[int]] = field(default_factory=dict)
+    """Steps of each curve whose value is NaN or infinite; `series` has no point there."""
+    repeated: set[int] = field(default_factory=set)
+    """Steps that are logged more than once with different values; the last counts."""
+    settings: dict[str, Any] | None = None
+    """The run's saved configuration, where it has one."""
     messages: list[str] = field(default_factory=list)
     first_step: int = 1
     run: str = ""
@@ -47,8 +53,13 @@ class Log:
         return path.stem if path.suffix in LOG_SUFFIXES else path.name
 
     def add(self, name: str, step: int, value: float) -> None:
-        if math.isfinite(value):
-            self.series.setdefault(name, {})[step] = value
+        if not math.isfinite(value):
+            self.not_finite.setdefault(name, set()).add(step)
+            return
+        series = self.series.setdefault(name, {})
+        if series.get(step, value) != value:
+            self.repeated.add(step)
+        series[step] = value
 
     def aligned(self, name: str) -> Series:
         """A curve with steps counted from 1."""
@@ -81,10 +92,13 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
-    """Add the numbers among the values, without wandb's own names (`_step`, `_runtime`, ...)."""
+    """Add the numbers among the values, without wandb's own names (`_step`, ...). Our null and wandb's "NaN" are NaN."""
     for name, value in values.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and name != "step" and not name.startswith("_"):
+        if name == "step" or name.startswith("_") or isinstance(value, bool):
+            continue
+        if value is None or isinstance(value, str):
+            value = _number(value or "nan")
+        if isinstance(value, int | float):
             log.add(name, step, float(value))
 
 
@@ -204,9 +218,11 @@ def _holds_records(path: Path, count: int) -> bool:
 
 
 def _number(text: str) -> float | None:
-    """0.41 of "0.41", "np.float64(0.41)", "tensor(0.41)"."""
+    """0.41 of "0.41", "np.float64(0.41)", "tensor(0.41)"; also of nan and inf."""
     match = re.fullmatch(
-        r"\s*(?:[\w.]+\(\s*)?([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:,.*)?\)?\s*", text
+        r"\s*(?:[\w.]+\(\s*)?([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?))\s*(?:,.*)?\)?\s*",
+        text,
+        re.IGNORECASE,
     )
     return float(match.group(1)) if match else None
 

@@ -1,4 +1,4 @@
-"""Names of the same quantity in our metrics (RLinf's names), in RLinf's own logs and in verl's.
+"""Names of the same quantity in our metrics (RLinf's names), in RLinf's own logs and in verl's, and how it is drawn.
 
 `COMPARABLE` notes how the quantity differs between the codes.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 # ours: (verl's names, best first)
 TO_VERL: dict[str, tuple[str, ...]] = {
@@ -37,10 +38,15 @@ TO_VERL: dict[str, tuple[str, ...]] = {
     "rollout/groups_rejected_ratio": ("reject_equal_reward/solve_equal_total_ratio",),
     "train/actor/policy_loss": ("actor/pg_loss",),
     "train/actor/clip_fraction": ("actor/pg_clipfrac",),
+    "train/actor/dual_clip_fraction": ("actor/pg_clipfrac_lower",),
     "train/actor/approx_kl": ("actor/ppo_kl",),
     "train/actor/grad_norm": ("actor/grad_norm",),
     "train/actor/lr": ("actor/lr",),
     "train/actor/entropy": ("actor/entropy", "actor/entropy_loss"),
+    "train/actor/rollout_kl": ("rollout_corr/k3_kl",),
+    "train/actor/tis_ratio": ("rollout_corr/rollout_is_mean",),
+    "train/actor/tis_ratio_max": ("rollout_corr/rollout_is_max",),
+    "train/actor/tis_clip_fraction": ("rollout_corr/rollout_is_ratio_fraction_high",),
     "time/step": ("timing_s/step",),
     "time/rollout": ("timing_s/gen",),
     "time/training": ("timing_s/update_actor",),
@@ -57,18 +63,77 @@ _FROM_VERL = {theirs: ours for ours, names in TO_VERL.items() for theirs in name
 REWARD = "rollout/reward_scores"
 LENGTH = "rollout/response_length"
 PASS_RATE = "rollout/pass_rate"
+LENGTH_ALL = "rollout/response_length_all"
 RESAMPLED = "rollout/total_num_sequence"  # logged by every code that resamples
+DRAWN = "rollout/num_trajectories"
+SECONDS = "time/step"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """How a metric is drawn: title, label of the y axis, decimals in tables."""
+
+    metric: str
+    title: str
+    unit: str
+    digits: int = 3
+
+
+# the words of --metrics; any other name of metrics.jsonl is a panel of its own
+PANELS: dict[str, Panel] = {
+    "pass-rate": Panel(PASS_RATE, "Pass rate (all rollouts)", "mean reward"),
+    "reward": Panel(REWARD, "Reward (of the trajectories trained on)", "mean reward"),
+    "length": Panel(LENGTH, "Response length (trained on)", "tokens, tool responses included", 0),
+    "length-all": Panel(LENGTH_ALL, "Response length (all rollouts)", "tokens, tool responses included", 0),
+    "tool-errors": Panel("rollout/tool_error_ratio", "Tool errors", "errors per call"),
+    "tool-errors-positive": Panel(
+        "rollout/tool_error_ratio_positive", "Tool errors of positives", "errors per call"
+    ),
+    "turns": Panel("rollout/num_turns", "Turns", "assistant turns a trajectory", 2),
+    "entropy": Panel("train/actor/entropy", "Entropy", "nats a trained token"),
+    "grad-norm": Panel("train/actor/grad_norm", "Gradient norm", "L2 norm before clipping"),
+    "kl": Panel("train/actor/approx_kl", "KL to the old policy", "nats a trained token", 6),
+    "rollout-kl": Panel(
+        "train/actor/rollout_kl", "KL between engine and actor (k3)", "nats a trained token", 6
+    ),
+    "logprob-diff": Panel(
+        "rollout/logprob_diff_mean", "Log-prob difference, actor to engine", "nats a trained token", 8
+    ),
+    "clip-fraction": Panel("train/actor/clip_fraction", "Clipped tokens", "share of trained tokens", 5),
+    "dual-clip-fraction": Panel(
+        "train/actor/dual_clip_fraction", "Dual-clipped tokens", "share of trained tokens", 5
+    ),
+    "response-clip": Panel("rollout/clip_ratio", "Responses at the length limit", "share of rollouts"),
+    "time": Panel(SECONDS, "Time", "seconds a step", 1),
+    "held-out": Panel("eval/average", "Held-out accuracy", "avg@k"),
+}
+DEFAULT_PANELS = ("pass-rate", "reward", "length", "tool-errors")
+
+
+def panel(word: str) -> Panel:
+    """The panel of a word of `PANELS`, or of a metric's own name."""
+    known = {entry.metric: entry for entry in PANELS.values()}
+    return PANELS.get(word) or known.get(word) or Panel(word, word, word.rpartition("/")[2])
+
 
 COMPARABLE: dict[str, str] = {
     REWARD: "reward of the trajectories that are trained on: after rejection and resampling, in all three codes; "
     "it is not the pass rate, which only ours logs",
     LENGTH: "tokens of the response after resampling, tool responses included, in all three codes; a log that counts "
     "generated tokens only is lower",
-    PASS_RATE: "mean reward of every finished trajectory before rejection; not comparable to verl's or RLinf's reward",
+    PASS_RATE: "mean reward of every finished trajectory before rejection; not comparable to the reward of a code that "
+    "rejects or resamples; of a verl log without either it is critic/rewards/mean",
     "rollout/tool_error_ratio": "ours counts typed outcomes of all rollouts; verl counts the word error, after "
     "rejection",
     "rollout/clip_ratio": "ours counts endings at the response budget; verl counts length == maximum",
+    "train/actor/tis_ratio": "mean weight between engine and actor; verl's is the mean after truncation",
+    "train/actor/tis_clip_fraction": "share of tokens above the truncation; of sequences where verl's rollout_is is "
+    "sequence",
 }
+
+
+DIFFERENT_IN_VERL = ("rollout/tool_error_ratio", "rollout/clip_ratio")
+"""Metrics that verl counts by another rule, so that no conclusion is drawn between it and another code."""
 
 
 def ours_from_verl(name: str) -> str:

@@ -11,6 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rstar2_megatron.report.log_formats import (
     EVENT_FILE,
@@ -24,11 +27,23 @@ from rstar2_megatron.report.log_formats import (
     read_tensorboard,
     read_wandb,
 )
-from rstar2_megatron.report.names import PASS_RATE, REWARD, TO_VERL, ours_from_verl
+from rstar2_megatron.report.names import (
+    LENGTH,
+    LENGTH_ALL,
+    PASS_RATE,
+    RESAMPLED,
+    REWARD,
+    SECONDS,
+    TO_VERL,
+    ours_from_verl,
+)
 
 __all__ = ["Log", "Series", "read_logs"]
 
 Reader = Callable[[Log], None]
+MOST_RUNS = 32
+"""Runs that one path may hold; a directory with more was named by mistake."""
+_VERL_NAMES = ("critic/", "timing_s/", "response_length/", "actor/", "val-core/")
 
 
 def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
@@ -36,15 +51,19 @@ def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
 
     Understands metrics.jsonl, TensorBoard event directories, verl's `file` jsonl, verl's console output, wandb's offline
     runs (`.wandb`) and its exports as CSV or jsonl. Never raises for the content of a file; an unreadable log has no series
-    and a message with the reason.
+    and a message with the reason. Raises ValueError for a path that does not exist or that holds more than MOST_RUNS runs.
     """
     path = Path(path)
     if not path.exists():
-        return [Log(path, "verl" if verl else "ours", messages=[f"{path} does not exist"])]
+        raise ValueError(f"{path} does not exist")
     try:
         sources = list(_sources(path))
     except (OSError, ValueError) as error:
         return [Log(path, "verl" if verl else "ours", messages=[f"{path}: {error}"])]
+    if len(sources) > MOST_RUNS:
+        raise ValueError(
+            f"{path} holds {len(sources)} runs, at most {MOST_RUNS} can be read at once; name the runs, e.g. {sources[0][0]}"
+        )
     logs = [
         _finish(Log(place, "verl" if verl else "ours", run=run), reader, verl)
         for place, run, reader in sources or [(path, "", lambda log: None)]
@@ -60,14 +79,47 @@ def _finish(log: Log, reader: Reader, verl: bool) -> Log:
         reader(log)
     except (OSError, ValueError) as error:
         log.messages.append(f"{log.path}: {error}")
-    if verl or any(name.startswith(("critic/", "timing_s/")) for name in log.series):
+    if verl or any(name.startswith(_VERL_NAMES) for name in log.series):
         log.kind = "verl"
         log.series = _renamed(log.series)
+        log.not_finite = {ours_from_verl(name): steps for name, steps in log.not_finite.items()}
+        _name_rewards_of_all(log)
     if log.series:
         _find_numbering(log)
     else:
         log.messages.append(f"{log.path}: no training curves found")
+    if log.repeated:
+        steps = ", ".join(map(str, sorted(log.repeated)[:5])) + (", ..." if len(log.repeated) > 5 else "")
+        log.messages.append(
+            f"{log.path}: {len(log.repeated)} steps are logged more than once ({steps}); the last counts"
+        )
+    log.settings = _saved_settings(log)
     return log
+
+
+def _name_rewards_of_all(log: Log) -> None:
+    """Without rejection or resampling verl's reward is the pass rate, and its length that of all rollouts.
+
+    Only of a whole log, which has the time of a step: an export of a few columns does not tell.
+    """
+    filtered = RESAMPLED in log.series or "train/num_gen_batches" in log.series
+    if SECONDS in log.series and not filtered:
+        for ours, every in ((REWARD, PASS_RATE), (LENGTH, LENGTH_ALL)):
+            if ours in log.series:
+                log.series[every] = dict(log.series[ours])
+
+
+def _saved_settings(log: Log) -> dict[str, Any] | None:
+    """The configuration that a run of this project saved beside its metrics."""
+    path = (log.path if log.path.is_dir() else log.path.parent) / "config.yaml"
+    if log.kind == "verl" or log.run or not path.is_file():
+        return None
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        log.messages.append(f"{path}: {error}")
+        return None
+    return settings if isinstance(settings, dict) else None
 
 
 # ------------------------------------------------------------------------------------------- runs of a path

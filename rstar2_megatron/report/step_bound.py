@@ -1,4 +1,4 @@
-"""What bounds a traced step: its shares, and one sentence. Pure: works on the events of `records.trace`."""
+"""The bottleneck of a traced step: shares of its time, and one sentence. Pure: works on the events of `records.trace`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def shares_of(step: Timeline) -> dict[str, float]:
 
 
 def bound_sentence(step: Timeline) -> str:
-    """What takes the largest share of the step, and where, in one sentence."""
+    """One sentence that names the largest share of the step and its place."""
     shares = shares_of(step)
     if not shares:
         running = sum(not span.complete for span in step.tasks)
@@ -138,7 +138,7 @@ def _tail_text(step: Timeline) -> str:
 
 
 def _rollout_text(step: Timeline) -> str:
-    """What the trajectories did, and how full the KV caches were."""
+    """Time of the trajectories by activity, and the use of the KV caches."""
     total = sum(task.seconds for task in step.tasks)
     if not total:
         return "of saved trajectories"

@@ -132,7 +132,7 @@ def _draw_running(axes: Any, spans: Sequence[Span], end: float, colour: str) -> 
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, str]], height: float) -> None:
-    from matplotlib.collections import PolyCollection
+    from matplotlib.collections import PolyCollection  # here, as in `draw`
 
     if bars:
         boxes = [

@@ -85,7 +85,6 @@ def _check(row: Row) -> None:
 
 
 def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
-    """The rows of some entries."""
     rows = []
     with path.open("rb") as file:
         for entry in entries:

@@ -20,7 +20,7 @@ _WRAPPED = re.compile(
 _DEGREE = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)\b\s*\}?|°")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?![\d,])")
 _TRAILING_UNIT = re.compile(
-    r"^(?P<value>.*?[\d)}\]])\s*(?P<unit>(?:square|cubic|sq\.?|cu\.?)?\s*[a-zA-Z/ ]+?)(?:\^\{?[23]\}?)?\.?$",
+    r"^(?P<value>.*?(?:[\d)}\]]|\\pi))\s*(?P<unit>(?:square|cubic|sq\.?|cu\.?)?\s*[a-zA-Z/ ]+?)(?:\^\{?[23]\}?)?\.?$",
     re.DOTALL,
 )
 _UNIT_WORDS = """
@@ -55,6 +55,14 @@ _UNIT_ALIASES = {
     }.items()
     for alias in aliases.split()
 }
+_SPACED_THOUSANDS = re.compile(r"[+-]?\s*\d{1,3}(?: \d{3})+")
+_SPACED_DIGITS = re.compile(r"[+-]?[\d. ]*\d[. ]* [. ]*\d[\d. ]*")
+_MIXED = re.compile(r"([+-]?)(\d+) (\d+)/(\d+)")
+_IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?")
+_NOT_EQUAL = re.compile(r"\\neq?(?![a-zA-Z])|\\not\s*=|≠|!=")
+_RELATION = re.compile(r"\\(?:ne|geq?|leq?|geqslant|leqslant|gt|lt)(?![a-zA-Z])|[<>\u2264\u2265]")
+_NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e|\{\s*e\s*\})(?![a-zA-Z])")
+_SEMICOLONS = re.compile(r"[(\[][^,]*;[^,]*[)\]]")
 _INTEGER = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+)")
 _FRACTION = re.compile(r"([+-]?)\s*(?:\\frac\{([+-]?\d+)\}\{(\d+)\}|\\frac(\d)(\d)|([+-]?\d+)/(\d+))")
@@ -116,12 +124,15 @@ def normalise(answer: str) -> str:
         text, count = _WRAPPED.subn(r" \1 ", text)
         if not count:
             break
+    text = text.replace("\\langle", "(").replace("\\rangle", ")")
+    text = _NOT_EQUAL.sub(r"\\ne ", text)
+    text = _NATURAL_LOG.sub(r"\\ln ", text)
     text = _DEGREE.sub("", text)
     text = _THOUSANDS.sub(lambda m: re.sub(r"[^\d]", "", m.group()), text)
     text = _SPACES.sub(" ", text).strip().rstrip(".").strip()
     while len(text) > 1 and text[0] == "{" and text[-1] == "}" and _closes_at_end(text):
         text = text[1:-1].strip()
-    return text
+    return text.replace(";", ",") if _SEMICOLONS.fullmatch(text) else text
 
 
 def _closes_at_end(text: str) -> bool:
@@ -147,8 +158,14 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The exact value of an integer, decimal or fraction of integers; None for anything else."""
+    """The exact value of an integer, decimal, fraction of integers or mixed number; None for anything else."""
     if len(text) > 300:  # huge numbers are left to the killable worker
+        return None
+    if mixed := _MIXED.fullmatch(text):
+        sign, whole, top, bottom = mixed.groups()
+        value = None if int(bottom) == 0 else int(whole) + Fraction(int(top), int(bottom))
+        return -value if value is not None and sign == "-" else value
+    if _SPACED_DIGITS.fullmatch(text) and not _SPACED_THOUSANDS.fullmatch(text):
         return None
     text = text.replace(" ", "")
     if _INTEGER.fullmatch(text):
@@ -182,6 +199,8 @@ def quick_verdict(answer: str, solution: str) -> bool | None:
         return our_choice.group(1) == their_choice.group(1)
     if is_word(ours) or is_word(theirs):
         return _as_words(ours) == _as_words(theirs)
+    if (same := _same_in_base(ours, theirs)) is not None:
+        return same
     (our_value, our_unit), (their_value, their_unit) = split_unit(ours), split_unit(theirs)
     if our_unit and their_unit and _canonical(our_unit) != _canonical(their_unit):
         return False
@@ -189,11 +208,44 @@ def quick_verdict(answer: str, solution: str) -> bool | None:
         return False  # {1, 2} is neither a point nor an interval
     a, b = plain_number(our_value), plain_number(their_value)
     if a is None or b is None:
+        if (a is None) != (b is None) and _is_no_number(our_value if a is None else their_value):
+            return False
         return None
-    if "%" in (our_unit, their_unit) and our_unit != their_unit and (not our_unit or not their_unit):
-        percent, other = (a, b) if our_unit == "%" else (b, a)
-        return percent in (other, other * 100)
+    if our_unit == "%" and not their_unit:
+        return a == b * 100
+    if their_unit == "%" and not our_unit:
+        return b in (a, a * 100)
     return a == b
+
+
+def _is_no_number(text: str) -> bool:
+    """Whether it cannot equal a plain number: digits apart, as 4 2, or a relation, as > 5."""
+    apart = _SPACED_DIGITS.fullmatch(text) and not _SPACED_THOUSANDS.fullmatch(text)
+    return bool(apart or _RELATION.search(text))
+
+
+def _same_in_base(ours: str, theirs: str) -> bool | None:
+    """Whether numbers are equal where one names its base; None when none does.
+
+    A solution's base may be left out, as a unit may; one that only the answer names is another number.
+    """
+    our_match, their_match = _IN_BASE.fullmatch(ours), _IN_BASE.fullmatch(theirs)
+    if our_match is None and their_match is None:
+        return None
+    if their_match is None:
+        return False if plain_number(theirs) is not None else None
+    digits, base = their_match.groups()
+    if our_match is None:
+        return ours.casefold() == digits.casefold()
+    return _in_base(*our_match.groups()) == _in_base(digits, base)
+
+
+def _in_base(digits: str, base: str) -> int | tuple[str, str]:
+    """The value, or the text where no such number is."""
+    try:
+        return int(digits, int(base)) if len(digits) < 300 and 2 <= int(base) <= 36 else (digits, base)
+    except ValueError:
+        return digits.casefold(), base
 
 
 def is_balanced(text: str) -> bool:

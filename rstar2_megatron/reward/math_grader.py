@@ -188,7 +188,10 @@ def _equal(a: str, b: str) -> bool | None:
     import sympy
 
     try:
-        return bool(sympy.simplify(left - right) == 0)
+        difference = left - right
+        if difference.free_symbols == {sympy.Symbol("i")}:  # without another letter it is no index
+            difference = difference.subs("i", sympy.I)
+        return bool(sympy.simplify(difference) == 0)
     except (TypeError, ValueError, AttributeError, ArithmeticError):
         return False
 

@@ -28,7 +28,7 @@ from rstar2_megatron.reward.released_grader import MAX_SHOWN_CHARS, quick_releas
 Mode = Literal["paper", "released"]
 
 GRADER_TIMEOUT = "grader_timeout"
-DEFAULT_MEMORY_BYTES = 2 * 1024**3  # address space; numpy and sympy alone map several hundred MB
+_MEMORY_BYTES = 2 * 1024**3  # address space; numpy and sympy alone map several hundred MB
 _START_TIMEOUT_S = 120.0
 _CACHE_SIZE = 20_000
 
@@ -71,13 +71,11 @@ class GraderPool:
         timeout_s: float = 2.0,
         *,
         mode: Mode = "paper",
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
         self.mode = mode
         self._timeout_s = timeout_s
-        self._memory_bytes = memory_bytes
         # One thread per worker: a worker dies with the thread that started it, so threads live as long as
         # the pool.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
@@ -180,7 +178,7 @@ class GraderPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader pool is closed")
-        worker = _Worker(self._memory_bytes)
+        worker = _Worker()
         with self._lock:
             self._workers.add(worker)
             closed = self._closed
@@ -201,10 +199,10 @@ class GraderPool:
 class _Worker:
     """One grading process and its pipes."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rstar2_megatron.reward.worker", str(memory_bytes)],
+            [sys.executable, "-m", "rstar2_megatron.reward.worker", str(_MEMORY_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -216,7 +214,7 @@ class _Worker:
             self.kill()
             raise GraderLost(
                 f"a grading process did not start within {_START_TIMEOUT_S:.0f} s (exit code {code}); run "
-                f"`python -m rstar2_megatron.reward.worker {memory_bytes}` to see why"
+                f"`python -m rstar2_megatron.reward.worker {_MEMORY_BYTES}` to see why"
             )
 
     @property

@@ -16,12 +16,12 @@ A conversation on the wire is
 
 The model's turn ends with the generated `<|im_end|>`. The newline after it belongs to the format, so every
 tool response starts with it. Public code drops that newline, so its training and serving render different ids.
-Every piece of the wording can be replaced by `agentloop.*` keys of the YAML.
+Every piece of the wording can be replaced by `agentloop.*` keys of the YAML, or all of it by a Jinja chat template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rstar2_megatron.settings.schema import AgentLoopSettings
@@ -83,7 +83,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, settings: AgentLoopSettings) -> None:
         self.tokenizer = tokenizer
         self.settings = settings
-        self.schemas: list[ToolSchema] = tool_schemas(settings.tools)
+        self.schemas: list[ToolSchema] = tool_schemas(settings.tools, settings.tool_descriptions)
         system = SYSTEM_PROMPT if settings.system_prompt is None else settings.system_prompt
         # replace, not format: the wording itself contains JSON braces
         self.system_prompt = system.replace("{tools}", render_schemas(self.schemas))
@@ -91,6 +91,8 @@ class ChatTemplate:
         self.generation_prefix = (
             GENERATION_PREFIX if settings.generation_prefix is None else settings.generation_prefix
         )
+        if settings.chat_template is not None:
+            self.generation_prefix = self._generation_prefix_of_template()
         self._prompts: dict[str, list[int]] = {}
         self.start_id = self._single_token(TURN_START)
         self.end_id = self._single_token(TURN_END)
@@ -126,11 +128,35 @@ class ChatTemplate:
         system = self.system_prompt
         if self.settings.use_data_system_prompt:
             system = next((m["content"] for m in problem.prompt if m["role"] == "system"), system)
+        if self.settings.chat_template is not None:
+            return self._render(
+                problem.prompt if self.settings.use_data_system_prompt else messages, opened=True
+            )
         parts = [self._message("system", system)] if system else []
         for i, message in enumerate(messages):
             prefix = self.user_prefix if i == users[-1] else ""
             parts.append(self._message(message["role"], prefix + message["content"]))
         return "".join(parts) + self.generation_prefix
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
+        """Text of the messages by the Jinja template; opened: with the opening of the next assistant turn."""
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=self.schemas,
+            chat_template=self.settings.chat_template,
+            add_generation_prompt=opened,
+            tokenize=False,
+        )
+        return str(text)
+
+    def _generation_prefix_of_template(self) -> str:
+        messages = [{"role": "user", "content": "?"}]
+        closed, opened = (self._render(messages, opened=value) for value in (False, True))
+        if not opened.startswith(closed):
+            raise ValueError(
+                "agentloop.chat_template changes earlier text when add_generation_prompt is set, so it has no generation prefix"
+            )
+        return opened.removeprefix(closed)
 
     @staticmethod
     def _message(role: str, content: str) -> str:

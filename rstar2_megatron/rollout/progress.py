@@ -1,4 +1,4 @@
-"""How far a running rollout phase has come, and about how long it still takes. Pure."""
+"""Progress of a running rollout phase, and an estimate of its remaining time. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RATE_WINDOW_S = 20.0
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What one engine's worker does now. Tokens are of responses, tool responses included."""
+    """The current activity of one engine's worker. Tokens are of responses, tool responses included."""
 
     engine: int
     tokens: int  # of this phase so far

@@ -12,14 +12,18 @@ from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.variant import Origins, algorithm_rows
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
 logger = logging.getLogger(__name__)
 _CLOSE_LIMIT_S = 75.0  # for workers, engines, judge and Ray; below the grace period of a recipe
 
 
-def execute(settings: Settings, *, dry_run: bool) -> int:
-    """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input."""
+def execute(settings: Settings, *, dry_run: bool, origins: Origins | None = None) -> int:
+    """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input.
+
+    origins: of the keys, for the `algorithm` block of the plan.
+    """
     try:
         settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
         for warning in check_before_start(settings, dry_run=dry_run):
@@ -29,6 +33,8 @@ def execute(settings: Settings, *, dry_run: bool) -> int:
     except ValueError as e:
         raise ConfigError(str(e)) from e
     plan = make_plan(settings)
+    if origins is not None and settings.runner.task_type == "reasoning":
+        plan.rows += [("algorithm", key, value) for key, value in algorithm_rows(settings, origins)]
     print(plan.render(), flush=True)
     if not plan.fits:
         raise ConfigError("the plan does not fit; the lines above say why and what to change")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from rstar2_megatron.runs.check.command import check
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.recipe_run import execute_recipe
 from rstar2_megatron.runs.stages import load_recipe
-from rstar2_megatron.settings.load import ConfigError, load_settings, print_config
+from rstar2_megatron.settings.load import ConfigError, load, print_config
 
 DEFAULT_CONFIG = "rstar2-tiny-cpu"
 
@@ -17,11 +18,12 @@ HELP = f"""\
 bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --check | --print-config | --help]
 bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run | --print-config]
 
-  NAME            a file of config/ without .yaml, or a path to a YAML (default {DEFAULT_CONFIG})
+  NAME            a file of config/ without .yaml, or a path to a YAML, relative to where you stand (default
+                  {DEFAULT_CONFIG}); --config-path DIR --config-name NAME means DIR/NAME, as in RLinf's scripts
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
                   after a kill, the same command continues in the right stage
-  --dry-run       check the configuration, print the plan (placement, batch arithmetic, token budgets), exit
+  --dry-run       check the configuration, print the plan (algorithm, placement, batch arithmetic, token budgets), exit
   --check         prove this machine for NAME before a night is spent on it: driver, versions, collectives, kernels,
                   layouts, optimizer, offload, checkpoint, engine, judge, weight routes and one whole step on a thin
                   random model; a line each, all of it in {{runner.output_dir}}/NAME.check.json; exit code 1 if one failed
@@ -44,6 +46,7 @@ Often changed:
   rollout.model.model_path=DIR data.train_data_paths=[FILE] data.rollout_batch_size=N algorithm.group_size=N
   runner.metrics_port=N (Prometheus) runner.max_file_mb=N runner.keep_rollouts=N
   actor.model.tensor_model_parallel_size=N actor.optim.lr=X algorithm.recompute_logprobs=True
+  algorithm.variant=paper|released|released-rlinf   resampling, reward, aggregation and limits of one code, together
 
 Examples:
   bash run_rstar2.sh recipe=rstar2-tiny
@@ -67,8 +70,24 @@ def parse(argv: list[str]) -> Arguments:
     """Split the command line. Raises ConfigError for an unknown flag or a second NAME."""
     arguments = Arguments()
     name_given = False
-    for word in argv:
-        if word in ("--help", "-h"):
+    directory = ""
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option in (
+            "--config-path",
+            "-cp",
+            "--config-name",
+            "-cn",
+        ):  # Hydra's, as RLinf's scripts give them
+            value = value if equals else next(words, "")
+            if not value:
+                raise ConfigError(f"{option} has no value")
+            if option in ("--config-path", "-cp"):
+                directory = value
+            else:
+                arguments.config, name_given = value, True
+        elif word in ("--help", "-h"):
             arguments.help = True
         elif word == "--dry-run":
             arguments.dry_run = True
@@ -77,7 +96,8 @@ def parse(argv: list[str]) -> Arguments:
         elif word == "--print-config":
             arguments.print_config = True
         elif word.startswith("-"):
-            raise ConfigError(f"unknown option {word}; known: --help, --dry-run, --check, --print-config")
+            known = "--help, --dry-run, --check, --print-config, --config-path, --config-name"
+            raise ConfigError(f"unknown option {word}; known: {known}")
         elif "=" in word or word.startswith("~"):
             arguments.overrides.append(word)
         elif name_given:
@@ -86,6 +106,10 @@ def parse(argv: list[str]) -> Arguments:
             )
         else:
             arguments.config, name_given = word, True
+    if directory and not name_given:
+        raise ConfigError(f"--config-path {directory} needs --config-name NAME, a YAML of that directory")
+    if directory:
+        arguments.config = os.path.join(directory, arguments.config)
     return arguments
 
 
@@ -99,13 +123,14 @@ def main(argv: list[str]) -> int:
         recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
         if recipes:
             return _run_recipe(recipes, arguments)
-        settings = load_settings(arguments.config, arguments.overrides)
+        loaded = load(arguments.config, arguments.overrides)
+        loaded.print_notes()
         if arguments.print_config:
-            print(print_config(settings), end="")
+            print(print_config(loaded.settings), end="")
             return 0
         if arguments.check:
-            return check(settings)
-        return execute(settings, dry_run=arguments.dry_run)
+            return check(loaded.settings)
+        return execute(loaded.settings, dry_run=arguments.dry_run, origins=loaded.origins)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

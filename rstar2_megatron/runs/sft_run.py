@@ -121,7 +121,6 @@ class SFTRun(ClusterRun):
 
 
 def _line(step: int, steps: int, row: dict[str, Any]) -> str:
-    """One aligned line of a step."""
     text = (
         f"sft {step:>6}/{steps}  loss {row['train/sft/token_loss']:.4f}  grad {row['train/sft/grad_norm']:.3f}  "
         f"lr {row['train/sft/lr']:.2e}  {row['train/sft/total_tokens'] / max(row['time/step'], 1e-9):>8.0f} tok/s"

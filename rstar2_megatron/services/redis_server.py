@@ -20,6 +20,7 @@ from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import end_child, free_port
 
 _PREFIX = "rstar2-redis-"
+_START_TIMEOUT_S = 20.0
 
 
 class RedisUnavailable(RuntimeError):
@@ -41,10 +42,10 @@ def find_redis_server() -> str:
     return found
 
 
-def check_redis(uri: str, timeout_s: float = 5.0) -> None:
+def check_redis(uri: str) -> None:
     """Raise RedisUnavailable, with URI and remedy, when no Redis answers at `uri`."""
     try:
-        client = redis.Redis.from_url(uri, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        client = redis.Redis.from_url(uri, socket_timeout=5.0, socket_connect_timeout=5.0)
     except ValueError as error:
         raise RedisUnavailable(
             f"Redis URI {uri!r} is not valid ({error}): use redis://HOST:PORT/DB"
@@ -66,9 +67,8 @@ class RedisServer:
     Start it from the main thread, because the kernel ends the server when the starting thread ends.
     """
 
-    def __init__(self, port: int = 0, *, start_timeout_s: float = 20.0) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.port = port
-        self.start_timeout_s = start_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
         self.directory: Path | None = None
 
@@ -102,7 +102,7 @@ class RedisServer:
             self.process = subprocess.Popen(
                 command, stdin=nothing, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent
             )
-        deadline = time.monotonic() + self.start_timeout_s
+        deadline = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis(port=self.port, socket_timeout=2.0, socket_connect_timeout=2.0) as client:
             while True:
                 try:
@@ -113,7 +113,7 @@ class RedisServer:
                     if self.process.poll() is not None:
                         self._fail(f"redis-server ended with code {self.process.returncode}", log)
                     if time.monotonic() > deadline:
-                        self._fail(f"no answer in {self.start_timeout_s:.0f} s ({error})", log)
+                        self._fail(f"no answer in {_START_TIMEOUT_S:.0f} s ({error})", log)
                 time.sleep(0.01)
 
     def _fail(self, what: str, log: Path) -> None:

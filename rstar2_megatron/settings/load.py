@@ -8,6 +8,7 @@ Neither torch nor Ray is imported, so bad input is answered in about a second.
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,10 @@ from pydantic import BaseModel, ValidationError
 
 from rstar2_megatron.settings import rlinf_keys
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.variant import PARTS, Origins, apply_variant, origins_of
 
+CALLED_FROM = "RSTAR2_CALLED_FROM"
+"""Environment variable with the directory from which the user called run_rstar2.sh."""
 _PLACEMENT = "cluster.component_placement="
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
@@ -39,13 +43,18 @@ class Loaded:
 
     settings: Settings
     notes: list[str] = field(default_factory=list)
+    origins: Origins = field(default_factory=dict)
+    """Where the last value of a dotted key was set; a key that is absent has its default."""
+
+    def print_notes(self) -> None:
+        for note in self.notes:
+            print(f"note: {note}", file=sys.stderr)
 
 
 def load_settings(config: str, overrides: Sequence[str] = ()) -> Settings:
     """As `load`, with the notes written to standard error."""
     loaded = load(config, overrides)
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+    loaded.print_notes()
     return loaded.settings
 
 
@@ -58,8 +67,11 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
     """
     directory, name = find_config(config)
     data = _compose(directory, name, overrides)
+    origins = origins_of(directory, name, overrides, CONFIG_DIR)
     try:
         notes = rlinf_keys.translate(data)
+        apply_variant(data, origins)
+        _read_wording(data)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     without_meaning: list[str] = []
@@ -75,7 +87,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
         settings = Settings.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_validation_message(error)) from None
-    return Loaded(settings, notes)
+    return Loaded(settings, notes, origins)
 
 
 def print_config(settings: Settings) -> str:
@@ -99,18 +111,40 @@ def to_dict_config(settings: Settings) -> DictConfig:
 # ------------------------------------------------------------------------------------------------ finding
 
 
-PARTS = ("base", "paper", "released")  # of config/, for the defaults lists of the others
-
-
 def config_names() -> list[str]:
     """Names of config/ that can be run."""
     return sorted(p.stem for p in CONFIG_DIR.glob("*.yaml") if p.stem not in PARTS)
 
 
+def users_path(path: str | Path) -> Path:
+    """A path as the user wrote it: a relative one is taken from where the user called run_rstar2.sh."""
+    return Path(os.environ.get(CALLED_FROM, ".")) / Path(path).expanduser()
+
+
+def _read_wording(data: dict[str, Any]) -> None:
+    """Replace files of the wording by their content, so that a saved configuration is complete without them."""
+    template = rlinf_keys.get(data, "agentloop.chat_template")
+    tools = rlinf_keys.get(data, "agentloop.tool_descriptions")
+    try:
+        if isinstance(template, str) and "{{" not in template:
+            text = users_path(template).read_text(encoding="utf-8")
+            rlinf_keys.put(data, "agentloop.chat_template", text)
+        if isinstance(tools, str):
+            text = users_path(tools).read_text(encoding="utf-8")
+            rlinf_keys.put(data, "agentloop.tool_descriptions", yaml.safe_load(text))
+    except OSError as error:
+        raise ValueError(
+            f"a file of agentloop.chat_template or agentloop.tool_descriptions: {error}"
+        ) from None
+
+
 def find_config(config: str) -> tuple[Path, str]:
-    """(directory, stem) of the YAML. Raises ConfigError listing the nearest names."""
-    path = Path(config).expanduser()
-    is_path = path.parent != Path(".") or path.is_file()
+    """(directory, stem) of the YAML; a relative path is taken from where the user stands.
+
+    Raises ConfigError listing the nearest names.
+    """
+    path = users_path(config)
+    is_path = Path(config).parent != Path(".") or path.is_file()
     if is_path:
         if path.suffix not in (".yaml", ".yml"):
             path = path.with_name(path.name + ".yaml")
@@ -251,7 +285,7 @@ def unknown_keys(data: Any, model: type[BaseModel] = Settings, prefix: str = "")
             yield from unknown_keys(value, section, path + ".")
 
 
-def nearest_keys(path: str, count: int = 3) -> list[str]:
+def nearest_keys(path: str) -> list[str]:
     """Valid keys most similar to `path`, by the whole path or by its last name, best first."""
 
     def likeness(candidate: str) -> float:
@@ -260,7 +294,7 @@ def nearest_keys(path: str, count: int = 3) -> list[str]:
         return max(whole, 0.6 * last + 0.4 * whole)
 
     ranked = sorted(valid_keys(), key=lambda key: (-likeness(key), key))
-    return [key for key in ranked[:count] if likeness(key) > 0.6]
+    return [key for key in ranked[:3] if likeness(key) > 0.6]
 
 
 def _unknown_key_message(path: str) -> str:

@@ -1,8 +1,8 @@
 """RLinf's keys that this project's schema does not have.
 
-An RLinf rstar2 or reasoning YAML loads unchanged. A key that has another name here is translated. A key without meaning
-here is accepted and named at start. A value that asks for an algorithm which is not implemented is an error. Any other
-unknown key is an error in `settings/load.py`.
+RLinf's rstar2 YAML loads unchanged and runs as released. A key that has another name here is translated. A key without
+meaning here is accepted and named at start. A YAML of another task of RLinf is refused with the reason, and so is a value
+that asks for an algorithm which is not implemented. Any other unknown key is an error in `settings/load.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("rollout.sglang.decode_log_interval", "set rollout.sglang.server_args for engine fields"),
     ("rollout.sglang.use_torch_compile", "set rollout.sglang.server_args for engine fields"),
     ("rollout.sglang.torch_compile_max_bs", "set rollout.sglang.server_args for engine fields"),
-    ("rollout.custom_chat_template", "the format is agentloop.system_prompt, user_prefix, generation_prefix"),
     *(
         (f"rollout.{name}", "set rollout.sglang.server_args for engine fields")
         for name in ("enforce_eager", "cuda_graph_max_bs", "disable_log_stats", "use_fast")
@@ -135,6 +134,14 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("actor.lr_sched.lr_warmup_init", "warm-up begins at 0"),
 )
 
+# Keys that tell RLinf's other tasks from rstar2's: (path, values here, why another cannot run). The first counts.
+_NO_TOOL = "RLinf's reasoning tasks train one answer without a tool, this project trains conversations with the Code Judge"
+OTHER_TASKS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward.reward_type", ("rstar2",), _NO_TOOL),
+    ("actor.training_backend", ("megatron",), "the actor here is Megatron-core"),
+    ("rollout.rollout_backend", ("sglang",), "the engine here is SGLang"),
+)
+
 # Keys of which only some values are implemented here: path -> these values.
 ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.loss_type": ("actor",),
@@ -159,6 +166,12 @@ def translate(data: dict[str, Any]) -> list[str]:
 
     Raises ValueError for a value that is not implemented here.
     """
+    for path, here, what in OTHER_TASKS:
+        value = get(data, path)
+        if value not in (MISSING, None, *here):
+            raise ValueError(
+                f"{path}={value!r}: {what}. config/rstar2-qwen2.5-7b-megatron.yaml is a start for a run of this project"
+            )
     notes: list[str] = []
     for path, allowed in ONLY_VALUES.items():
         value = take(data, path)
@@ -203,6 +216,15 @@ def translate(data: dict[str, Any]) -> list[str]:
     if get(data, "data.type") == "rstar2":
         put(data, "data.type", "math")
         notes.append("data.type='rstar2' read as data.type='math'")
+        _translate_rstar2(data, notes)
+    if get(data, "rollout.custom_chat_template") not in (MISSING, None):
+        template = take(data, "rollout.custom_chat_template")
+        if get(data, "agentloop.chat_template") in (MISSING, None):
+            put(data, "agentloop.chat_template", template)
+            notes.append("rollout.custom_chat_template read as agentloop.chat_template")
+        else:
+            notes.append("rollout.custom_chat_template not used: agentloop.chat_template is written too")
+    drop(data, "rollout.custom_chat_template")
 
     move("tools.codejudge.concurrency_limit", "tools.codejudge.max_concurrency")
     move("actor.megatron.distributed_timeout_minutes", "actor.distributed_timeout_minutes", float)
@@ -212,6 +234,17 @@ def translate(data: dict[str, Any]) -> list[str]:
     move("rollout.precision", "rollout.model.precision")
     _translate_schedule(data, notes)
     return notes
+
+
+def _translate_rstar2(data: dict[str, Any], notes: list[str]) -> None:
+    """RLinf's rstar2 has no switch: its code is the released one, and its token mean is of each micro-batch."""
+    if get(data, "algorithm.variant") in (MISSING, None):
+        put(data, "algorithm.variant", "released-rlinf")
+        notes.append("data.type='rstar2' read as algorithm.variant='released-rlinf'")
+    per_micro_batch = get(data, "algorithm.use_valid_token_scale") is False
+    if get(data, "algorithm.loss_agg_func") == "token-mean" and per_micro_batch:
+        put(data, "algorithm.loss_agg_func", "released-rlinf")
+        notes.append("loss_agg_func='token-mean' with use_valid_token_scale=False read as 'released-rlinf'")
 
 
 def _translate_schedule(data: dict[str, Any], notes: list[str]) -> None:

@@ -52,6 +52,8 @@ _FORMAT = {
     "system_prompt",
     "user_prefix",
     "generation_prefix",
+    "chat_template",
+    "tool_descriptions",
 }
 
 

@@ -18,7 +18,7 @@ from typing import Self
 
 import psutil
 
-from tests.processes import command_line
+from tests.processes import command_line, files_of_dead_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "run_rstar2.sh"
@@ -41,6 +41,8 @@ class ProgramRun:
     # Short, because Ray's socket paths lie below it; the run's own, so that what is left there is the run's.
     temporary: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp")))
     process: subprocess.Popen[bytes] | None = None
+    shared: set[str] = field(default_factory=files_of_dead_engines)
+    """What others had left in /dev/shm before this run."""
 
     def start(self) -> Self:
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +110,7 @@ class ProgramRun:
         names = [f"{p.pid} {' '.join(command_line(p))}"[:120] for p in left if p.is_running()]
         self.kill_all()
         assert not names, f"left running after {within_s:.0f} s: {names}"
+        assert not (shared := files_of_dead_engines() - self.shared), f"left in /dev/shm: {shared}"
         if not killed:
             files = [p.name for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_")]
             shutil.rmtree(self.temporary)

@@ -231,7 +231,10 @@ def find(dotted: str) -> Any:
 
 
 def problem(call: Call) -> str | None:
-    """Why the installed packages do not take the call, or None. Functions without a signature (C) need only be there."""
+    """Why the installed packages do not take the call, or None.
+
+    Of functions in C torch's operators are bound to their schemas; the others need only be there.
+    """
     try:
         target = find(call.callee)
     except (AttributeError, ImportError) as error:
@@ -241,7 +244,7 @@ def problem(call: Call) -> str | None:
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
-        return None
+        return _operator_problem(call)
     count, keywords, is_open = call.arguments
     first = [None] if call.method and _takes_self(call.callee) else []
     bind = signature.bind_partial if is_open else signature.bind
@@ -252,7 +255,38 @@ def problem(call: Call) -> str | None:
     return None
 
 
+def schemas(call: Call) -> list[Any]:
+    """The overloads of the torch operator that the callee names; none for other functions."""
+    if not call.callee.startswith("torch."):
+        return []
+    import torch  # here: reading calls needs no torch
+
+    name = call.callee.removeprefix("torch.").removeprefix("nn.functional.").replace(".", "_")
+    return list(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+
+
+def _operator_problem(call: Call) -> str | None:
+    overloads = schemas(call)
+    if not overloads or any(_takes(overload, call) for overload in overloads):
+        return None
+    return f"{call}: no overload takes it; there are {'; '.join(map(str, overloads))}"
+
+
+def _takes(overload: Any, call: Call) -> bool:
+    assert call.arguments is not None
+    count, keywords, is_open = call.arguments
+    names = [x.name for x in overload.arguments if not x.kwarg_only]
+    if len(names) == 1 and str(overload.arguments[0].type) in ("List[int]", "List[SymInt]"):
+        count = min(count, 1)  # sizes may be given one by one
+    given = {*names[:count], *keywords} - {"requires_grad"}  # every factory's
+    needed = {x.name for x in overload.arguments if not x.has_default_value() and x.name != "out"}
+    known = {x.name for x in overload.arguments}
+    return count <= len(names) and given <= known and (is_open or needed <= given)
+
+
 def has_signature(call: Call) -> bool:
+    if call.arguments is not None and schemas(call):
+        return True
     try:
         inspect.signature(find(call.callee))
     except (TypeError, ValueError, AttributeError, ImportError):

@@ -72,6 +72,12 @@ def run(optimizer, rest):
     torch.cuda.memory_allocated(0, urgency=1)
     torch.cuda.no_such_function()
     F.silu(rest, inplace=True)
+    torch.mm(rest, rest, out_dtype=torch.float32)
+    torch.mm(rest, rest, dtype_out=torch.float32)
+    torch.addmm(rest, rest, rest, out_dtype=torch.float32, out=rest)
+    torch.addmm(rest, out_dtype=torch.float32)
+    torch.zeros(2, 3, device="cuda", requires_grad=True)
+    torch.empty(3, colour="red")
     optimizer.step_with_ready_grads(3)
     optimizer.prepare_grads()
     optimizer(1)
@@ -94,6 +100,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         "no_such",
         "grads(3)",
         "optimizer(1)",
+        "dtype_out",
+        "addmm(rest, out",
     )
     expected = {
         number for number, line in enumerate(PLANTED.splitlines(), 1) if any(word in line for word in wrong)

@@ -21,12 +21,16 @@ class Queue(JobQueue):
     """Counts the exchanges that lease or ack something."""
 
     exchanges = 0
+    may_return: asyncio.Event | None = None  # Redis' next answer waits for it
 
     async def exchange(
         self, name: str, answers: list[Any], count: int, session_room: int = 0
     ) -> list[LeasedJob]:
         jobs = await super().exchange(name, answers, count, session_room)
         self.exchanges += bool(jobs or answers)
+        if self.may_return is not None and answers:
+            async with asyncio.timeout(30):
+                await self.may_return.wait()
         return jobs
 
 
@@ -64,8 +68,9 @@ async def judge(redis: RedisServer, *, permits: int, sessions: int = 0) -> Async
         warm = await there.submit(*["pass"] * 8)
         assert all(result["outcome"] == "ok" for result in await there.results(warm))
         channel = f"{prefix}cancel:{runner.name}"
-        while not (await queue.redis.pubsub_numsub(channel))[0][1]:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while not (await queue.redis.pubsub_numsub(channel))[0][1]:
+                await asyncio.sleep(0.01)
         yield there
     finally:
         await broker.stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.report.compare import arm_label, group_arms
+from rstar2_megatron.report.arms import arm_label, group_runs
 from rstar2_megatron.report.names import LENGTH, PASS_RATE, REWARD
 from rstar2_megatron.report.read import read_logs
 from tests.report.logs import read_log
@@ -88,7 +88,7 @@ def test_tensorboard_of_rlinf_counts_from_0_and_is_shifted(tmp_path: Path) -> No
     log = read_log(tmp_path / "run")
     assert log.first_step == 0
     assert log.aligned(REWARD) == pytest.approx({1: 0.0, 2: 0.1, 3: 0.2, 4: 0.3})
-    assert arm_label(log) == "run"
+    assert arm_label([log]) == "run"
 
 
 def test_rlinf_steps_in_mini_batches_become_training_steps(tmp_path: Path) -> None:
@@ -128,7 +128,10 @@ def test_runs_that_lie_together_are_not_mixed(tmp_path: Path) -> None:
     assert [log.label for log in logs] == ["exp-seed1", "exp-seed2"]
     assert [log.series[REWARD][1] for log in logs] == pytest.approx([0.1, 0.2])
     assert f"{project}: holds 2 runs, each read by itself (exp-seed1, exp-seed2)" in logs[0].messages
-    assert [arm.label for arm in group_arms([(None, log) for log in logs])] == ["verl exp"]
+    assert [arm.label for arm in group_runs(logs)] == [
+        "verl exp-seed1",
+        "verl exp-seed2",
+    ]  # nobody said: seeds
 
     chart = tmp_path / "chart.csv"
     chart.write_text(
@@ -147,8 +150,7 @@ def test_runs_that_lie_together_are_not_mixed(tmp_path: Path) -> None:
     for seed in (1, 2):
         row = {"step": 1, "data": {"critic/rewards/mean": seed / 10}}
         (tmp_path / "verl" / f"exp_s{seed}.jsonl").write_text(json.dumps(row) + "\n")
-    (arm_of_both,) = group_arms([(None, log) for log in read_logs(tmp_path / "verl")])
-    assert (arm_of_both.label, len(arm_of_both.logs)) == ("verl exp", 2)
+    assert [log.label for log in read_logs(tmp_path / "verl")] == ["exp_s1", "exp_s2"]
 
 
 def test_a_resumed_wandb_run_is_one_run(tmp_path: Path) -> None:
@@ -245,7 +247,8 @@ def test_a_broken_event_file_is_read_up_to_the_break(tmp_path: Path) -> None:
 
 
 def test_what_holds_nothing_says_so(tmp_path: Path) -> None:
-    assert read_log(tmp_path / "none").messages == [f"{tmp_path / 'none'} does not exist"]
+    with pytest.raises(ValueError, match="none does not exist"):
+        read_log(tmp_path / "none")
     assert "no training curves found" in read_log(tmp_path).messages[-1]
     (tmp_path / "noise.log").write_bytes(b"\xff\xfe\x00 hello")
     assert any("no lines of the form" in message for message in read_log(tmp_path / "noise.log").messages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.reward.more_pairs import MORE_PAIRS
+
 # fmt: off
 PAIRS: list[tuple[str, list[str], list[str]]] = [
     # integers
@@ -193,7 +195,7 @@ def flat() -> list[tuple[str, str, bool]]:
     """(solution, answer, equal)."""
     return [
         (solution, answer, verdict)
-        for solution, equal, different in PAIRS
+        for solution, equal, different in [*PAIRS, *MORE_PAIRS]
         for verdict, answers in ((True, equal), (False, different))
         for answer in answers
     ]

@@ -37,6 +37,30 @@ def test_wording_comes_from_the_settings(tokenizer) -> None:
     assert text.endswith("<|im_end|>\n<|im_start|>user\nU x<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_a_chat_template_is_the_whole_wording(tokenizer) -> None:
+    """As RLinf's YAML brings it: the template writes system prompt, tools and prefixes itself."""
+    jinja = (
+        "<|im_start|>system\nTools: {{ tools[0].function.description }}<|im_end|>\n"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\nSolve: {{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    )
+    schema = {
+        "type": "function",
+        "function": {"name": "jupyter_code", "description": "runs", "parameters": {}},
+    }
+    settings = AgentLoopSettings(tools=["jupyter_code"], chat_template=jinja, tool_descriptions=[schema])
+    template = ChatTemplate(tokenizer, settings)
+    prompt = template.prompt_text(Problem("a", [{"role": "user", "content": "1 + 1"}], ["2"]))
+    assert prompt == (
+        "<|im_start|>system\nTools: runs<|im_end|>\n<|im_start|>user\nSolve: 1 + 1<|im_end|>\n<|im_start|>assistant\n<think>"
+    )
+    assert template.tool_response_text(["2"]).endswith(
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>"
+    )
+    with pytest.raises(ValueError, match=r"tool_descriptions describes \['jupyter_code'\]"):
+        ChatTemplate(tokenizer, settings.model_copy(update={"tools": ["python_code_with_standard_io"]}))
+
+
 def test_system_message_of_the_data(tokenizer) -> None:
     messages = problem(("system", "be brief"), ("user", "x"))
     assert "be brief" not in ChatTemplate(tokenizer, AgentLoopSettings()).prompt_text(messages)

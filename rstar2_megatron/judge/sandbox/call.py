@@ -25,7 +25,7 @@ from rstar2_megatron.judge.sandbox.call_parent import CallParent
 from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.output import Output, outcome_of_failure, report
-from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, own_autogroup, resident_bytes
+from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
 
 LENGTH = struct.Struct("<I")
@@ -69,7 +69,8 @@ class Runner:
         self.group = group
         self.scratch = scratch
         self.worker = worker
-        self.own_group = own_autogroup()
+        if group is not None:
+            group.demote(False)  # its slot may have died in the middle of a call
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """Run `job` (type, solution, input, expected_output, files, limits) and return a SubmissionResult."""
@@ -145,7 +146,6 @@ class Runner:
         ends: tuple[int, ...],
         out: Output,
         err: Output,
-        deadline: float,
         limits: CallLimits,
         supervision: Supervision,
         resident_at_start: int,
@@ -164,8 +164,8 @@ class Runner:
         reads_streams = False  # from the first look on: most calls end before it, and pipes hold 64 KB
         while True:
             now = time.monotonic()
-            if now >= deadline:
-                return Outcome.TIMEOUT
+            if now >= supervision.deadline and (verdict := supervision.verdict(now)):
+                return verdict
             if now >= supervision.next_look:
                 supervision.look(now)
                 most = limits.memory_mb * MEGABYTE * 1.5
@@ -175,7 +175,7 @@ class Runner:
                     reads_streams = True
                     for fd in streams:
                         poller.register(fd, select.POLLIN)
-            wait_s = max(0.0, min(deadline, supervision.next_look) - now)
+            wait_s = max(0.0, min(supervision.deadline, supervision.next_look) - now)
             for fd, _ in poller.poll(wait_s * 1000 + 1):
                 if fd in ends:
                     return None
@@ -229,24 +229,25 @@ class CallRunner(Runner):
         started = time.monotonic()
         parent = self.library if uses_libraries(job) else self.small
         out, err = self._start(job, limits, directory, parent.start)
-        time_limit_s = limits.time_limit_s + (limits.compile_time_s if job["type"] == "cpp" else 0.0)
-        supervision = Supervision(lambda: parent.pid, started, self.own_group, self._tell_demotion)
+        limit_s = limits.usual_s(job["type"])
+        supervision = Supervision(lambda: parent.pid, started, limit_s, self.group, self._tell_demotion)
         # The call must not outlive this function, whatever is raised.
         verdict: Outcome | None = Outcome.INTERNAL_ERROR
         try:
-            ends, deadline = (parent.fileno(),), started + time_limit_s
-            verdict = self._watch(ends, out, err, deadline, limits, supervision, parent.resident_at_start)
+            verdict = self._watch((parent.fileno(),), out, err, limits, supervision, parent.resident_at_start)
         finally:
             if verdict is not None:
                 parent.end_call()
             end = parent.take_end()
         cost = time.monotonic() - started
+        if self.group is not None:
+            self.group.demote(False)
         out.close()
         err.close()
         if verdict is None and self._ran_out_of_memory(kills_before):
             verdict = Outcome.MEMORY
         code = os.waitstatus_to_exitcode(end.status)
-        stderr = err.text()
+        stderr = err.text() + (supervision.starved(cost) if verdict is Outcome.INTERNAL_ERROR else "")
         if end.failure:
             verdict, stderr = outcome_of_failure(end.failure), end.failure
         return report(

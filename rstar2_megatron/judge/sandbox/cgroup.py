@@ -1,6 +1,7 @@
-"""A hard memory limit for each slot, where control groups (version 1 or 2) can be made.
+"""Control groups (version 1 or 2) of the slots' calls: a hard memory limit and a share of the cores for each slot.
 
-memfd and many processes escape an address-space limit; a control group counts their memory too.
+memfd and many processes escape an address-space limit; a memory group counts their memory too. A CPU group weighs all
+processes of a call as one. The slots' own processes are in no group: what a call does must not slow its watcher.
 """
 
 from __future__ import annotations
@@ -10,23 +11,27 @@ import os
 from pathlib import Path
 
 _NAME = "rstar2-judge"
+_WEIGHT, _DEMOTED = 100, 25  # of a call, of one that has used its slice of CPU
+_SHARES = {1: "cpu.shares", 2: "cpu.weight"}
+_QUOTA = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
+_NO_QUOTA, _PAUSED = {1: b"-1", 2: b"max 100000"}, {1: b"1000", 2: b"1000 100000"}  # 1% of a core
 
 
-def _own_directory() -> tuple[Path, int]:
-    """Directory of this process's memory control group, and the hierarchy's version."""
+def _own_directory(controller: str) -> tuple[Path, int]:
+    """Directory of this process's control group for a controller, and the hierarchy's version."""
     unified: Path | None = None
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             unified = Path("/sys/fs/cgroup") / path.lstrip("/")
-        elif "memory" in controllers.split(","):
-            return Path("/sys/fs/cgroup/memory") / path.lstrip("/"), 1
+        elif controller in controllers.split(","):
+            return Path("/sys/fs/cgroup") / controller / path.lstrip("/"), 1
     if unified is None:
-        raise OSError(2, "no memory control group hierarchy")
+        raise OSError(2, f"no {controller} control group hierarchy")
     return unified, 2
 
 
-def sweep_stale(parent: Path) -> None:
+def _sweep_stale(parent: Path) -> None:
     """Remove the empty groups of services whose process has ended."""
     for path in parent.glob(f"{_NAME}-*"):
         owner = path.name.rsplit("-", 1)[1]
@@ -43,28 +48,43 @@ def _remove_tree(path: Path) -> None:
 class SlotGroup:
     """One slot's group, reached through descriptors that stay valid after the file system is hidden."""
 
-    def __init__(self, directory: Path, version: int) -> None:
-        directory.mkdir()
+    def __init__(self, memory: Path, cpu: Path | None, version: int) -> None:
+        """`memory`, `cpu`: new directories in the controllers' hierarchies, the same one for version 2."""
+        self.descriptors: set[int] = set()
+        self._version = version
+        self._size = 0
+        self._weight = 0
+        self._is_paused: bool | None = None
+        memory.mkdir()
         limit, events = (
             ("memory.limit_in_bytes", "memory.oom_control")
             if version == 1
             else ("memory.max", "memory.events")
         )
-        self._limit = os.open(directory / limit, os.O_WRONLY | os.O_CLOEXEC)
-        self._members = os.open(directory / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-        self._events = os.open(directory / events, os.O_RDONLY | os.O_CLOEXEC)
-        self._size = 0
+        self._limit = self._open(memory / limit)
+        self._events = self._open(memory / events, os.O_RDONLY)
+        self._members = [self._open(memory / "cgroup.procs")]
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
-                (directory / "memory.swap.max").write_text("0")
+                (memory / "memory.swap.max").write_text("0")
+        self._shares = self._quota = -1
+        if cpu is not None:
+            if version == 1:
+                cpu.mkdir()
+                self._members.append(self._open(cpu / "cgroup.procs"))
+            self._shares = self._open(cpu / _SHARES[version])
+            with contextlib.suppress(OSError):  # a kernel without CFS bandwidth control
+                self._quota = self._open(cpu / _QUOTA[version])
 
-    @property
-    def descriptors(self) -> set[int]:
-        return {self._limit, self._members, self._events}
+    def _open(self, path: Path, flags: int = os.O_WRONLY) -> int:
+        fd = os.open(path, flags | os.O_CLOEXEC)
+        self.descriptors.add(fd)
+        return fd
 
     def join(self) -> None:
         """Move the calling process into the group; its later children are in it too."""
-        os.write(self._members, b"0")
+        for members in self._members:
+            os.write(members, b"0")
 
     def set_limit(self, size: int) -> None:
         """Set the limit in bytes of the whole group. For one process only: it remembers the last value."""
@@ -78,25 +98,70 @@ class SlotGroup:
         found = told.find(b"oom_kill ")
         return int(told[found + 9 :].split(None, 1)[0]) if found >= 0 else 0
 
+    def demote(self, demoted: bool = True) -> bool:
+        """Give the group the share of a call that has used its slice of CPU, or a new call's. False without CPU groups."""
+        weight = _DEMOTED if demoted else _WEIGHT
+        if self._shares >= 0 and weight != self._weight:
+            os.write(self._shares, _shares(weight, self._version))
+            self._weight = weight
+        return self._shares >= 0
+
+    def pause(self, paused: bool = True) -> None:
+        """Leave the group next to no CPU, or lift that."""
+        if self._quota >= 0 and paused != self._is_paused:
+            os.write(self._quota, (_PAUSED if paused else _NO_QUOTA)[self._version])
+            self._is_paused = paused
+
+
+def _shares(weight: int, version: int) -> bytes:
+    return str(weight if version == 2 else weight * 1024 // 100).encode()
+
 
 class GroupTree:
     """The groups of one service: a parent and one group a slot."""
 
-    def __init__(self, slots: int) -> None:
-        """Raises OSError where control groups cannot be made."""
-        base, version = _own_directory()
-        sweep_stale(base)
-        self.root = base / f"{_NAME}-{os.getpid()}"
-        self.root.mkdir()
+    def __init__(self, slots: int, weight: int) -> None:
+        """`weight` of all slots together, in calls: about as many as there are permits.
+
+        Raises OSError where no memory groups can be made.
+        """
+        base, version = _own_directory("memory")
+        self.without_cpu: OSError | None = None  # why there are no CPU groups
+        self.roots = [_make_root(base)]
         self.slots: list[SlotGroup] = []
         try:
             if version == 2:
-                (self.root / "cgroup.subtree_control").write_text("+memory")
-            self.slots = [SlotGroup(self.root / f"slot-{index}", version) for index in range(slots)]
+                (self.roots[0] / "cgroup.subtree_control").write_text("+memory")
+            try:
+                cpu = self._cpu_root(version)
+                (cpu / _SHARES[version]).write_bytes(_shares(weight * _WEIGHT, version))
+            except OSError as error:
+                self.without_cpu = error
+            for name in (f"slot-{index}" for index in range(slots)):
+                cpu_group = None if self.without_cpu else cpu / name
+                self.slots.append(SlotGroup(self.roots[0] / name, cpu_group, version))
         except OSError:
             self.remove()
             raise
 
+    def _cpu_root(self, memory_version: int) -> Path:
+        if memory_version == 2:
+            (self.roots[0] / "cgroup.subtree_control").write_text("+cpu")
+            return self.roots[0]
+        base, version = _own_directory("cpu")
+        if version != 1:
+            raise OSError(95, "memory groups are of version 1, CPU groups of version 2")
+        self.roots.append(_make_root(base))
+        return self.roots[-1]
+
     def remove(self) -> None:
         """Remove the groups; their processes must have ended."""
-        _remove_tree(self.root)
+        for root in self.roots:
+            _remove_tree(root)
+
+
+def _make_root(base: Path) -> Path:
+    _sweep_stale(base)
+    root = base / f"{_NAME}-{os.getpid()}"
+    root.mkdir()
+    return root

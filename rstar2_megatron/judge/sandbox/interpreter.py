@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
@@ -27,7 +27,6 @@ from rstar2_megatron.judge.sandbox.process_tree import (
     Supervision,
     end_group,
     family,
-    make_nice,
     resident_bytes,
     usage_of,
 )
@@ -63,27 +62,33 @@ class SessionRunner(Runner):
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # output after the end of the last cell belongs to no call
-        supervision = Supervision(lambda: self.pid, started, self.own_group, self._tell_demotion)
-        supervision.used_before_s = usage_of(self.pid).cpu_s
+        supervision = Supervision(
+            lambda: self.pid,
+            started,
+            limits.time_limit_s,
+            self.group,
+            self._tell_demotion,
+            usage_of(self.pid),
+        )
+        if self.group is not None:
+            self.group.pause(False)
         self._signal_all(signal.SIGCONT)
         code = 0
         verdict = self._send(job)
         if verdict is None:
-            deadline = started + limits.time_limit_s
             with _watched(self.pid) as end:
                 ends = (end, self.channel.fileno())
-                verdict = self._watch(
-                    ends, self.out, self.err, deadline, limits, supervision, self.resident_at_start
-                )
-            if supervision.niceness:  # the next call begins with its full share; needs root
-                for member in family(self.pid):
-                    make_nice(member, 0, self.own_group)
+                verdict = self._watch(ends, self.out, self.err, limits, supervision, self.resident_at_start)
+            supervision.promote()
         done = self._collect(0.0 if verdict is None else self._interrupt())
-        self._signal_all(signal.SIGSTOP)
+        if self._signal_all(signal.SIGSTOP) > 1 and self.group is not None:
+            self.group.pause()  # its processes might send SIGCONT to each other for ever
         cost = time.monotonic() - started
         for stream in (self.out, self.err):
             stream.drain()
         stderr = self.err.text()
+        if verdict is Outcome.INTERNAL_ERROR:
+            stderr += supervision.starved(cost)
         peak_memory_bytes = _peak_memory_bytes(self.pid)
         if done is None or self._ran_out_of_memory(kills_before):
             state = "lost"
@@ -115,7 +120,13 @@ class SessionRunner(Runner):
 
         def start(program: Program, descriptors: Descriptors) -> None:
             descriptors = descriptors._replace(channel=theirs.fileno())
-            self.pid = self.sandbox.fork(lambda: self.sandbox.become(program, descriptors))
+
+            def begin() -> NoReturn:
+                if self.group is not None:
+                    self.group.join()
+                self.sandbox.become(program, descriptors)
+
+            self.pid = self.sandbox.fork(begin)
 
         self.out, self.err = self._start(job, limits, self.directory, start)
         theirs.close()
@@ -168,12 +179,17 @@ class SessionRunner(Runner):
         # The program can write to the channel too: anything but one exit code ends its session.
         return CELL_DONE.unpack(told)[0] & 0xFF if len(told) == CELL_DONE.size else None
 
-    def _signal_all(self, number: int) -> None:
-        """Signal every process of the session, parents first; SIGSTOP twice, for processes forked meanwhile."""
+    def _signal_all(self, number: int) -> int:
+        """Signal every process of the session, parents first; SIGSTOP twice, for processes forked meanwhile.
+
+        Returns the number of processes.
+        """
         for _ in range(2 if number == signal.SIGSTOP else 1):
-            for pid in family(self.pid):
+            members = list(family(self.pid))
+            for pid in members:
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
+        return len(members)
 
     def _finish(self, wait_s: float = 0.1) -> int:
         """End the session's processes. Returns the interpreter's exit code, negative for a signal.
@@ -184,6 +200,8 @@ class SessionRunner(Runner):
             poller = select.poll()
             poller.register(end, select.POLLIN)
             ended_itself = bool(poller.poll(wait_s * 1000))
+        if self.group is not None:
+            self.group.pause(False)
         end_group(self.pid)
         _, status = os.waitpid(self.pid, 0)
         if not self.sandbox.namespaced:

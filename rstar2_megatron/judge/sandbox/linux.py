@@ -227,52 +227,6 @@ def close_all_but(kept: set[int]) -> None:
     do([close_from_step(first)])
 
 
-def _own_mappings() -> list[tuple[int, int, str, str]]:
-    """This process's mappings: start, end, access as in "rw-p", and the file's path, "[heap]" or the like, or ""."""
-    with open("/proc/self/maps") as maps:
-        regions = [line.split() for line in maps]
-    mappings = []
-    for region in regions:
-        start, end = (int(part, 16) for part in region[0].split("-"))
-        mappings.append((start, end, region[1], region[5] if len(region) > 5 else ""))
-    return mappings
-
-
-def collapse_heap() -> int:
-    """Back this process's private memory by huge pages (kernel 6.1 and later). Returns the bytes.
-
-    A fork then copies one page-table entry for 2 MB instead of 512: half the cost of forking a 60 MB interpreter.
-    """
-    huge, madv_collapse = 2 << 20, 25
-    total = 0
-    for start, end, access, name in _own_mappings():
-        if "w" not in access or name not in ("", "[heap]"):
-            continue
-        start, end = -(-start // huge) * huge, end // huge * huge
-        # one huge page at a time: a page without memory fails and stays as it is
-        for address in range(start, end, huge):
-            if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(huge), madv_collapse) == 0:
-                total += huge
-    return total
-
-
-def copy_code_at_fork() -> None:
-    """Make a fork copy the page tables of Python's code; otherwise a child faults once for each 64 KB of it.
-
-    The kernel skips mappings without a private page, so each one gets one: its first byte is written back unchanged.
-    """
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        for start, _, access, name in _own_mappings():
-            if access not in ("r--p", "r-xp"):
-                continue
-            if not os.path.basename(name).startswith(("libpython", "python", "libc.", "ld-")):
-                continue
-            memory.seek(start)
-            byte = memory.read(1)
-            memory.seek(start)
-            memory.write(byte)
-
-
 # --------------------------------------------------------------------------------------------- landlock
 
 _EXECUTE, _READ_FILE, _READ_DIRECTORY = 1, 4, 8

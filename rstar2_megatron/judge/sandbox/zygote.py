@@ -30,17 +30,17 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from rstar2_megatron.judge.limits import default_permits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux
 from rstar2_megatron.judge.sandbox.call import LENGTH, CallRunner, send_message, serve_slot
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, make_connection, serve_calls
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.sandbox.interpreter import SessionRunner
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
-from rstar2_megatron.judge.sandbox.process_tree import children, weigh_as
+from rstar2_megatron.judge.sandbox.process_tree import children
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
+_WITHOUT_CPU_GROUPS = "each process of a call weighs as one call, by its niceness"
 _SOON_S = 0.2  # a slot that ends this soon after its start probably cannot start
 
 
@@ -71,8 +71,6 @@ class Forker:
         # Each call would copy and close the descriptors of all control groups, three for each slot and session: with
         # thousands of them that would be most of a call's cost.
         linux.close_all_but(kept if group is None else kept | group.descriptors)
-        if group is not None:
-            group.join()
         serve(group)
 
     def loop(self, control: socket.socket, on_control: Callable[[], None]) -> NoReturn:
@@ -112,6 +110,13 @@ class Forker:
     def on_end(self, slot: int) -> None:
         """A slot's process has ended."""
 
+    def _serve_calls(self, connection: Connection, slot: int, group: SlotGroup | None) -> NoReturn:
+        """In a call parent: it and its calls are in the slot's group."""
+        if group is not None:
+            group.join()
+        linux.close_all_but({connection.messages.fileno(), connection.pids})
+        serve_calls(connection, self.layers, slot)
+
 
 class LibraryZygote(Forker):
     """Has numpy and sympy imported; forks call parents and session slots on the zygote's request.
@@ -145,7 +150,7 @@ class LibraryZygote(Forker):
             return
         if slot < self.num_slots:
             connection = Connection(socket.socket(fileno=fds[0]), fds[1])
-            self.fork_for(slot, lambda _: serve_calls(connection, self.layers, slot), set(fds))
+            self.fork_for(slot, lambda group: self._serve_calls(connection, slot, group), set(fds))
             connection.close()
         else:
             sock = socket.socket(fileno=fds[0])
@@ -173,7 +178,7 @@ class Zygote(Forker):
             LibraryZygote(self.layers, self.groups, self.num_slots, self.scratch).serve(theirs)
         self.others.add(pid)
         theirs.close()
-        make_forks_cheap()
+        freeze_objects()
         if not self.library.recv(16):
             raise RuntimeError("numpy and sympy could not be imported")
         told = {"isolation": self.layers.report(), "cpp": cpp.compiler() is not None}
@@ -211,8 +216,7 @@ class Zygote(Forker):
         small, its_end = make_connection()
         if os.fork() == 0:
             die_with_parent(signal.SIGKILL)
-            linux.close_all_but({its_end.messages.fileno(), its_end.pids})
-            serve_calls(its_end, self.layers, slot)
+            self._serve_calls(its_end, slot, group)
         its_end.close()
         parents = {"small": CallParent(small), "library": CallParent(library)}
         serve_slot(sock, CallRunner(self.layers, slot, group, self.scratch, sock, **parents))
@@ -230,13 +234,10 @@ class Zygote(Forker):
         sock.close()
 
 
-def make_forks_cheap() -> None:
-    """Make forks cheap: freeze the garbage collector, back the heap by huge pages."""
+def freeze_objects() -> None:
+    """Keep the garbage collector from writing to the objects that calls inherit."""
     gc.collect()
     gc.freeze()
-    linux.collapse_heap()
-    with contextlib.suppress(OSError):  # no gain where the kernel does not let a process write its own code
-        linux.copy_code_at_fork()
 
 
 def import_standard_library() -> None:
@@ -270,7 +271,7 @@ def import_libraries() -> None:
     str(sympy.solve(x**2 - 5 * x + 3, x))
     str(sympy.integrate(x * sympy.sin(x), x))
     str(sympy.simplify(sympy.sqrt(8) + sympy.factor(x**3 - 1)))
-    make_forks_cheap()
+    freeze_objects()
 
 
 def _run_zygote(
@@ -287,7 +288,6 @@ def _run_zygote(
 def launch(control_fd: int, slots: int, sessions: int) -> int:
     """Run the launcher until the zygote has ended and the control groups are removed. Returns the zygote's exit code."""
     die_with_parent(signal.SIGTERM)
-    weigh_as(default_permits())  # all calls belong to this session
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     kept = (sys.prefix, sys.base_prefix)
@@ -299,13 +299,18 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     tree: GroupTree | None = None
     groups: list[SlotGroup | None] = [None] * (slots + sessions)
     try:
-        tree = GroupTree(slots + sessions)
+        tree = GroupTree(slots + sessions, max(1, slots * 3 // 16))
         groups = list(tree.slots)
         layers.activate("memory_cgroup")
+        if tree.without_cpu is None:
+            layers.activate("cpu_cgroup")
+        else:
+            layers.record_missing("cpu_cgroup", f"{tree.without_cpu}: {_WITHOUT_CPU_GROUPS}")
     except OSError as error:
         layers.record_missing(
             "memory_cgroup", f"{error}: limits on address space and a watch on resident memory"
         )
+        layers.record_missing("cpu_cgroup", f"{error}: {_WITHOUT_CPU_GROUPS}")
     owner = os.getpid()
     isolation.enter_namespaces(layers)
     isolation.choose_uids(layers, slots + sessions, owner)

@@ -45,7 +45,7 @@ class Ticket:
     sub_id: str
     key: str | None
     answer: asyncio.Future[bytes]
-    time_limit_s: float = 0.0
+    longest_s: float = 0.0  # wall time of one run
     queue_time_limit_s: float = 0.0
     submitted_at: float = field(default_factory=time.monotonic)
 
@@ -146,8 +146,7 @@ class Broker:
         request["queued_at"] = time.time()
         self.waiting.setdefault(key, []).append(answer)
         self.payloads.setdefault(key, orjson.dumps(request))
-        compile_s = limits.compile_time_s if submission.type == "cpp" else 0.0
-        return Ticket(sub_id, key, answer, limits.time_limit_s + compile_s)
+        return Ticket(sub_id, key, answer, limits.longest_s(submission.type))
 
     def _grade(self, submission: Submission, sub_id: str, answer: asyncio.Future[bytes]) -> None:
         if submission.expected_output is None:
@@ -206,7 +205,7 @@ class Broker:
                 why = f"not started within {ticket.queue_time_limit_s:.0f} s"
                 self._settle(ticket.key, self._make(ticket.sub_id, Outcome.QUEUE_TIMEOUT, why))
             else:
-                await asyncio.wait([ticket.answer], timeout=2 * ticket.time_limit_s + _GRACE_S)
+                await asyncio.wait([ticket.answer], timeout=2 * ticket.longest_s + _GRACE_S)
         if not ticket.answer.done() and ticket.key is not None:
             why = "no answer from any worker within the call's limits"
             self._settle(ticket.key, self._make(ticket.sub_id, Outcome.INTERNAL_ERROR, why))

@@ -101,8 +101,7 @@ class SlotPool:
             + [sys.prefix, *sys.path],
             pass_fds=[theirs.fileno()],
             cwd=_PROJECT,
-            # Symbols are bound at the start, or each call would resolve every library function at its first use.
-            env=isolation.ENVIRONMENT | {"LD_BIND_NOW": "1"},
+            env=isolation.ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

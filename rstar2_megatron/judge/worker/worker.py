@@ -27,6 +27,7 @@ from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that has not answered this long after the call's limit is hung
+_INTERNAL_ERROR = b'"outcome": "internal_error"'  # inside a JSON string quotes are escaped
 _COMPARE_NAMES_EVERY = 30  # heartbeats
 
 
@@ -145,9 +146,11 @@ class Worker:
         self.prefetched.answered(len(answers), time.monotonic())
         try:
             if answers or (count and self._may_have_jobs):
+                if count:  # lowered before asking: a bell may raise it while the answer is on its way
+                    self._may_have_jobs = False
                 jobs = await self._ask(answers, count)
-                if count:
-                    self._may_have_jobs = len(jobs) == count  # a full answer: the queue may hold more
+                if count and len(jobs) == count:  # the queue may hold more
+                    self._may_have_jobs = True
                 for job in jobs:
                     if job.key not in self.running:  # else a restarted Redis forgot that it runs here
                         self.prefetched.add(job)
@@ -155,6 +158,7 @@ class Worker:
                     self._begin_jobs()
         except (RedisError, OSError) as error:
             self._done = answers + self._done
+            self._may_have_jobs = True
             if not self.stopping.is_set():
                 log.error("exchanging jobs failed: %s", error)
                 await asyncio.sleep(0.5)
@@ -231,9 +235,7 @@ class Worker:
         request = orjson.loads(job.payload)
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
         request["worker"] = self.name
-        limits = CallLimits.from_dict(request["limits"])
-        compile_s = limits.compile_time_s if request["type"] == "cpp" else 0.0
-        deadline_s = limits.time_limit_s + compile_s + _GRACE_S
+        deadline_s = CallLimits.from_dict(request["limits"]).longest_s(request["type"]) + _GRACE_S
         call = _Call(job.key, request, orjson.dumps(request), deadline_s)
         if "session" in request:
             answer = await self._run_in_session(call, slot, permit)
@@ -247,6 +249,8 @@ class Worker:
         self._begin_jobs()
 
     async def _run(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
+        """The answer of the call's first run, or of its second when the slot died or the sandbox failed."""
+        answer = b""
         for attempt in range(2):
             if attempt:
                 slot = await self._wait_for_slot()
@@ -254,7 +258,9 @@ class Worker:
             try:
                 answer = await slot.run(call.body, call.deadline_s, permit.release)
                 self.pool.free.put_nowait(slot)
-                return answer
+                if _INTERNAL_ERROR not in answer:
+                    break
+                log.warning("slot %d failed on job %s, attempt %d", slot.index, call.key, attempt + 1)
             except SlotDied as error:
                 log.warning("%s, job %s, attempt %d", error, call.key, attempt + 1)
             except TimeoutError:
@@ -262,7 +268,8 @@ class Worker:
                 slot.close()
             finally:
                 self.in_slot.pop(call.key, None)
-        return self._failed(call.request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
+        why = "the process that ran this job died twice"
+        return answer or self._failed(call.request, Outcome.INTERNAL_ERROR, why)
 
     async def _run_in_session(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
         """Run a cell. It occupies `slot` without using its process: the session has a process of its own."""
@@ -358,7 +365,8 @@ class Worker:
             try:
                 async for key in self.queue.cancellations(self.name):
                     if key.startswith("@"):
-                        await self._end_session(key[1:])
+                        if self.sessions.end(key[1:]):
+                            await self._forget_sessions([key[1:]])
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
                     elif self.prefetched.drop(key):
@@ -368,10 +376,6 @@ class Worker:
             except (RedisError, OSError) as error:
                 log.debug("listening for cancellations failed: %s", error)
                 await asyncio.sleep(0.5)
-
-    async def _end_session(self, name: str) -> None:
-        if self.sessions.end(name):
-            await self._forget_sessions([name])
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Lease no more jobs, wait `drain_s` for running ones, end the sandbox, put the others back."""

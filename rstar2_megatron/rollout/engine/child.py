@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import msgspec
 
+from rstar2_megatron.rollout.engine import shared_files
 from rstar2_megatron.rollout.engine.arguments import child_environment
 from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
@@ -222,4 +223,5 @@ class EngineChild:
         if self._process is not None:
             with contextlib.suppress(TimeoutError):  # stuck in the kernel; the signal has been sent
                 await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S)
+            shared_files.remove(self._process.pid)  # of an engine that ended while it started
         self._log.close()

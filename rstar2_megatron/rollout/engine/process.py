@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
+from rstar2_megatron.rollout.engine import shared_files
 from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
     EngineReport,
@@ -73,12 +74,13 @@ def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
         run_scheduler_process_func = staticmethod(engine_children.run_scheduler)
 
         @classmethod
-        def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+        def _launch_scheduler_processes(cls, args: Any, port_args: Any, *rest: Any, **kwargs: Any) -> Any:
             """Fork the scheduler on a CPU: it inherits the loaded modules and starts 6 CPU seconds sooner."""
+            port_args.instance_id = shared_files.instance_id(os.getpid())
             if server_args.get("device") == "cpu":
                 engine_children.inherited_descriptor = connection_fd
                 multiprocessing.set_start_method("fork", force=True)
-            return super()._launch_scheduler_processes(*args, **kwargs)
+            return super()._launch_scheduler_processes(args, port_args, *rest, **kwargs)
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
@@ -119,6 +121,8 @@ class _EngineServer:
         scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
         self._capacity = int(scheduler["max_total_num_tokens"])
         self._max_context = int(scheduler["max_req_input_len"])
+        await self._manager.get_loads()  # which opens the scheduler's file: now all of SGLang's are open
+        shared_files.remove(os.getpid())
         reporter = asyncio.create_task(self._report())
         try:
             while True:

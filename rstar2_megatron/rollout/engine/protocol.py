@@ -43,7 +43,6 @@ class GenerateResult(msgspec.Struct):
 
     @property
     def weight_version(self) -> int:
-        """Version of the last token."""
         return self.version_spans[-1][2] if self.version_spans else 0
 
 

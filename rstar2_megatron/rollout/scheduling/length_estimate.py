@@ -16,6 +16,7 @@ Array = NDArray[np.float64]
 
 _MEMORY = 4096  # trajectories after which an ended one weighs 1/e: lengths drift during training
 _SURVIVORS = 16  # pseudo-survivors of every bin: a length that few have reached counts as long
+_PRIOR = 2.0  # pseudo-trajectories of mean duration in every group
 
 
 class LengthSurvival:
@@ -62,11 +63,10 @@ class GroupLengths:
     """Expected duration of a group's trajectories, from its ended and running ones. Used to start long groups first.
 
     The estimate is (seconds of ended and running trajectories) / (number ended), drawn towards the mean of all groups by
-    `prior` pseudo-trajectories.
+    two pseudo-trajectories.
     """
 
-    def __init__(self, prior: float = 2.0) -> None:
-        self._prior = prior
+    def __init__(self) -> None:
         self._ended: dict[int, list[float]] = {}
         self._total = 0.0
         self._count = 0
@@ -85,4 +85,4 @@ class GroupLengths:
         """Expected duration in seconds. `running` sums the seconds of the group's unfinished trajectories."""
         mean = self._total / self._count if self._count else 1.0
         ended = self._ended.get(group, ())
-        return (self._prior * mean + sum(ended) + running) / (self._prior + len(ended))
+        return (_PRIOR * mean + sum(ended) + running) / (_PRIOR + len(ended))

@@ -22,7 +22,7 @@ _LOG_TAIL = 4000
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process answered; `error` is "" or a traceback, or says that it died or took too long."""
+    """The answer of one process; `error` is "" or a traceback, or says that the process died or took too long."""
 
     rank: int
     node: int

@@ -21,7 +21,7 @@ Batch = list[TrainSequence]
 
 @dataclass(frozen=True)
 class Case:
-    """What an actor of a check is made from."""
+    """Settings and model directory of an actor in a check."""
 
     actor: ActorSettings
     runner: RunnerSettings
@@ -97,11 +97,9 @@ def lengths(context: Context) -> tuple[int, int]:
     return (20, 64) if context.device == "cpu" else (128, 1024)
 
 
-def make_batch(context: Context, count: int = 12, seed: int = 0) -> Batch:
+def make_batch(context: Context) -> Batch:
     """Ragged trajectories with masked spans and advantages of both signs."""
-    model = context.thin_config
-    low, high = lengths(context)
-    return random_batch(model, count, low, high, seed)
+    return random_batch(context.thin_config, 12, *lengths(context))
 
 
 def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int = 0) -> Batch:
@@ -125,7 +123,9 @@ def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int 
 
 def start(job: Job, case: Case) -> MegatronActor:
     """The actor of this rank, initialised; collective."""
-    from rstar2_megatron.actor.megatron_actor import MegatronActor
+    from rstar2_megatron.actor.megatron_actor import (
+        MegatronActor,  # here: the driver reads this file and does no torch work
+    )
 
     actor = MegatronActor(
         case.actor,
@@ -152,6 +152,5 @@ def logprob_tolerance(precision: str) -> float:
 
 
 def mean_difference(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """Mean |difference| over all tokens."""
     pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
     return sum(abs(a - b) for a, b in pairs) / max(len(pairs), 1)

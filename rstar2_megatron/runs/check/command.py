@@ -49,7 +49,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def report_path(settings: Settings) -> Path:
-    """Where the report goes."""
     return Path(settings.runner.output_dir) / f"{settings.runner.experiment_name}.check.json"
 
 

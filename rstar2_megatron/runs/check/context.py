@@ -1,4 +1,4 @@
-"""What checks share: the YAML, the nodes, the thin model, and what earlier checks found."""
+"""State that checks share: the YAML, the nodes, the thin model, and results of earlier checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Context:
     scratch: Path
     """Removed at the end; on several nodes a file system of all of them, as for checkpoints."""
     found: dict[str, Any] = field(default_factory=dict)
-    """What checks leave for later ones, by name."""
+    """Results that checks keep for later ones, by name."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -130,7 +130,7 @@ class Nodes:
         return Job(rank, world, meeting, self.device, (slot,), node)
 
     def _meeting(self, node: int) -> str:
-        """Where ranks of one node meet."""
+        """The rendezvous address of ranks of one node."""
         if node:  # a port: what this node has for temporary files may not be there
             import ray
 

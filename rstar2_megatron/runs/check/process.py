@@ -25,7 +25,7 @@ class Job:
     rank: int = 0
     world_size: int = 1
     init_method: str = ""
-    """Where torch.distributed meets; empty for programs that do not."""
+    """The rendezvous address of torch.distributed; empty for programs without it."""
     device: Literal["cpu", "cuda"] = "cpu"
     devices: tuple[int, ...] = ()
     """Accelerators of the node that this process sees; none for programs without."""
@@ -61,13 +61,13 @@ def serve(connection: Connection) -> None:
 
 
 def _leave() -> None:
-    """What a program that failed left behind must not spoil the next one."""
+    """Remove the leftovers of a program that failed, so that they do not spoil the next one."""
     torch = sys.modules.get("torch")
     gc.collect()
     if torch is None:
         return
     if torch.distributed.is_initialized():
-        from rstar2_megatron.actor import process_groups
+        from rstar2_megatron.actor import process_groups  # here: other programs need no torch
 
         process_groups.leave()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a check is, and what it answers. Pure."""
+"""A check and its result. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Check:
 
 @dataclass
 class Result:
-    """What the report holds of one check."""
+    """The entry of one check in the report."""
 
     name: str
     state: State
@@ -70,6 +70,6 @@ class Result:
         return f"{text}\n{'':8}{'':{width}}  -> {self.remedy}" if self.state == "failed" else text
 
 
-def _one_line(text: str, limit: int = 400) -> str:
+def _one_line(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit - 20]} ... (see the report)"
+    return text if len(text) <= 400 else f"{text[:380]} ... (see the report)"

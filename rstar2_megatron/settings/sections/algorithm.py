@@ -31,10 +31,6 @@ class DownSamplingSettings(Section):
     down_sampling_config: DownSamplingConfig
 
 
-KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
-"""Values of `kl_penalty_type` that estimate a KL and have its gradient (algorithm/kl.py)."""
-
-
 class SamplingParams(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -54,6 +50,10 @@ class RefillSettings(Section):
 
 
 class AlgorithmSettings(Section):
+    variant: Literal["paper", "released", "released-rlinf"] | None = None
+    """Resampling, reward, aggregation and limits of one code, together (`settings/variant.py`): the paper, microsoft/rStar
+    or RLinf's rstar2. The command line and the named YAML override its values one by one; null: every key by itself.
+    """
     group_size: int = Field(ge=1)
     """Rollouts per problem before down-sampling (2G)."""
     n_minibatches: int = Field(1, ge=1)
@@ -78,6 +78,8 @@ class AlgorithmSettings(Section):
     """Weight of the KL term to the policy that RL started from; GRPO-RoC trains without (0)."""
     kl_penalty_type: Literal["low_var_kl", "k3", "mse", "k2", "kl", "k1", "abs"] = "low_var_kl"
     """Estimator of that term by its name in RLinf: low_var_kl = k3, mse = k2; kl = k1 and abs are refused."""
+    kl_clamp: float | None = Field(None, gt=0)
+    """Largest value of low_var_kl of a token; the public codes have 10. null: none."""
     entropy_bonus: float = Field(0.0, ge=0)
     """Weight of the mean token entropy, subtracted from the loss."""
     importance_sampling_fix: bool = False

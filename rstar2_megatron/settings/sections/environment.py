@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rstar2_megatron.settings.sections.base import Section
 
@@ -54,6 +54,22 @@ class AgentLoopSettings(Section):
     """Text before the problem; null: rStar2's."""
     generation_prefix: str | None = None
     """First text of every assistant turn; null: rStar2's `<reason>` prefix."""
+    chat_template: str | None = None
+    """A Jinja chat template, or the path of its file, in place of the three keys above: RLinf's
+    rollout.custom_chat_template.
+    """
+    tool_descriptions: list[dict[str, Any]] | None = None
+    """Function schemas, or the path of a JSON or YAML file with them, in place of the descriptions in tools.py."""
+
+    @model_validator(mode="after")
+    def _one_wording(self) -> AgentLoopSettings:
+        pieces = {name: getattr(self, name) for name in ("system_prompt", "user_prefix", "generation_prefix")}
+        written = [name for name, text in pieces.items() if text is not None]
+        if self.chat_template is not None and written:
+            raise ValueError(
+                f"chat_template is the whole wording, and {', '.join(written)} are written too; set them to null"
+            )
+        return self
 
 
 class CodeJudgeSettings(Section):

@@ -274,6 +274,21 @@ async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) 
             assert (await busy).json()["stdout"] == "done\n"
 
 
+async def test_worker_processes_share_a_nodes_slots_and_replace_each_other() -> None:
+    with JudgeService(workers=3, extra_arguments=("--processes", "2", "--sessions", "5")) as judge:
+        async with JudgeClient(judge.url) as client, httpx.AsyncClient(trust_env=False) as plain:
+
+            async def told(name: str) -> list[int]:
+                workers = (await plain.get(f"{judge.url}/status")).json()["workers"]
+                return sorted(worker[name] for worker in workers.values())
+
+            assert (await told("slots"), await told("session_room")) == ([1, 2], [2, 3])
+            calls = [asyncio.create_task(client.run(f"import time; time.sleep(1); {n}")) for n in range(6)]
+            await asyncio.sleep(0.5)
+            find(judge, "worker").kill()
+            assert [(await call).stdout for call in calls] == [f"{n}\n" for n in range(6)]
+
+
 def test_sigterm_leaves_nothing() -> None:
     before = set(Path("/tmp").glob("rstar2-*"))
     with JudgeService(workers=2) as service:

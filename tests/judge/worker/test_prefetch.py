@@ -9,7 +9,7 @@ from functools import partial
 import orjson
 import pytest
 
-from rstar2_megatron.judge import scheduling
+from rstar2_megatron.judge import queue, scheduling
 from rstar2_megatron.judge.queue import LeasedJob
 from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, PrefetchedJobs
 from rstar2_megatron.judge.worker import worker
@@ -147,3 +147,24 @@ async def test_no_more_sessions_are_leased_than_can_open(
             assert await there.broker.queue.end_session(there.worker.sessions.names[0])
             await soon(partial(done, 2 + ended), "another one opens")
         assert [result["stdout"] for result in await there.results(cells)] == [f"{n}\n" for n in range(4)]
+
+
+async def test_a_bell_during_a_round_trip_is_heard(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "_BLOCK_S", 9.0)  # a bell that is not heard costs so long
+    async with judge(redis, permits=2) as there:
+        bell = f"{there.queue.prefix}bell"
+        there.queue.may_return = asyncio.Event()
+        first = await there.submit("print(1)")
+        exchanges = there.queue.exchanges
+        await soon(
+            lambda: there.queue.exchanges >= exchanges + 2, "its answer is on its way to Redis and back"
+        )
+        second = await there.submit("print(2)")
+        async with asyncio.timeout(5):
+            while await there.queue.redis.llen(bell):
+                await asyncio.sleep(0.01)
+        there.queue.may_return.set()
+        async with asyncio.timeout(5):
+            assert [r["stdout"] for r in await there.results(first + second)] == ["1\n", "2\n"]

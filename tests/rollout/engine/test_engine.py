@@ -110,6 +110,19 @@ async def test_prefix_is_cached_and_flushed(engine: EngineClient) -> None:
     assert (await engine.generate(prompt, STOP, timeout_s=60)).cached_tokens == 0
 
 
+def named_files(pid: int) -> set[str]:
+    """Files in /dev/shm that the processes of an engine have mapped and that still have a name."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    maps = [line for p in family for line in Path(f"/proc/{p.pid}/maps").read_text().splitlines()]
+    mapped = {line.partition("/dev/shm/")[2] for line in maps if "/dev/shm/sgl" in line}
+    assert mapped, "SGLang no longer keeps files there"
+    return {name for name in mapped if not name.endswith("(deleted)")}
+
+
+async def test_an_engine_that_serves_has_no_named_files(engine: EngineClient) -> None:
+    assert named_files(engine.pid) == set()
+
+
 async def test_capacity_is_known(engine: EngineClient) -> None:
     assert engine.kv_capacity_tokens == 8192
 
@@ -318,6 +331,7 @@ async def test_two_ranks_share_a_model(tiny_model: Path) -> None:
     client = EngineClient(settings_for(tiny_model, tensor_parallel_size=2), name="two ranks")
     try:
         await client.start()
+        assert named_files(client.pid) == set()
         weights = load_file(tiny_model / "model.safetensors")
         for version in (0, 1):
             if version:

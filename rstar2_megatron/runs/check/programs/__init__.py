@@ -1,1 +1,1 @@
-"""What processes of a check run: on one rank, in one engine, on one node, or as a whole run."""
+"""The programs of checks: on one rank, in one engine, on one node, or as a whole run."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from rstar2_megatron.runs.check.case import Batch, Case, start
 from rstar2_megatron.runs.check.process import Job
@@ -14,8 +15,6 @@ from rstar2_megatron.runs.check.process import Job
 
 def optimizer_error(job: Job, case: Case, batch: Batch) -> dict[str, float]:
     """Relative error of the first AdamW step against its formula, over all weights; seconds of the step."""
-    import torch
-
     actor = start(job, case)
     parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
     before = [p.detach().float().cpu().clone() for p in parameters]
@@ -44,8 +43,6 @@ def optimizer_error(job: Job, case: Case, batch: Batch) -> dict[str, float]:
 
 def device_bytes(actor: Any, device: str) -> int:
     """Bytes that the actor holds on its device; on a CPU those of its weight and gradient buffers."""
-    import torch
-
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
@@ -84,8 +81,6 @@ def offload_and_reload(job: Job, case: Case, batch: Batch) -> dict[str, Any]:
 
 def save_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[str, Any]:
     """A step, a checkpoint, another step; peaks of device and host memory while it is written."""
-    import torch
-
     actor = start(job, case)
     actor.train_step(batch)
     if job.device == "cuda":
@@ -143,8 +138,6 @@ def _peak() -> int:
 
 def training_speed(job: Job, case: Case, batch: Batch, steps: int) -> dict[str, float]:
     """Tokens a second and MFU of the fastest of some steps, peak memory."""
-    import torch
-
     actor = start(job, case)
     rows = [actor.train_step(batch) for _ in range(steps)]
     best = min(rows, key=lambda row: row["actor/seconds"])

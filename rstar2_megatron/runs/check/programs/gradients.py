@@ -14,7 +14,7 @@ def gradients(job: Job, case: Case, batch: Batch, keep: str = "", compare: str =
 
     Gradients leave as weights do, under Hugging Face names: each one is put in its parameter's place first.
     """
-    import torch
+    import torch  # here: the driver reads this file and does no torch work
     from safetensors.torch import load_file, save_file
 
     actor = start(job, case)
@@ -55,5 +55,5 @@ def largest_error(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, fl
 
 
 def reference_path(scratch: Path) -> str:
-    """Where the gradients of one rank with a packed batch lie."""
+    """The file of the gradients of one rank with a packed batch."""
     return str(scratch / "gradients.safetensors")

@@ -7,6 +7,10 @@ import random
 import time
 from typing import Any
 
+import torch
+
+from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.settings.schema import RolloutSettings
 
@@ -27,8 +31,6 @@ async def _engine_run(
     requests: int,
     speed_tokens: int,
 ) -> dict[str, Any]:
-    from rstar2_megatron.rollout.engine.client import EngineClient
-
     rng = random.Random(0)
 
     def prompt(length: int) -> list[int]:
@@ -80,8 +82,6 @@ async def _engine_run(
 
 async def _refused(engine: Any, prompt: list[int], sampling: dict[str, Any]) -> bool:
     """Whether an engine that gave its memory back refuses to generate."""
-    from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
-
     try:
         await engine.generate(prompt, sampling, timeout_s=_CALL_S)
     except (EngineError, EngineLost):
@@ -93,6 +93,4 @@ def free_bytes(job: Job) -> int:
     """Free memory over the devices of this process; 0 on a CPU, where an engine frees nothing."""
     if job.device == "cpu":
         return 0
-    import torch
-
     return sum(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""What a node says of itself: a program of checks. Standard library, and what is installed, by their files only."""
+"""The facts of a node, as a program of checks. Imports the standard library only; packages are read by their files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def compile_kernel(job: Job, arch: str) -> str:
 
 
 def _said(*command: str) -> str:
-    """What a program prints; "" when there is none."""
+    """The output of a program; "" when it is absent."""
     program = shutil.which(command[0])
     if program is None:
         return ""
@@ -126,7 +126,7 @@ def _writable(path: str) -> str:
 
 
 def _temporary() -> dict[str, Any]:
-    """Where temporary files go here, and what TMPDIR asks for."""
+    """The directory of temporary files, and the value of TMPDIR."""
     wanted = os.environ.get("TMPDIR")
     place = wanted or "/tmp"
     return {"wanted": wanted, "problem": _writable(place), "room_gb": _room(place), "path": place}

@@ -1,4 +1,4 @@
-"""How fast the ranks exchange gradients: NCCL beside GPUs, gloo on CPU slots."""
+"""Bandwidth of collectives between ranks: NCCL on GPUs, gloo on CPU slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROGRAM = "rstar2_megatron.runs.check.subjects.collectives:all_reduce"
 
 def all_reduce(job: Job, megabytes: int) -> dict[str, float]:
     """Bytes a second over the bus of an all-reduce, in NCCL's way of counting, and whether the sum was right."""
-    import torch  # here and in other programs: the driver reads this file and does no torch work
+    import torch  # here: the driver reads this file and does no torch work
     import torch.distributed as dist
 
     torch.set_num_threads(1)

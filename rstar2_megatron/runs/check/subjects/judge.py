@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 from rstar2_megatron.judge.client.service import JudgeServiceError
 from rstar2_megatron.runs.check.context import Context
@@ -22,8 +23,6 @@ def call_judge(job: Job, url: str, calls: int) -> dict[str, Any]:
 
 
 async def _call_judge(url: str, calls: int) -> dict[str, Any]:
-    from rstar2_megatron.judge.client.client import JudgeClient
-
     client = JudgeClient(url, max_outage_s=10.0, max_overload_s=30.0, request_timeout_s=30.0)
     try:
         started = time.perf_counter()

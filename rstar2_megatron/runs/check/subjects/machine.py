@@ -208,7 +208,7 @@ def nvlink(context: Context) -> Finding:
 
 
 def pairs_without_nvlink(topology: str) -> Iterable[str]:
-    """Pairs of GPUs whose entry of `nvidia-smi topo -m` is no NVLink."""
+    """Pairs of GPUs whose entry of `nvidia-smi topo -m` is not NVLink."""
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines()]
     rows = [row for row in rows if row]
     header = next((row for row in rows if row[0] == "GPU0" and "X" not in row), [])

@@ -36,7 +36,7 @@ def head_errors(
     job: Job, hidden_size: int, vocab_size: int, chunk_tokens: int, precision: str
 ) -> dict[str, float]:
     """Relative errors of the head in chunks against log_softmax over all logits at once, and its peak memory in bytes."""
-    import torch
+    import torch  # here: the driver reads this file and does no torch work
     import torch.distributed as dist
 
     from rstar2_megatron.actor.network import logprob
@@ -194,7 +194,8 @@ def engine_layers(context: Context) -> Finding:
 
 
 def implementation(job: Job) -> str:
-    """What `transformer_impl: auto` means in this process."""
+    """The implementation that `transformer_impl: auto` chooses in this process."""
+    # here, because it imports megatron-core
     from rstar2_megatron.actor.network.layer_spec import choose_implementation
 
     return str(choose_implementation("auto", job.device))

@@ -72,7 +72,7 @@ def build(
     job: Job, raw: dict[str, Any], directory: str, precision: str, tokenizer_from: str
 ) -> dict[str, float]:
     """Write the directory: random weights, biases and norms too, so that a wrong mapping shows; the tokenizer's files."""
-    import torch
+    import torch  # here: the driver reads this file and does no torch work
     from transformers import AutoConfig, AutoModelForCausalLM
 
     target = Path(directory)

@@ -1,0 +1,138 @@
+"""The time limit counts what the program uses, not what it waits for a core; neighbours cannot take a call's share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.sandbox.process_tree import NICENESS, Supervision
+
+BURN = "import time\nwhile time.process_time() < {seconds}: pass\nprint('done')"
+FORKS = "import os\nfor _ in range(8):\n    if os.fork() == 0: break\nwhile True: pass"
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[JudgeService]:
+    """Eight slots a core of two."""
+    with JudgeService(
+        workers=16, time_limit_s=2.0, extra_arguments=("--max-running", "3", "--sessions", "2")
+    ) as judge:
+        yield judge
+
+
+async def burn(judge: JudgeService, calls: int, seconds: float, at_once: int = 100) -> list[Outcome]:
+    """The outcomes of calls that use so many seconds of CPU."""
+    async with JudgeClient(judge.url, max_concurrency=at_once) as client:
+        results = await asyncio.gather(*(client.run(BURN.format(seconds=seconds)) for _ in range(calls)))
+    return [result.outcome for result in results]
+
+
+async def test_calls_that_share_the_cores_are_no_timeouts(crowded: JudgeService) -> None:
+    assert await burn(crowded, 14, 0.4) == [Outcome.OK] * 14
+
+
+@pytest.mark.long
+async def test_32_clients_with_calls_of_half_a_second() -> None:
+    with JudgeService(workers=16, time_limit_s=4.0) as judge:
+        assert await burn(judge, 64, 0.6, at_once=32) == [Outcome.OK] * 64
+
+
+async def test_hostile_neighbours_leave_a_call_its_share(crowded: JudgeService) -> None:
+    async with JudgeClient(crowded.url) as client:
+
+        async def attack() -> None:
+            while True:
+                assert (await client.run(FORKS)).outcome is not Outcome.OK
+
+        hostile = [asyncio.create_task(attack()) for _ in range(12)]
+        await asyncio.sleep(0.5)
+        assert await burn(crowded, 3, 0.3) == [Outcome.OK] * 3
+        for task in hostile:
+            task.cancel()
+        await asyncio.gather(*hostile, return_exceptions=True)
+
+
+async def test_stopped_sessions_cannot_wake_each_other(crowded: JudgeService) -> None:
+    wake = """
+import os, signal, threading
+def wake(pids):
+    while True:
+        for pid in pids: os.kill(pid, signal.SIGCONT)
+first = os.getpid()
+others = []
+for _ in range(4):
+    pid = os.fork()
+    if pid == 0: wake([first, *others])
+    others.append(pid)
+threading.Thread(target=wake, args=(others,), daemon=True).start()
+"""
+    assert crowded.process is not None
+    service = psutil.Process(crowded.process.pid)
+
+    def cpu_s() -> float:
+        total = 0.0
+        for process in service.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                total += sum(process.cpu_times()[:2])
+        return total
+
+    async with JudgeClient(crowded.url) as client:
+        name = uuid.uuid4().hex
+        assert (await client.run(wake, session=name)).outcome is Outcome.OK
+        before = cpu_s()
+        await asyncio.sleep(1.5)
+        assert cpu_s() - before < 0.3
+        assert (await client.run("print(len(others))", session=name)).stdout == "4\n"
+        await client.close_session(name)
+
+
+@contextlib.contextmanager
+def busy(prepare: Callable[[], object]) -> Iterator[int]:
+    """A process on the first core that computes for ever."""
+    pid = os.fork()
+    if pid == 0:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        prepare()
+        while True:
+            pass
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_call_that_got_no_cpu_is_not_blamed() -> None:
+    def be_idle() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+    started = time.monotonic()
+    with busy(lambda: None) as greedy, busy(be_idle) as starved:
+        loop = Supervision(lambda: greedy, started, 2.0, None, lambda: None)
+        victim = Supervision(lambda: starved, started, 0.5, None, lambda: None)
+        found = None
+        while found is None:
+            time.sleep(0.05)
+            now = time.monotonic()
+            victim.look(now)
+            if now >= loop.deadline:
+                found = loop.verdict(now)
+            else:
+                loop.look(now)
+            if started + 0.5 <= now < started + 1.0:
+                assert victim.verdict(now) is None and victim.deadline > now
+        assert found is Outcome.TIMEOUT
+        assert loop.niceness == NICENESS == os.getpriority(os.PRIO_PROCESS, greedy)
+        assert victim.verdict(time.monotonic()) is Outcome.INTERNAL_ERROR and victim.niceness == 0
+        assert "s of CPU in 2 s" in victim.starved(2.0)
