@@ -78,9 +78,8 @@ class StepTraces:
                 group.call("begin_trace", str(path), origin, offsets, timeout_s=_CALL_TIMEOUT_S)
             with TRACE.span(f"step {number}", step=number):
                 yield
-            for (
-                group
-            ) in self._groups:  # not after a failure: a worker may be dead, and what it wrote is in the file
+            # not after a failure: a worker may be dead, and its events are in the file
+            for group in self._groups:
                 group.call("end_trace", timeout_s=_CALL_TIMEOUT_S)
         finally:
             TRACE.close()
