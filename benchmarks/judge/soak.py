@@ -1,8 +1,8 @@
 """Ten minutes of calls with a fault every 30 s: `python -m benchmarks.judge.soak`.
 
-Kills the worker, Redis and a process of the sandbox in turn while 32 clients send calls and 4 use sessions. One JSON
-line; exit code 1 when a call was lost or wrong, when memory was not flat, or when a process, mount, directory or control
-group is left at the end.
+Kills the worker, Redis and a process of the sandbox in turn while 32 clients send calls, every 16th with 0.3 s of CPU, 4 use
+sessions, and some run endless programs of nine processes. One JSON line; exit code 1 when a call was lost or wrong (a false
+timeout is wrong), when memory was not flat, or when a process, mount, directory or control group is left at the end.
 
 Memory is the service's without Redis, shared pages counted once, every few seconds: the median of the last quarter may
 be at most 10% and 10 MB above that of the second quarter (the first is for the start). Redis is told apart: it keeps
@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.judge.calls import Tree
+from benchmarks.judge.programs import ATTACK, BURN
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.service import JudgeService
@@ -53,11 +54,12 @@ def memory_is_flat(samples: list[float]) -> bool:
 class Soak:
     """The clients, the faults, and the counts of both."""
 
-    def __init__(self, service: JudgeService, seconds: float, fault_every_s: float) -> None:
+    def __init__(self, service: JudgeService, seconds: float, fault_every_s: float, hostile: int) -> None:
         assert service.process is not None
         self.service = service
         self.seconds = seconds
         self.fault_every_s = fault_every_s
+        self.hostile = hostile
         self.root = psutil.Process(service.process.pid)
         self.ends_at = time.monotonic() + seconds
         self.counts: Counter[str] = Counter()
@@ -126,13 +128,21 @@ class Soak:
     async def _call(self, client: JudgeClient, number: int) -> None:
         while time.monotonic() < self.ends_at:
             number += 32
+            sleep = f"import time; time.sleep(0.05); print({number})"
+            code = BURN.format(seconds=0.3, i=number) if number // 32 % 16 == 0 else sleep
             try:
-                result = await client.run(f"import time; time.sleep(0.05); print({number})")
+                result = await client.run(code)
             except JudgeUnavailable:
                 self.counts["lost"] += 1
                 continue
             self.counts["calls"] += 1
             self._check(result, number)
+
+    async def _attack(self, client: JudgeClient) -> None:
+        while time.monotonic() < self.ends_at:
+            with contextlib.suppress(JudgeUnavailable):
+                result = await client.run(ATTACK.format(i=0))
+                self.counts[f"hostile_{result.outcome}"] += 1
 
     async def _count_up(self, client: JudgeClient, number: int) -> None:
         """A session that counts its calls; when the judge says that it is lost, another begins."""
@@ -157,7 +167,9 @@ class Soak:
         async with JudgeClient(self.service.url, max_concurrency=64) as client:
             others = [asyncio.create_task(task()) for task in (self._make_faults, self._sample_memory)]
             await asyncio.gather(
-                *(self._call(client, n) for n in range(32)), *(self._count_up(client, n) for n in range(4))
+                *(self._call(client, n) for n in range(32)),
+                *(self._count_up(client, n) for n in range(4)),
+                *(self._attack(client) for _ in range(self.hostile)),
             )
             for task in others:
                 task.cancel()
@@ -170,6 +182,7 @@ class Soak:
             "seconds": self.seconds,
             "faults": dict(self.faults),
             **counts,
+            "hostile": {name: count for name, count in self.counts.items() if name.startswith("hostile_")},
             "wrong_results": self.wrong,
             "retries": counters["retries"],
             "memory_is_flat": memory_is_flat(self.memory_mb),
@@ -206,11 +219,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--fault-every-s", type=float, default=30.0)
     parser.add_argument("--workers", type=int, default=8 * (os.cpu_count() or 1), help="slots")
+    parser.add_argument("--hostile", type=int, default=6, help="clients that run endless programs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON: command, machine, the line")
     arguments = parser.parse_args()
     mounts = set(_mounts())
     with JudgeService(workers=arguments.workers) as service:
-        soak = Soak(service, arguments.seconds, arguments.fault_every_s)
+        soak = Soak(service, arguments.seconds, arguments.fault_every_s, arguments.hostile)
         result = asyncio.run(soak.run())
         soak.remember_family()
     time.sleep(1.0)  # for the kernel to reap what was ended

@@ -12,7 +12,7 @@ from typing import Any
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
-from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.live_view import LiveView, ShowProgress
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest

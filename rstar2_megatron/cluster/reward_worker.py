@@ -7,7 +7,7 @@ import time
 
 from rlinf.scheduler import Channel, Worker
 
-from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER
+from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER
 from rstar2_megatron.cluster.tracing import TracedWorker
 from rstar2_megatron.records.trace import GRADING, TRACE, Row
 from rstar2_megatron.reward.grade import grade_trajectories

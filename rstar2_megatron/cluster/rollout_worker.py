@@ -11,8 +11,7 @@ import psutil
 from rlinf.scheduler import Channel, Worker
 from transformers import AutoTokenizer
 
-from rstar2_megatron.cluster.keys import ENDED, TO_DRIVER, work_key
-from rstar2_megatron.cluster.outbox import Outbox
+from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, work_key
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient

@@ -4,8 +4,9 @@
 
 DIR is a Hugging Face directory, a checkpoint (RUN/checkpoints/global_step_N) or a run. By default the sampling is
 the paper's: temperature 0.6, at most 30 turns and 30K response tokens, 16 attempts. The configuration gives the conversation
-format, engine and judge that the model was trained with: it is that of the run which contains DIR, else --config; key=value
-changes it as in training. After a stop the same command continues.
+format, engine and judge that the model was trained with: it is that of the run which contains DIR, else --config, else
+config/base.yaml with the format that is saved beside the model (rstar2_format.json); key=value changes it as in training.
+After a stop the same command continues.
 
 Writes to --out: trajectories.jsonl (every attempt, whole), scores.json, scores.txt. Show them with
 `python -m rstar2_megatron.report.trajectories OUT`.
@@ -17,14 +18,18 @@ import argparse
 import asyncio
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.model_format import FILE, read_format
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.spec import RolloutSpec
@@ -67,7 +72,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"response tokens, tool responses included ({MAX_TOKENS}, or the model's context)",
     )
     parser.add_argument("--problems", type=int, help="only the first N problems of each file")
-    parser.add_argument("--config", help="configuration when DIR is not in a run (base)")
+    parser.add_argument(
+        "--config",
+        help="configuration when DIR is not in a run (base, with the format saved beside DIR)",
+    )
     parser.add_argument(
         "--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)"
     )
@@ -124,12 +132,10 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
         raise ValueError(
             f"{arguments.model} is in a run, whose configuration is {config}; leave --config out"
         )
-    name = str(config or arguments.config or "base")
-    required = []
-    if name == "base":
-        required = ["cluster.component_placement=null", "runner.experiment_name=evaluation"]
-        required += ["rollout.model.model_path=null_model", "data.train_data_paths=[]"]
-    settings = load_settings(name, [*required, *arguments.overrides])
+    if config is None and not arguments.config:
+        settings = _format_beside(arguments.model, arguments.overrides)
+    else:
+        settings = load_settings(str(config or arguments.config), arguments.overrides)
     base = settings.rollout.model.model_path
     model = hugging_face_directory(arguments.model, base if config else None)
 
@@ -163,6 +169,31 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     return settings, SamplingSettings.of(
         settings, spec, model=model, max_context_tokens=context, num_engines=engines
     )
+
+
+def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:
+    """config/base.yaml with the format that was saved beside the model; a note says when there is none."""
+    saved = read_format(model)
+    if saved is None:
+        print(
+            f"note: {model} does not say which format it was trained with ({FILE}); assuming that of config/base.yaml, "
+            "this project's wording. Scores in a wrong format mean nothing: give --config NAME or agentloop.* keys",
+            file=sys.stderr,
+        )
+    else:
+        print(f"note: the format is that of {model / FILE}", file=sys.stderr)
+    required = {
+        "defaults": ["base", "_self_"],
+        "cluster": {"component_placement": None},
+        "runner": {"experiment_name": "evaluation"},
+        "rollout": {"model": {"model_path": str(model)}},
+        "data": {"train_data_paths": []},
+        **(saved or {}),
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "evaluation.yaml"
+        path.write_text(yaml.safe_dump(required), encoding="utf-8")
+        return load_settings(str(path), overrides)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

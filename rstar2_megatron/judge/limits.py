@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 }
 LEVELS = ("minimal", "partial", "full")  # of isolation
 # A call that waits for a core ends after so many time limits at the latest: see sandbox/process_tree.py.
-WALL_FACTOR = 4
+WALL_FACTOR = 8
 OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
 
 

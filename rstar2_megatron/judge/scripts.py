@@ -130,7 +130,9 @@ for i = 7, #ARGV, 2 do
   redis.call('SREM', P..'taken:'..worker, key)
   if redis.call('HGET', P..'owner', key) == worker then
     settle(P, key, answer)
-    if string.match(key, '/(.)') == 'k' then redis.call('SET', P..'done:'..key, answer, 'EX', keep) end
+    -- a client that was told to come back must not find this answer again
+    local is_final = not string.find(answer, '"outcome": "queue_timeout"', 1, true)
+    if string.match(key, '/(.)') == 'k' and is_final then redis.call('SET', P..'done:'..key, answer, 'EX', keep) end
   end
 end
 local out = {}

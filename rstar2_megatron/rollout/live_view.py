@@ -80,7 +80,7 @@ def export_progress(server: MetricsServer, progress: Progress) -> None:
 
 
 class StatusLine:
-    """One line that is written anew on a terminal, and now and then a line of a file."""
+    """One line that is rewritten on a terminal, or an occasional line of a log file."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
+from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import run_sft_phase
@@ -120,6 +121,7 @@ def run_cold_start(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     actor.call("export_hf", str(partial / "model"), timeout_s=settings.runner.step_timeout_s)
+    write_format(partial / "model", settings)
     sync()
     after = evaluate("held-out after SFT") if evaluate else None
     result = ColdStartResult(

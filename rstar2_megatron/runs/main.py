@@ -18,8 +18,8 @@ HELP = f"""\
 bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --check | --print-config | --help]
 bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run | --print-config]
 
-  NAME            a file of config/ without .yaml, or a path to a YAML, relative to where you stand (default
-                  {DEFAULT_CONFIG}); --config-path DIR --config-name NAME means DIR/NAME, as in RLinf's scripts
+  NAME            a file of config/ without .yaml, or a path to a YAML, relative to the working directory
+                  (default {DEFAULT_CONFIG}); --config-path DIR --config-name NAME means DIR/NAME, as in RLinf's scripts
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
                   after a kill, the same command continues in the right stage

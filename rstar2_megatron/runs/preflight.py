@@ -9,7 +9,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from rstar2_megatron.actor.layout import check_layout
@@ -224,7 +223,7 @@ def layout_problems(
     if slots.is_cpu and speculative:
         yield (
             f"rollout.sglang.server_args.speculative_algorithm={speculative} on CPU slots: SGLang verifies drafts there by "
-            "argmax at any temperature, so the tokens are no samples of the policy; remove it"
+            "argmax at any temperature, so the tokens are not samples of the policy; remove it"
         )
     world = len(places["actor"]) if "actor" in places else None
     if model is not None and world is not None:
@@ -263,7 +262,9 @@ def engine_problems(settings: Settings) -> Iterator[str]:
                 f"{name}={os.environ[name]}: expandable_segments changes the memory handles by which the actor gives its "
                 "weights to engines, and the engine's memory saver refuses it; take it out of the environment"
             )
-    if settings.actor.model.transformer_impl == "transformer_engine" and not find_spec("transformer_engine"):
+    if settings.actor.model.transformer_impl == "transformer_engine" and not importlib.util.find_spec(
+        "transformer_engine"
+    ):
         yield (
             "actor.model.transformer_impl=transformer_engine, but TransformerEngine is not installed; set it to auto "
             "or local, or bash scripts/setup_env.sh --transformer-engine"

@@ -22,6 +22,7 @@ from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.code_judge import CodeJudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
+from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
@@ -376,6 +377,7 @@ class RLRun(ClusterRun):
             self.table["after_rl"] = result.average
         model = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        write_format(model, self.settings)
         self.table["seconds"] = time.perf_counter() - self.started
         self._write_table()
         draw_run(self.directory)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.cluster.runner_tools import MetricLogger
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.report.draw import draw_sft
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings
@@ -115,6 +116,7 @@ class SFTRun(ClusterRun):
     def _finish(self, phase: SFTPhaseSettings) -> None:
         model: Path = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        write_format(model, self.settings)
         curves = draw_sft(self.directory)
         self.mark_finished(phase.steps)
         self._say(f"done: {model}, {curves}")

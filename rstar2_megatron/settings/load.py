@@ -139,7 +139,7 @@ def _read_wording(data: dict[str, Any]) -> None:
 
 
 def find_config(config: str) -> tuple[Path, str]:
-    """(directory, stem) of the YAML; a relative path is taken from where the user stands.
+    """(directory, stem) of the YAML; a relative path counts from the user's working directory.
 
     Raises ConfigError listing the nearest names.
     """

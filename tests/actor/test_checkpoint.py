@@ -17,7 +17,7 @@ from rstar2_megatron.actor.optimizer import learning_rate
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.planning.host_memory import save_bytes
 from rstar2_megatron.settings.schema import LrSchedSettings
-from tests.actor import checkpoint_programs, programs
+from tests.actor.programs import checkpoints, training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
 
@@ -68,11 +68,9 @@ def test_next_three_steps_are_bit_equal(
     directory = tmp_path / "actor"
     config = settings(model=model, optim=optim)
     which = models["qwen2-tied"]
-    saved = pool.run(
-        checkpoint_programs.save_then_train, ranks, config, which, directory, BATCHES, background
-    )
+    saved = pool.run(checkpoints.save_then_train, ranks, config, which, directory, BATCHES, background)
     assert all(present for _, present in saved)
-    resumed = pool.run(checkpoint_programs.resume, ranks, config, which, directory, BATCHES)
+    resumed = pool.run(checkpoints.resume, ranks, config, which, directory, BATCHES)
     assert _curve(resumed[0]) == _curve(saved[0][0])
     assert not directory.with_name("actor.tmp").exists()
 
@@ -96,12 +94,10 @@ def test_loads_at_another_layout(
     which = models["qwen2-tied"]
     ranks, model, optim = saver
     config = settings(model=model, optim=optim)
-    saved = pool.run(checkpoint_programs.save_then_train, ranks, config, which, directory, BATCHES, False)[0][
-        0
-    ]
+    saved = pool.run(checkpoints.save_then_train, ranks, config, which, directory, BATCHES, False)[0][0]
     for ranks, model, optim in loaders:
         config = settings(model=model, optim=optim)
-        resumed = pool.run(checkpoint_programs.resume, ranks, config, which, directory, BATCHES)[0]
+        resumed = pool.run(checkpoints.resume, ranks, config, which, directory, BATCHES)[0]
         for mine, right in zip(resumed, saved):
             assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=1e-5)
             assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
@@ -117,10 +113,8 @@ def test_host_and_device_optimizers_load_each_others_checkpoints(
     for number, (saver, loader) in enumerate([(here, there), (there, here)]):
         directory = tmp_path / str(number) / "actor"
         directory.parent.mkdir()
-        saved = pool.run(checkpoint_programs.save_then_train, 1, saver, which, directory, BATCHES, False)[0][
-            0
-        ]
-        resumed = pool.run(checkpoint_programs.resume, 2, loader, which, directory, BATCHES)[0]
+        saved = pool.run(checkpoints.save_then_train, 1, saver, which, directory, BATCHES, False)[0][0]
+        resumed = pool.run(checkpoints.resume, 2, loader, which, directory, BATCHES)[0]
         for mine, right in zip(resumed, saved, strict=True):
             assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=tolerance)
             assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=20 * tolerance)
@@ -129,12 +123,12 @@ def test_host_and_device_optimizers_load_each_others_checkpoints(
 def test_experts_resume_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     directory = tmp_path / "actor"
     which = models["moe"]
-    saved = pool.run(
-        checkpoint_programs.save_then_train, 2, settings(model=EP2), which, directory, BATCHES, True
-    )[0][0]
-    same = pool.run(checkpoint_programs.resume, 2, settings(model=EP2), which, directory, BATCHES)[0]
+    saved = pool.run(checkpoints.save_then_train, 2, settings(model=EP2), which, directory, BATCHES, True)[0][
+        0
+    ]
+    same = pool.run(checkpoints.resume, 2, settings(model=EP2), which, directory, BATCHES)[0]
     assert _curve(same) == _curve(saved)
-    resumed = pool.run(checkpoint_programs.resume, 1, settings(), which, directory, BATCHES)[0]
+    resumed = pool.run(checkpoints.resume, 1, settings(), which, directory, BATCHES)[0]
     for mine, right in zip(resumed, saved):
         assert mine["actor/policy_loss"] == pytest.approx(right["actor/policy_loss"], abs=1e-5)
         assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
@@ -146,11 +140,11 @@ def test_killed_while_saving_keeps_the_previous(
 ) -> None:
     """SIGKILL with files half written: the directory still holds the checkpoint before, and resumes exactly."""
     directory, config, which = tmp_path / "actor", settings(model=model), models["qwen2"]
-    expected = pool.run(programs.train, ranks, config, which, BATCHES)[0][2:]
+    expected = pool.run(training.train, ranks, config, which, BATCHES)[0][2:]
     doomed = RankPool()
     with ThreadPoolExecutor(1) as threads:
         saving = threads.submit(
-            doomed.run, checkpoint_programs.save_on_a_slow_disk, ranks, config, which, directory, BATCHES
+            doomed.run, checkpoints.save_on_a_slow_disk, ranks, config, which, directory, BATCHES
         )
         partial = directory.with_name("actor.tmp")
         while not (directory.exists() and any(partial.glob("*.distcp"))) and not saving.done():
@@ -160,7 +154,7 @@ def test_killed_while_saving_keeps_the_previous(
         with pytest.raises(TimeoutError, match="dead"):
             saving.result(60)
     assert any(partial.glob("*.distcp"))  # the kill fell into the write
-    resumed = pool.run(checkpoint_programs.resume, ranks, config, which, directory, BATCHES)[0]
+    resumed = pool.run(checkpoints.resume, ranks, config, which, directory, BATCHES)[0]
     assert _curve(resumed) == _curve(expected)
 
 
@@ -174,7 +168,7 @@ def test_a_kept_optimizers_schedule_survives_a_resume(
     runner = runner.model_copy(update={"max_steps": 3})
     config = (actor, runner, algorithm)
     ((rates, resumed),) = pool.run(
-        checkpoint_programs.keep_and_resume, 1, config, models["qwen2"], tmp_path / "actor", BATCHES
+        checkpoints.keep_and_resume, 1, config, models["qwen2"], tmp_path / "actor", BATCHES
     )
     assert rates == [learning_rate(4 + 2 * i + 1, actor.optim, cosine, 6, start=4) for i in range(3)]
     assert rates[0] > 0.9e-3 and rates[-1] < 1e-4
@@ -204,7 +198,7 @@ def test_a_save_takes_the_bytes_of_the_plan(
     """Bytes of all tensors that live at once beside model and optimizer: on the first rank, which gathers, and the last."""
     config = settings(model=model, optim=optim)
     arguments = (config, models[which], tmp_path / "actor", BATCHES[0], 20_000)
-    counted = pool.run(checkpoint_programs.save_and_count, ranks, *arguments)
+    counted = pool.run(checkpoints.save_and_count, ranks, *arguments)
     shape = ModelConfig.from_directory(models[which])
     planned = save_bytes(config[0], shape, ranks, bucket=20_000)
     assert 0.95 * planned < counted[0] <= 1.02 * planned
@@ -219,7 +213,7 @@ def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path
     broken = tmp_path / "global_step_3" / "actor"
     broken.mkdir(parents=True)
     with pytest.raises(RuntimeError, match="is not a complete checkpoint"):
-        pool.run(checkpoint_programs.resume, 1, settings(), models["qwen2"], broken, BATCHES)
+        pool.run(checkpoints.resume, 1, settings(), models["qwen2"], broken, BATCHES)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +226,7 @@ def test_checkpoint_converts_without_ranks(
 ) -> None:
     ranks = 4 if "pipeline_model_parallel_size" in model else 2
     arguments = (settings(model=model), models[which], tmp_path / "actor", BATCHES[:2], False)
-    pool.run(checkpoint_programs.save_then_train, ranks, *arguments)
+    pool.run(checkpoints.save_then_train, ranks, *arguments)
     config = ModelConfig.from_directory(models[which])
     converted = dict(checkpoint_weights(tmp_path / "actor", config))
     exported = load_file(tmp_path / "exported" / "model.safetensors")

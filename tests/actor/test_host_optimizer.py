@@ -14,7 +14,7 @@ from rstar2_megatron.actor import host_optimizer
 from rstar2_megatron.actor.host_optimizer import HostAdamW
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.model.model_config import ModelConfig
-from tests.actor import programs
+from tests.actor.programs import training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
 
@@ -73,7 +73,7 @@ def test_a_weight_without_gradient_stays() -> None:
 
 def test_a_gradient_that_is_not_finite_is_skipped(pool: RankPool, models: dict[str, Path]) -> None:
     config = settings(optim={"optimizer_cpu_offload": True})
-    metrics, untouched = pool.run(programs.poisoned, 1, config, models["qwen2"], sequences(4))[0]
+    metrics, untouched = pool.run(training.poisoned, 1, config, models["qwen2"], sequences(4))[0]
     assert untouched and metrics["actor/skipped_steps"] == 1.0
 
 
@@ -81,7 +81,7 @@ def test_sft_a_reset_and_rl_go_as_with_the_device_optimizer(pool: RankPool, mode
     """A reset makes new moments from the present weights, and leaves the optimizer where it is."""
     batch = sequences(5, seed=4)
     runs = [
-        pool.run(programs.supervised, 1, settings(optim=optim), models["qwen2"], batch, 3)[0]
+        pool.run(training.supervised, 1, settings(optim=optim), models["qwen2"], batch, 3)[0]
         for optim in ({}, {"optimizer_cpu_offload": True})
     ]
     (right, right_rl, _), (mine, mine_rl, _) = runs
@@ -94,10 +94,10 @@ def test_sft_a_reset_and_rl_go_as_with_the_device_optimizer(pool: RankPool, mode
 def test_memory_can_still_go_to_an_engine_between_steps(pool: RankPool, models: dict[str, Path]) -> None:
     batches = [sequences(4, seed=i) for i in range(3)]
     config = settings(model=BF16, optim={"optimizer_cpu_offload": True})
-    expected = pool.run(programs.train, 1, config, models["qwen2"], batches)[0]
+    expected = pool.run(training.train, 1, config, models["qwen2"], batches)[0]
     for name in ("offload_optimizer", "offload_weight", "offload_grad"):
         setattr(config[0], name, True)
-    history, away = pool.run(programs.train_with_turns, 1, config, models["qwen2"], batches)[0]
+    history, away = pool.run(training.train_with_turns, 1, config, models["qwen2"], batches)[0]
     assert away
     for mine, right in zip(history, expected, strict=True):
         assert mine["actor/policy_loss"] == right["actor/policy_loss"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.actor import programs, reference
+from tests.actor import reference
+from tests.actor.programs import training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
 
@@ -87,7 +88,7 @@ def test_layout_matches_transformers(
     which: str,
 ) -> None:
     expected = reference_history(models[which])
-    results = pool.run(programs.train, ranks, settings(model=model, optim=optim), models[which], BATCHES)
+    results = pool.run(training.train, ranks, settings(model=model, optim=optim), models[which], BATCHES)
     for step, (loss, norm) in enumerate(expected):
         assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=1e-5)
         assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -139,7 +140,7 @@ def test_bf16_stays_near_fp32(
     actor, _, algorithm = settings(optim=optim)
     expected = reference.train(hf, batches, actor, algorithm)
     config = settings(model={**model, "precision": "bf16"}, optim={**optim, **where})
-    results = pool.run(programs.train, ranks, config, models[which], batches)
+    results = pool.run(training.train, ranks, config, models[which], batches)
     for step, (loss, norm) in enumerate(expected):
         assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=2e-2)
         assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=2e-2)

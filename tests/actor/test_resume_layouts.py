@@ -14,7 +14,7 @@ import pytest
 
 from rstar2_megatron.actor.convert import checkpoint_weights
 from rstar2_megatron.model.model_config import ModelConfig
-from tests.actor import checkpoint_programs
+from tests.actor.programs import checkpoints
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings, write_model
 
@@ -142,27 +142,27 @@ class Checkpoints:
             directory.parent.mkdir()
             config = settings(model=row.model, optim=row.optim)
             arguments = (config, self.model(which, tie), directory, BATCHES, row.bucket_size)
-            results = self._pool.run(checkpoint_programs.save_and_continue, row.ranks, *arguments)
+            results = self._pool.run(checkpoints.save_and_continue, row.ranks, *arguments)
             self._made[key] = (directory, *results[0])
         return self._made[key]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(pool, tmp_path_factory.mktemp("resume-layouts"))
 
 
 @pytest.mark.parametrize("row, before, which, tie", _cases())
 def test_resumes_in_this_layout_from_its_own_and_from_another(
-    pool: RankPool, checkpoints: Checkpoints, row: Row, before: Row, which: str, tie: bool
+    pool: RankPool, saved: Checkpoints, row: Row, before: Row, which: str, tie: bool
 ) -> None:
-    own, other = checkpoints.of(row, which, tie), checkpoints.of(before, which, tie)
+    own, other = saved.of(row, which, tie), saved.of(before, which, tie)
     config = settings(model=row.model, optim=row.optim)
     results = pool.run(
-        checkpoint_programs.load_each,
+        checkpoints.load_each,
         row.ranks,
         config,
-        checkpoints.model(which, tie),
+        saved.model(which, tie),
         [own[0], other[0], own[0]],
         BATCHES[1],
         row.bucket_size,
@@ -179,11 +179,11 @@ def test_resumes_in_this_layout_from_its_own_and_from_another(
 
 
 def test_a_checkpoint_of_another_form_or_with_other_weights_is_refused(
-    pool: RankPool, checkpoints: Checkpoints, tmp_path: Path
+    pool: RankPool, saved: Checkpoints, tmp_path: Path
 ) -> None:
     """Settings that change the stored form are named; a file with one bit flipped is not trained on."""
-    directory, _, _ = checkpoints.of(DENSE[0], "dense", True)
-    which = checkpoints.model("dense", True)
+    directory, _, _ = saved.of(DENSE[0], "dense", True)
+    which = saved.model("dense", True)
     for other, key in (
         (settings(model=BF16), "precision"),
         (settings(optim=PLAIN), "use_distributed_optimizer"),
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_another_form_or_with_other_weights_is_refused(
         with pytest.raises(
             RuntimeError, match=rf"was saved with actor\.\w+\.{key}=\w+, this run has \w+: set"
         ):
-            pool.run(checkpoint_programs.load_each, 1, other, which, [directory], BATCHES[1])
+            pool.run(checkpoints.load_each, 1, other, which, [directory], BATCHES[1])
     damaged = tmp_path / "actor"
     shutil.copytree(directory, damaged)
     config = ModelConfig.from_directory(which)
@@ -203,4 +203,4 @@ def test_a_checkpoint_of_another_form_or_with_other_weights_is_refused(
     with pytest.raises(ValueError, match=r"are not those that were saved, e\.g\. model\.embed_tokens"):
         dict(checkpoint_weights(damaged, config))
     with pytest.raises(RuntimeError, match=r"ValueError: .*(are not those that were saved|does not belong)"):
-        pool.run(checkpoint_programs.load_each, 1, settings(), which, [damaged], BATCHES[1])
+        pool.run(checkpoints.load_each, 1, settings(), which, [damaged], BATCHES[1])

@@ -19,7 +19,8 @@ from rstar2_megatron.actor.packing import plan_microbatches
 from rstar2_megatron.settings.schema import SFTSettings
 from rstar2_megatron.sft.rows import SFTRows
 from rstar2_megatron.sft.training import sft_phase_of
-from tests.actor import programs, reference
+from tests.actor import reference
+from tests.actor.programs import training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
 
@@ -33,7 +34,7 @@ def test_log_probs_match_transformers(
     pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
 ) -> None:
     batch = sequences(7, seed=11)
-    results = pool.run(programs.score, ranks, settings(model=model), models["qwen2"], batch)
+    results = pool.run(training.score, ranks, settings(model=model), models["qwen2"], batch)
     hf = reference.load(models["qwen2"])
     for other in results[1:]:
         assert other == results[0]
@@ -61,7 +62,7 @@ def test_gradient_does_not_depend_on_packing_or_order(
     configs.append((actor, runner.model_copy(update={"enable_dynamic_batch_size": False}), algorithm))
     batches.append(batch)
     steps = [
-        pool.run(programs.first_step, ranks, config, models["qwen2"], shuffled)[0]
+        pool.run(training.first_step, ranks, config, models["qwen2"], shuffled)[0]
         for config, shuffled in zip(configs, batches)
     ]
     (expected,) = reference.train(reference.load(models["qwen2"]), [batch], settings()[0], settings()[2])
@@ -98,7 +99,7 @@ def test_any_batch_in_any_order_on_any_number_of_ranks(
     actor, runner, algorithm = settings(training_batch_size_per_gpu=1 + seed % 3)
     update = {"max_tokens_per_mbs": budget, "enable_dynamic_batch_size": packed}
     config = (actor, runner.model_copy(update=update), algorithm)
-    step = pool.run(programs.first_step, ranks, config, models["qwen2-tied"], shuffled)[0]
+    step = pool.run(training.first_step, ranks, config, models["qwen2-tied"], shuffled)[0]
     (right,) = reference.train(reference.load(models["qwen2-tied"]), [batch], actor, algorithm)
     assert step[0] == pytest.approx(right[0], abs=1e-5)
     assert step[1] == pytest.approx(right[1], rel=1e-4)
@@ -108,7 +109,7 @@ def test_ranks_without_work_join(pool: RankPool, models: dict[str, Path]) -> Non
     """One trajectory on two data-parallel ranks: the second has nothing to train and must not hang or count."""
     batch = sequences(1, seed=5)
     (right,) = reference.train(reference.load(models["qwen2"]), [batch], settings()[0], settings()[2])
-    results = pool.run(programs.train, 2, settings(), models["qwen2"], [batch])
+    results = pool.run(training.train, 2, settings(), models["qwen2"], [batch])
     assert results[1][0]["actor/policy_loss"] == pytest.approx(right[0], abs=1e-5)
     assert results[1][0]["actor/grad_norm"] == pytest.approx(right[1], rel=1e-4)
     assert results[0][0]["actor/trained_tokens"] == batch[0].num_trained_tokens
@@ -119,7 +120,7 @@ def test_mini_batches_take_one_optimizer_step_each(pool: RankPool, models: dict[
     parts = [batch[:3], batch[3:6], batch[6:]]
     actor, _, algorithm = settings()
     right = reference.train(reference.load(models["qwen2"]), parts, actor, algorithm)
-    (metrics,) = pool.run(programs.train, 1, settings(n_minibatches=3), models["qwen2"], [batch])[0]
+    (metrics,) = pool.run(training.train, 1, settings(n_minibatches=3), models["qwen2"], [batch])[0]
     assert metrics["actor/optimizer_steps"] == 3
     assert metrics["actor/policy_loss"] == pytest.approx(sum(r[0] for r in right) / 3, abs=1e-5)
     assert metrics["actor/grad_norm"] == pytest.approx(sum(r[1] for r in right) / 3, rel=1e-4)
@@ -128,13 +129,13 @@ def test_mini_batches_take_one_optimizer_step_each(pool: RankPool, models: dict[
 def test_recomputed_log_probs_make_the_first_ratio_one(pool: RankPool, models: dict[str, Path]) -> None:
     """With recompute_logprobs the ratio is taken to the actor's own log-probs, not to the engine's."""
     batch = sequences(6, seed=9)
-    one = pool.run(programs.train, 2, settings(model=TP2, recompute_logprobs=True), models["qwen2"], [batch])
+    one = pool.run(training.train, 2, settings(model=TP2, recompute_logprobs=True), models["qwen2"], [batch])
     assert one[0][0]["actor/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert one[0][0]["actor/clip_fraction"] == 0
     assert one[0][0]["actor/logprob_diff_mean"] > 0.1  # the engine's differ
     # Several mini-batches: old log-probs are scored before the first update, so later ratios move.
     several = pool.run(
-        programs.train, 1, settings(recompute_logprobs=True, n_minibatches=3), models["qwen2"], [batch]
+        training.train, 1, settings(recompute_logprobs=True, n_minibatches=3), models["qwen2"], [batch]
     )[0][0]
     assert several["actor/ratio"] != pytest.approx(1.0, abs=1e-5)
     assert several["actor/approx_kl"] < 0.1
@@ -151,7 +152,7 @@ def test_truncated_importance_sampling_weighs_tokens(pool: RankPool, models: dic
         importance_sampling_clip=clip,
         clip_ratio_c=None,
     )
-    (metrics,) = pool.run(programs.train, 1, config, models["qwen2"], [batch])[0]
+    (metrics,) = pool.run(training.train, 1, config, models["qwen2"], [batch])[0]
     hf = reference.load(models["qwen2"])
     total, clipped, tokens = 0.0, 0, sum(s.num_trained_tokens for s in batch)
     for sequence in batch:
@@ -170,7 +171,7 @@ def test_truncated_importance_sampling_weighs_tokens(pool: RankPool, models: dic
 def test_other_aggregations(pool: RankPool, models: dict[str, Path], kind: str) -> None:
     batch = sequences(4, seed=12)
     _actor, _, algorithm = settings(loss_agg_func=kind)
-    (metrics,) = pool.run(programs.train, 2, settings(loss_agg_func=kind), models["qwen2"], [batch])[0]
+    (metrics,) = pool.run(training.train, 2, settings(loss_agg_func=kind), models["qwen2"], [batch])[0]
     hf = reference.load(models["qwen2"])
     total = 0.0
     for sequence in batch:
@@ -189,7 +190,7 @@ def test_released_aggregations(pool: RankPool, models: dict[str, Path]) -> None:
     for kind in ("released-rlinf", "released-verl"):
         actor, runner, algorithm = settings(loss_agg_func=kind, training_batch_size_per_gpu=2)
         config = (actor, runner.model_copy(update={"enable_dynamic_batch_size": False}), algorithm)
-        metrics = pool.run(programs.train, 2, config, models["qwen2"], [batch], 28)[0][0]
+        metrics = pool.run(training.train, 2, config, models["qwen2"], [batch], 28)[0][0]
         plan = plan_microbatches([s.length for s in batch], 2, max_tokens=None, count=2, multiple=1)
         total, microbatches = 0.0, 0
         for rank in plan.microbatches:
@@ -207,7 +208,7 @@ def test_released_aggregations(pool: RankPool, models: dict[str, Path]) -> None:
 def test_supervised_steps_then_reinforcement(pool: RankPool, models: dict[str, Path], ranks: int) -> None:
     batch = sequences(6, seed=13)
     config = settings(model=BY_RANKS[ranks])
-    history, after, validation = pool.run(programs.supervised, ranks, config, models["qwen2"], batch, 6)[0]
+    history, after, validation = pool.run(training.supervised, ranks, config, models["qwen2"], batch, 6)[0]
     hf = reference.load(models["qwen2"])
     with torch.no_grad():
         right = -sum(
@@ -228,8 +229,8 @@ def test_fine_tuning_resumes_exactly(pool: RankPool, models: dict[str, Path], tm
     rows = SFTRows(ids, mask, numpy.cumsum([s.length for s in batch]))
     phase = sft_phase_of(SFTSettings(batch_size=4, epochs=2, lr=2e-3, warmup_ratio=0.2), len(rows))
     arguments = (settings(), models["qwen2"], rows, phase, tmp_path / "checkpoint")
-    ((whole, end),) = pool.run(programs.fine_tune, 1, *arguments, 0)
-    ((rest, same_end),) = pool.run(programs.fine_tune, 1, *arguments, 2)
+    ((whole, end),) = pool.run(training.fine_tune, 1, *arguments, 0)
+    ((rest, same_end),) = pool.run(training.fine_tune, 1, *arguments, 2)
     assert (
         len(whole) == 5
         and rest == pytest.approx(whole[2:], abs=1e-6)
@@ -252,7 +253,7 @@ def test_kl_and_entropy_terms(pool: RankPool, models: dict[str, Path], kind: str
     actor, _, algorithm = config
     hf, frozen = reference.load(models["qwen2"]), reference.load(models["qwen2"])
     right = reference.train(hf, batches, actor, algorithm, frozen)
-    for history, untouched in pool.run(programs.train_with_reference, 2, config, models["qwen2"], batches):
+    for history, untouched in pool.run(training.train_with_reference, 2, config, models["qwen2"], batches):
         assert untouched
         assert history[0]["actor/reference_kl"] == pytest.approx(0.0, abs=1e-6)
         assert history[2]["actor/reference_kl"] > 1e-4
@@ -263,7 +264,7 @@ def test_kl_and_entropy_terms(pool: RankPool, models: dict[str, Path], kind: str
 
 def test_kl_needs_a_reference(pool: RankPool, models: dict[str, Path]) -> None:
     with pytest.raises(RuntimeError, match="freeze_reference has not been called"):
-        pool.run(programs.train, 1, settings(kl_beta=0.1), models["qwen2"], [sequences(2)])
+        pool.run(training.train, 1, settings(kl_beta=0.1), models["qwen2"], [sequences(2)])
 
 
 @pytest.mark.parametrize(
@@ -277,10 +278,10 @@ def test_memory_that_changes_hands_changes_nothing(
     if which == "moe":
         model["expert_model_parallel_size"] = 2
     config = settings(model=model)
-    plain = pool.run(programs.train, ranks, config, models[which], batches)[0]
+    plain = pool.run(training.train, ranks, config, models[which], batches)[0]
     away = {"offload_weight": True, "offload_grad": True, "offload_optimizer": True}
     turns = (config[0].model_copy(update=away), *config[1:])
-    for history, gone in pool.run(programs.train_with_turns, ranks, turns, models[which], batches):
+    for history, gone in pool.run(training.train_with_turns, ranks, turns, models[which], batches):
         assert gone
         for mine, right in zip(history, plain):
             assert mine["actor/policy_loss"] == right["actor/policy_loss"]
@@ -291,7 +292,7 @@ def test_step_with_an_infinite_gradient_is_skipped_and_counted(
     pool: RankPool, models: dict[str, Path]
 ) -> None:
     batch = [replace(s) for s in sequences(3, seed=14)]
-    for metrics, untouched in pool.run(programs.poisoned, 2, settings(model=TP2), models["qwen2"], batch):
+    for metrics, untouched in pool.run(training.poisoned, 2, settings(model=TP2), models["qwen2"], batch):
         assert metrics["actor/skipped_steps"] == 1
         assert not math.isfinite(metrics["actor/grad_norm"])
         assert untouched
@@ -299,4 +300,4 @@ def test_step_with_an_infinite_gradient_is_skipped_and_counted(
 
 def test_empty_batch_is_an_error(pool: RankPool, models: dict[str, Path]) -> None:
     with pytest.raises(RuntimeError, match="skip the step when every group was rejected"):
-        pool.run(programs.train, 1, settings(), models["qwen2"], [[]])
+        pool.run(training.train, 1, settings(), models["qwen2"], [[]])

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from rstar2_megatron.actor import hf_weights
 from rstar2_megatron.weights.checksum import tensor_checksum, weights_checksum
-from tests.actor import programs, reference
+from tests.actor import reference
+from tests.actor.programs import training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
 
@@ -44,7 +45,7 @@ def test_round_trip_is_bit_exact(
     source = load_file(models[which] / "model.safetensors")
     target = tmp_path / "export"
     config = settings(model=model, optim=optim)
-    for weights in pool.run(programs.round_trip, ranks, config, models[which], target):
+    for weights in pool.run(training.round_trip, ranks, config, models[which], target):
         assert weights.keys() == source.keys()
         for name, tensor in weights.items():
             assert torch.equal(tensor, source[name]), name
@@ -66,7 +67,7 @@ def test_an_overlapped_gather_is_over_before_weights_leave(
     batches = [sequences(6, seed=50 + i) for i in range(2)]
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     plain, overlapped = (
-        pool.run(programs.weights_after, ranks, settings(model=model, optim=o), models["qwen2-tied"], batches)
+        pool.run(training.weights_after, ranks, settings(model=model, optim=o), models["qwen2-tied"], batches)
         for o in ({}, overlap)
     )
     assert all(sums == plain[0] for sums in [*plain, *overlapped])
@@ -91,7 +92,7 @@ def test_sharded_checkpoint_is_read_and_written(
     assert sum(p.numel() for p in reference.load(sharded).parameters()) == sum(
         t.numel() for t in source.values()
     )
-    weights = pool.run(programs.round_trip, 2, settings(model=TP2), sharded, tmp_path / "again")[0]
+    weights = pool.run(training.round_trip, 2, settings(model=TP2), sharded, tmp_path / "again")[0]
     assert all(torch.equal(weights[name], source[name]) for name in source)
 
 

@@ -124,6 +124,7 @@ def test_the_model_loads_in_transformers_and_has_changed(first_run: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(first_run / "model")
     ids = tokenizer("<|im_start|>user\n1 + 1<|im_end|>\n", return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
+    assert (first_run / "model" / "rstar2_format.json").is_file()
     config = (first_run / "config.yaml").read_text()
     base = next(
         line.split(": ", 1)[1].strip().strip("'\"") for line in config.splitlines() if "model_path:" in line

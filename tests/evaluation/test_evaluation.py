@@ -87,7 +87,7 @@ def test_the_papers_protocol_is_the_default(
     ("words", "message"),
     [
         (["--model", "nowhere"], "neither a Hugging Face directory"),
-        (["--max-tokens", "999999"], "exceeds what"),
+        (["--max-tokens", "999999"], "exceeds the context"),
         (["--data", "missing.jsonl"], "missing.jsonl does not exist"),
         (["rollout.max_runing_requests=3"], "rollout.max_running_requests"),
     ],

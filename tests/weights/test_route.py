@@ -1,4 +1,4 @@
-"""Which way the weights go, from where workers stand."""
+"""The weight route that follows from the placement of the workers."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class CallRunner(Runner):
         if verdict is None and self._ran_out_of_memory(kills_before):
             verdict = Outcome.MEMORY
         code = os.waitstatus_to_exitcode(end.status)
-        stderr = err.text() + (supervision.starved(cost) if verdict is Outcome.INTERNAL_ERROR else "")
+        stderr = err.text() + (supervision.starved(cost) if verdict is Outcome.QUEUE_TIMEOUT else "")
         if end.failure:
             verdict, stderr = outcome_of_failure(end.failure), end.failure
         return report(

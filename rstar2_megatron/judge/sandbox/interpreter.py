@@ -87,8 +87,8 @@ class SessionRunner(Runner):
         for stream in (self.out, self.err):
             stream.drain()
         stderr = self.err.text()
-        if verdict is Outcome.INTERNAL_ERROR:
-            stderr += supervision.starved(cost)
+        if verdict is Outcome.QUEUE_TIMEOUT:  # clients would send a cell again that has partly run
+            verdict, stderr = Outcome.INTERNAL_ERROR, stderr + supervision.starved(cost)
         peak_memory_bytes = _peak_memory_bytes(self.pid)
         if done is None or self._ran_out_of_memory(kills_before):
             state = "lost"

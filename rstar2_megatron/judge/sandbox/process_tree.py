@@ -3,7 +3,7 @@
 A call that has used its slice of CPU is demoted: on a busy machine a call that begins later has the larger share of a core.
 
 Time in which a call waits for a core is not the program's: a call ends at its time limit only when the rest of the time, or
-its CPU time, is at least half the limit. With one core for eight calls each has that by `WALL_FACTOR` times the limit.
+its CPU time, is at least half the limit. With one core for eight calls each has that by four times the limit.
 """
 
 from __future__ import annotations
@@ -176,17 +176,17 @@ class Supervision:
                     os.setpriority(os.PRIO_PROCESS, member, 0)
 
     def verdict(self, now: float) -> Outcome | None:
-        """At the deadline: TIMEOUT; INTERNAL_ERROR when the machine gave the call too little CPU; None: a later deadline."""
+        """At the deadline: TIMEOUT; QUEUE_TIMEOUT when the machine gave the call too little CPU; None: a later deadline."""
         self.look(now)
         passed = now - self.started
         missing_s = self.limit_s / 2 - max(self.cpu_s, passed - self._waited_s)
         if missing_s <= 0:
             return Outcome.TIMEOUT
         if passed >= WALL_FACTOR * self.limit_s:
-            return Outcome.INTERNAL_ERROR
+            return Outcome.QUEUE_TIMEOUT
         self.deadline = min(now + max(missing_s, 0.01), self.started + WALL_FACTOR * self.limit_s)
         return None
 
     def starved(self, cost_s: float) -> str:
-        """What is told of a call that ended as INTERNAL_ERROR by `verdict`."""
+        """What is told of a call that ended as QUEUE_TIMEOUT by `verdict`."""
         return f"the machine is too busy: it gave this call {self.cpu_s:.1f} s of CPU in {cost_s:.0f} s\n"

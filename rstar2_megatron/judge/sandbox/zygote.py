@@ -178,7 +178,7 @@ class Zygote(Forker):
             LibraryZygote(self.layers, self.groups, self.num_slots, self.scratch).serve(theirs)
         self.others.add(pid)
         theirs.close()
-        freeze_objects()
+        make_forks_cheap()
         if not self.library.recv(16):
             raise RuntimeError("numpy and sympy could not be imported")
         told = {"isolation": self.layers.report(), "cpp": cpp.compiler() is not None}
@@ -234,10 +234,11 @@ class Zygote(Forker):
         sock.close()
 
 
-def freeze_objects() -> None:
-    """Keep the garbage collector from writing to the objects that calls inherit."""
+def make_forks_cheap() -> None:
+    """Keep the garbage collector from writing to what calls inherit; back the heap by huge pages."""
     gc.collect()
     gc.freeze()
+    linux.collapse_heap()
 
 
 def import_standard_library() -> None:
@@ -271,7 +272,7 @@ def import_libraries() -> None:
     str(sympy.solve(x**2 - 5 * x + 3, x))
     str(sympy.integrate(x * sympy.sin(x), x))
     str(sympy.simplify(sympy.sqrt(8) + sympy.factor(x**3 - 1)))
-    freeze_objects()
+    make_forks_cheap()
 
 
 def _run_zygote(
@@ -299,7 +300,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     tree: GroupTree | None = None
     groups: list[SlotGroup | None] = [None] * (slots + sessions)
     try:
-        tree = GroupTree(slots + sessions, max(1, slots * 3 // 16))
+        tree = GroupTree(slots + sessions, min(100, max(1, slots * 3 // 16)))
         groups = list(tree.slots)
         layers.activate("memory_cgroup")
         if tree.without_cpu is None:

@@ -27,7 +27,6 @@ from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that has not answered this long after the call's limit is hung
-_INTERNAL_ERROR = b'"outcome": "internal_error"'  # inside a JSON string quotes are escaped
 _COMPARE_NAMES_EVERY = 30  # heartbeats
 
 
@@ -249,8 +248,6 @@ class Worker:
         self._begin_jobs()
 
     async def _run(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
-        """The answer of the call's first run, or of its second when the slot died or the sandbox failed."""
-        answer = b""
         for attempt in range(2):
             if attempt:
                 slot = await self._wait_for_slot()
@@ -258,9 +255,7 @@ class Worker:
             try:
                 answer = await slot.run(call.body, call.deadline_s, permit.release)
                 self.pool.free.put_nowait(slot)
-                if _INTERNAL_ERROR not in answer:
-                    break
-                log.warning("slot %d failed on job %s, attempt %d", slot.index, call.key, attempt + 1)
+                return answer
             except SlotDied as error:
                 log.warning("%s, job %s, attempt %d", error, call.key, attempt + 1)
             except TimeoutError:
@@ -268,8 +263,7 @@ class Worker:
                 slot.close()
             finally:
                 self.in_slot.pop(call.key, None)
-        why = "the process that ran this job died twice"
-        return answer or self._failed(call.request, Outcome.INTERNAL_ERROR, why)
+        return self._failed(call.request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
 
     async def _run_in_session(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
         """Run a cell. It occupies `slot` without using its process: the session has a process of its own."""

@@ -14,7 +14,7 @@ Steps = Annotated[
         lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value
     ),
 ]
-"""Step numbers from 1; one number stands for a list of it."""
+"""Step numbers from 1; a single number is read as a list."""
 
 
 class ClusterSettings(Section):

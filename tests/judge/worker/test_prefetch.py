@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from functools import partial
 
@@ -168,3 +169,15 @@ async def test_a_bell_during_a_round_trip_is_heard(
         there.queue.may_return.set()
         async with asyncio.timeout(5):
             assert [r["stdout"] for r in await there.results(first + second)] == ["1\n", "2\n"]
+
+
+async def test_an_answer_for_lack_of_cpu_is_not_kept_for_a_retry(redis: RedisServer) -> None:
+    there = queue.JobQueue(redis.uri, prefix="retry:")
+    for outcome, again in (("queue_timeout", 1), ("ok", 0)):
+        for expected in (1, again):
+            await there.enqueue("server", [("client/kjob", b"{}")])
+            jobs = await there.exchange("worker", [], 1)
+            assert len(jobs) == expected
+            answer = json.dumps({"outcome": outcome}).encode()
+            await there.exchange("worker", [(job.key, answer) for job in jobs], 0)
+    await there.close()

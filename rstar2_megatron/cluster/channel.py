@@ -1,4 +1,4 @@
-"""Sends items as they arrive, and batches them while an earlier message is still being sent."""
+"""The rollout channel: the keys of its streams, each under its own key, and a sender that batches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+ENDED = "ended"  # rollout workers -> reward workers: list[RolloutResult], then one None per reward worker
+# reward workers -> driver: graded list[RolloutResult]; rollout workers -> driver: WorkRequest, EngineGone
+TO_DRIVER = "to driver"
+
+
+def work_key(engine: int) -> str:
+    """driver -> one rollout worker: WorkAnswer."""
+    return f"work {engine}"
+
 
 class Outbox:
-    """Awaits `send` with lists of items, one call at a time. An RLinf channel takes about 100 messages a second."""
+    """Sends items as they arrive, and batches them while `send` is busy. An RLinf channel takes about 100 messages a second."""
 
     def __init__(self, send: Callable[[list[Any]], Awaitable[Any]]) -> None:
         self.sent = 0

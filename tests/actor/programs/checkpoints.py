@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.actor.programs import Batch, open_actor
+from tests.actor.programs.training import Batch, open_actor
 
 
 def save_then_train(

@@ -1,0 +1,36 @@
+"""`rstar2_format.json` beside an exported model: the conversation format that it was trained with.
+
+An evaluation of the model outside its run reads it, because a model in another format solves next to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.settings.schema import Settings
+
+FILE = "rstar2_format.json"
+_LIMITS = {"max_assistant_turns", "max_identical_calls", "max_malformed_turns"}  # of a run, not of the format
+
+
+def write_format(model: Path, settings: Settings) -> None:
+    """Save the format beside the model of a run with these settings."""
+    agentloop = settings.agentloop.model_dump(mode="json", exclude=_LIMITS)
+    write_json(model / FILE, {"agentloop": agentloop, "reward": {"mode": settings.reward.mode}})
+
+
+def read_format(model: Path) -> dict[str, Any] | None:
+    """Sections of a configuration, or None where the model has no such file. Raises ValueError for a broken one."""
+    path = model / FILE
+    if not path.is_file():
+        return None
+    try:
+        sections = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: {error}; remove it, or give --config") from None
+    if not isinstance(sections, dict):
+        raise ValueError(f"{path} holds no sections; remove it, or give --config")
+    return sections

@@ -1,0 +1,38 @@
+"""The conversation format of a model outside its run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.evaluation.__main__ import configure, parse
+from rstar2_megatron.records.model_format import FILE, write_format
+from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.schema import AgentLoopSettings
+from tests.runs.test_preflight import CONFIG
+
+
+def test_a_model_outside_its_run_has_its_format_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same weights solve nothing in another wording: the format travels with the model, or a note says what is assumed."""
+    model = tmp_path / "moved"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    words = ["--model", str(model), "--data", "problems.jsonl"]
+    settings, _ = configure(parse(words))
+    assert settings.agentloop == AgentLoopSettings()
+    assert "does not say which format it was trained with" in capsys.readouterr().err
+    trained = load("rstar2-tiny-cpu", ["reward.mode=released"]).settings
+    write_format(model, trained)
+    settings, sampling = configure(parse([*words, "agentloop.user_prefix=Now"]))
+    assert f"the format is that of {model / FILE}" in capsys.readouterr().err
+    assert settings.agentloop.system_prompt == trained.agentloop.system_prompt
+    assert settings.reward.mode == "released"
+    assert settings.agentloop.user_prefix == "Now" and settings.agentloop.max_tool_response_length == 120
+    assert sampling.agentloop.max_assistant_turns == 30
+    (model / FILE).write_text("{")
+    with pytest.raises(ValueError, match="remove it, or give --config"):
+        configure(parse(words))
