@@ -3,7 +3,7 @@
 # Only what judge/ and reward/ import is installed: no torch, no Ray, no SGLang.
 FROM python:3.11-slim-bookworm
 RUN apt-get update \
- && apt-get install -y --no-install-recommends redis-server g++ \
+ && apt-get install -y --no-install-recommends redis-server g++ libseccomp2 \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/rstar2
 COPY docker/judge-requirements.txt requirements/constraints.txt ./

@@ -7,7 +7,7 @@ ARG NVTE_CUDA_ARCHS=90
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 RSTAR2_GPU=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN apt-get update \
- && apt-get install -y --no-install-recommends build-essential redis-server libibverbs1 ibverbs-providers numactl \
+ && apt-get install -y --no-install-recommends build-essential redis-server libseccomp2 libibverbs1 ibverbs-providers numactl \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/rstar2
 COPY pyproject.toml README.md ./

@@ -61,6 +61,7 @@ main() {
   : > "$log"
   if ! up_to_date "$stamp" "$want"; then
     python=$(find_python)
+    check_libseccomp
     if [ -n "$gpu" ]; then check_gpu_prerequisites; else check_disk 4000; check_glibc 2.34 "sglang's wheels"; fi
     make_venv
     if [ -n "$gpu" ]; then install_gpu_packages; touch "$gpu_mark"; else install_cpu_packages; fi

@@ -37,10 +37,11 @@ def _public_template() -> tuple[str, str]:
     return texts["code_template_setup"], texts["code_template_exec"]
 
 
-def in_public_template(code: str) -> str:
-    """The program that the public clients send for `code`."""
+def in_public_template(*codes: str) -> str:
+    """The program that the public clients send for the last of `codes`; the others are its history."""
     setup, form = _public_template()
-    return setup + form.format(base64.b64encode(code.encode()).decode(), "False")
+    encoded = [base64.b64encode(code.encode()).decode() for code in codes]
+    return setup + "".join(form.format(text, str(text is not encoded[-1])) for text in encoded)
 
 
 def program(case: str, i: int) -> str:

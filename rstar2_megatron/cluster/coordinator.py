@@ -13,6 +13,7 @@ from typing import Any
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, work_key
+from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.live_view import LiveView, ShowProgress
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
@@ -34,7 +35,10 @@ Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
 
 @dataclass
 class PhaseResult:
-    """Result of a phase: graded groups in the order of their problems, and statistics summed over engines."""
+    """Result of a phase: graded groups in the order of their problems, and statistics summed over engines.
+
+    Ended trajectories are without their tokens (`RolloutCoordinator.tokens`).
+    """
 
     groups: list[Group]
     seconds: float
@@ -51,6 +55,7 @@ class RolloutCoordinator:
         self._rollout = rollout
         self._settings = settings
         self._timeout_s = settings.runner.step_timeout_s
+        self.tokens = TokenSource(rollout, self._timeout_s)
         self._inbox = ChannelReader(channel, TO_DRIVER)
         self._grading: PendingCall = reward.start("serve", channel)
         self._num_reward_workers = len(reward)
@@ -99,8 +104,9 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
+        self.tokens.fetch(t for group in carried for t in group.ended.values())
         for trajectory in (t for group in groups for t in group.usable):
-            self._lengths.add(len(trajectory.response_ids))
+            self._lengths.add(trajectory.response_tokens)
         if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start

@@ -168,17 +168,20 @@ def check_session_name(name: object) -> str:
     return name
 
 
-def check_session(options: Mapping[str, Any], kind: str) -> tuple[str | None, bool]:
-    """The session's name or None, and whether it must be open already. Raises ValueError."""
+def check_session(options: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The fields session, session_must_exist and session_replay of a job; none without a session. Raises ValueError."""
     if options.get("session") is None:
-        return None, False
+        return {}
     name = check_session_name(options["session"])
     if kind != "python":
         raise ValueError(f"session={name!r}: only submissions of type python have sessions, not {kind}")
-    must_exist = str(options.get("session_must_exist", "false")).lower()
-    if must_exist not in ("true", "false"):
-        raise ValueError(f"session_must_exist={must_exist!r}: true or false")
-    return name, must_exist == "true"
+    fields: dict[str, Any] = {"session": name}
+    for flag in ("session_must_exist", "session_replay"):
+        given = str(options.get(flag, "false")).lower()
+        if given not in ("true", "false"):
+            raise ValueError(f"{flag}={given!r}: true or false")
+        fields[flag] = given == "true"
+    return fields
 
 
 def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ HEARTBEAT_S = 1.0
 HEARTBEAT_TTL_S = 6  # a worker without a heartbeat for so long has lost its jobs
 MAX_TRIES = 2  # a job whose worker dies runs once more, then fails as poison
 KEEP_ANSWER_S = 600
+_CELLS_BYTES, _CELLS_S = 1 << 20, 3600  # kept of a session that can be rebuilt, after its last call
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
 _CONNECTIONS = 32
@@ -64,17 +66,10 @@ class JobQueue:
             timeout=_COMMAND_TIMEOUT_S,
         )
         self.redis: Any = redis.Redis.from_pool(pool)
-        self._enqueue = self.redis.register_script(scripts.ENQUEUE)
-        self._exchange = self.redis.register_script(scripts.EXCHANGE)
-        self._ring = self.redis.register_script(scripts.RING)
-        self._reclaim = self.redis.register_script(scripts.RECLAIM)
-        self._withdraw = self.redis.register_script(scripts.WITHDRAW)
-        self._cancel = self.redis.register_script(scripts.CANCEL)
-        self._heartbeat = self.redis.register_script(scripts.HEARTBEAT)
-        self._reap = self.redis.register_script(scripts.REAP)
-        self._claim_sessions = self.redis.register_script(scripts.CLAIM_SESSIONS)
-        self._forget_sessions = self.redis.register_script(scripts.FORGET_SESSIONS)
-        self._end_session = self.redis.register_script(scripts.END_SESSION)
+        self._scripts = {name: self.redis.register_script(text) for name, text in scripts.ALL.items()}
+
+    async def _run(self, script: str, *arguments: Any) -> Any:
+        return await self._scripts[script](args=[self.prefix, *arguments])
 
     async def close(self) -> None:
         await self.redis.aclose()
@@ -83,21 +78,18 @@ class JobQueue:
 
     async def enqueue(self, reply: str, jobs: list[tuple[str, bytes]]) -> int:
         """Add jobs (key, payload) whose answers go to the list `reply`. Raises QueueFull, RedisError."""
-        arguments: list[Any] = [self.prefix, reply, self.max_queued]
-        for key, payload in jobs:
-            arguments += (key, payload)
-        queued = int(await self._enqueue(args=arguments))
+        queued = int(await self._run("ENQUEUE", reply, self.max_queued, *itertools.chain(*jobs)))
         if queued < 0:
             raise QueueFull
         return queued
 
     async def withdraw(self, keys: list[str]) -> list[bool]:
         """Remove jobs that have not started. True for each that was removed."""
-        return [bool(n) for n in await self._withdraw(args=[self.prefix, *keys])]
+        return [bool(n) for n in await self._run("WITHDRAW", *keys)]
 
     async def cancel(self, keys: list[str]) -> None:
         """Drop jobs that nobody waits for any more. Their workers end the running ones."""
-        await self._cancel(args=[self.prefix, *keys])
+        await self._run("CANCEL", *keys)
 
     async def unknown(self, keys: list[str]) -> list[str]:
         """The keys that the queue does not know."""
@@ -108,7 +100,7 @@ class JobQueue:
 
     async def end_session(self, session: str) -> bool:
         """Ask the worker of a session to end it. False when the session is open nowhere."""
-        return bool(await self._end_session(args=[self.prefix, session]))
+        return bool(await self._run("END_SESSION", session))
 
     async def replies(self, reply: str, many: bool) -> list[tuple[str, bytes]]:
         """Wait up to 2 s for answers: (job key, result JSON or POISON or LOST)."""
@@ -150,17 +142,15 @@ class JobQueue:
         self, worker: str, answers: list[tuple[str, bytes]], count: int, session_room: int = 0
     ) -> list[LeasedJob]:
         """Acknowledge jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
-        arguments: list[Any] = [self.prefix, worker, count, session_room, KEEP_ANSWER_S, self._leased]
-        for key, answer in answers:
-            arguments += (key, answer)
-        flat = await self._exchange(args=arguments)
+        numbers = (count, session_room, KEEP_ANSWER_S, self._leased)
+        flat = await self._run("EXCHANGE", worker, *numbers, *itertools.chain(*answers))
         jobs = [LeasedJob(flat[i].decode(), flat[i + 1]) for i in range(0, len(flat), 3)]
         self._leased += len(jobs)
         return jobs
 
     async def reclaim(self, worker: str, held: list[str]) -> int:
         """Requeue jobs that were leased to `worker` and are not in `held`: they never arrived. Returns their number."""
-        return int(await self._reclaim(args=[self.prefix, worker, *held]))
+        return int(await self._run("RECLAIM", worker, *held))
 
     async def wait_for_bell(self, worker: str, may_open_sessions: bool) -> None:
         """Wait until jobs may be waiting, for at most 2 s."""
@@ -171,7 +161,7 @@ class JobQueue:
 
     async def ring(self) -> None:
         """Wake an idle worker when jobs are waiting."""
-        await self._ring(args=[self.prefix])
+        await self._run("RING")
 
     async def cancellations(self, worker: str) -> AsyncIterator[str]:
         """Keys of this worker's jobs that nobody waits for any more, and "@NAME" of sessions to end. Raises RedisError."""
@@ -184,20 +174,39 @@ class JobQueue:
 
     async def heartbeat(self, worker: str, info: dict[str, Any]) -> int:
         """Record that this worker is alive. Returns the number of its sessions that Redis knows of."""
-        return int(await self._heartbeat(args=[self.prefix, worker, HEARTBEAT_TTL_S, orjson.dumps(info)]))
+        return int(await self._run("HEARTBEAT", worker, HEARTBEAT_TTL_S, orjson.dumps(info)))
 
     async def claim_sessions(self, worker: str, sessions: list[str]) -> list[str]:
         """Record that these sessions are open at `worker`. Returns those that another live worker has opened meanwhile."""
-        elsewhere = await self._claim_sessions(args=[self.prefix, worker, *sessions])
+        elsewhere = await self._run("CLAIM_SESSIONS", worker, *sessions)
         return [name.decode() for name in elsewhere]
 
     async def held_sessions(self, worker: str) -> set[str]:
         """The sessions of `worker` that Redis knows of."""
         return {name.decode() for name in await self.redis.smembers(f"{self.prefix}held:{worker}")}
 
+    async def waiting_openers(self) -> dict[str, int]:
+        """Client -> number of its jobs that wait to open a session."""
+        openers = {}
+        for owner in await self.redis.lrange(f"{self.prefix}sring", 0, -1):
+            for client in await self.redis.lrange(f"{self.prefix}sring:{owner.decode()}", 0, -1):
+                openers[client.decode()] = await self.redis.llen(f"{self.prefix}squeue:{client.decode()}")
+        return openers
+
+    async def keep_cell(self, session: str, cell: bytes | None) -> None:
+        """Add a call (one line of JSON) to those that a session is rebuilt from; None, or one too many: forget them all."""
+        name = f"{self.prefix}cells:{session}"
+        if cell is None or await self.redis.append(name, cell + b"\n") > _CELLS_BYTES:
+            await self.redis.delete(name)
+        await self.redis.expire(name, _CELLS_S)
+
+    async def cells(self, session: str) -> list[bytes]:
+        """The kept calls of a session, in order; one may be there twice."""
+        return (await self.redis.get(f"{self.prefix}cells:{session}") or b"").splitlines()
+
     async def forget_sessions(self, worker: str, sessions: list[str]) -> None:
         """Record that these sessions have ended at `worker`."""
-        await self._forget_sessions(args=[self.prefix, worker, *sessions])
+        await self._run("FORGET_SESSIONS", worker, *sessions)
 
     async def retire(self, worker: str) -> None:
         """Mark this worker as dead, so that the next `reap` requeues its jobs."""
@@ -205,7 +214,7 @@ class JobQueue:
 
     async def reap(self) -> tuple[int, int]:
         """Requeue the jobs of dead workers. Returns (requeued, failed)."""
-        back, failed = await self._reap(args=[self.prefix, MAX_TRIES])
+        back, failed = await self._run("REAP", MAX_TRIES)
         if back or failed:
             log.warning("jobs of a dead worker: %d put back, %d failed", back, failed)
         return int(back), int(failed)

@@ -6,13 +6,18 @@ served in turn; `ring:OWNER` their clients, likewise (CLIENT is OWNER~NAME, wher
 `tries` of leased jobs; `taken:WORKER` jobs leased to a worker; `alive:WORKER` its heartbeat; `workers` all workers;
 `waiters` key -> reply lists; `replies:SERVER` answers; `done:KEY` kept answers; `bell` list that wakes an idle worker.
 Sessions: `sessions` name -> worker; `held:WORKER` its sessions; calls of an open session wait in `pinned:WORKER`
-(`bell:WORKER` wakes that worker), calls that open a session in `squeue:CLIENT`, `sring`, `sring:OWNER`, `sbell`.
+(`bell:WORKER` wakes that worker), calls that open a session in `squeue:CLIENT`, `sring`, `sring:OWNER`, `sbell`;
+`cells:NAME` its calls, one JSON line each, when it is to be rebuilt elsewhere.
 A job key is CLIENT/k... (its answer is kept for a retry) or CLIENT/u... (not kept). It ends in `@NAME` for a call of
-a session, in `=NAME` when that session must be open already.
+a session, in `=NAME` when that session must be open already and is not to be rebuilt.
 """
 
+# Whether a job waits: a key may be in a queue without a job (it was withdrawn), or twice (and was then submitted again).
 # Adds `n` to the number of waiting jobs, of all and of the owner of `key`.
 _COUNT = """
+local function waits(P, key)
+  return redis.call('HEXISTS', P..'jobs', key) == 1 and redis.call('HEXISTS', P..'owner', key) == 0
+end
 local function count(P, key, n)
   local owner = string.match(key, '^[^~/]*')
   if redis.call('INCRBY', P..'queued', n) < 0 then redis.call('SET', P..'queued', '0') end
@@ -137,6 +142,7 @@ for i = 7, #ARGV, 2 do
 end
 local out = {}
 local function waiting(key)
+  if not waits(P, key) then return nil end
   count(P, key, -1)
   return redis.call('HGET', P..'jobs', key)
 end
@@ -232,28 +238,34 @@ return again
 )
 
 # ARGV: prefix, then job keys. Removes jobs that no worker has leased; returns 1 for each of them.
-WITHDRAW = """
+WITHDRAW = (
+    _COUNT
+    + """
 local P = ARGV[1]
 local out = {}
 for i = 2, #ARGV do
   local key = ARGV[i]
-  if redis.call('HEXISTS', P..'owner', key) == 1 then
-    out[#out + 1] = 0
-  else
+  out[#out + 1] = 0
+  if waits(P, key) then
+    count(P, key, -1)
     redis.call('HDEL', P..'waiters', key)
     redis.call('HDEL', P..'tries', key)
-    out[#out + 1] = redis.call('HDEL', P..'jobs', key)
+    out[#out] = redis.call('HDEL', P..'jobs', key)
   end
 end
 return out
 """
+)
 
 # ARGV: prefix, then key of each job that nobody waits for any more. Its worker is told to end it. A session's call runs
 # to its end, because a retry under the same id must find its answer and not run it twice.
-CANCEL = """
+CANCEL = (
+    _COUNT
+    + """
 local P = ARGV[1]
 for i = 2, #ARGV do
   local key = ARGV[i]
+  if waits(P, key) then count(P, key, -1) end
   local owner = redis.call('HGET', P..'owner', key)
   redis.call('HDEL', P..'waiters', key)
   if not (owner and string.find(key, '[@=]')) then
@@ -267,6 +279,7 @@ for i = 2, #ARGV do
 end
 return 1
 """
+)
 
 # ARGV: prefix, worker, seconds until it counts as dead, its information. Returns the number of its sessions.
 HEARTBEAT = """
@@ -307,6 +320,7 @@ return elsewhere
 END_SESSION = """
 local P, session = ARGV[1], ARGV[2]
 local holder = redis.call('HGET', P..'sessions', session)
+redis.call('DEL', P..'cells:'..session)
 if not holder then return 0 end
 redis.call('PUBLISH', P..'cancel:'..holder, '@'..session)
 return 1
@@ -335,7 +349,7 @@ for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
       if redis.call('HGET', P..'sessions', session) == worker then redis.call('HDEL', P..'sessions', session) end
     end
     for _, key in ipairs(redis.call('LRANGE', P..'pinned:'..worker, 0, -1)) do
-      count(P, key, -1)
+      if waits(P, key) then count(P, key, -1) end
       again(key)
     end
     for _, key in ipairs(redis.call('SMEMBERS', P..'taken:'..worker)) do
@@ -356,3 +370,5 @@ end
 return {back, failed}
 """
 )
+
+ALL = {name: text for name, text in list(globals().items()) if name.isupper() and not name.startswith("_")}

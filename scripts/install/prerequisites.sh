@@ -15,6 +15,11 @@ check_glibc() { # check_glibc WANTED WHAT
     fail "$2 need glibc $1 or newer, this system has ${found:-none}: use Debian 12, Ubuntu 22.04 or newer, or docker/train.Dockerfile"
 }
 
+check_libseccomp() {
+  "$python" -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null ||
+    echo "setup: warning: libseccomp.so.2 not found, which the Code Judge's sandbox needs; Debian, Ubuntu: apt-get install libseccomp2" >&2
+}
+
 # Triton compiles C when a program runs, flashinfer and sglang compile C++ and CUDA.
 check_compilers() {
   local tool header

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from rstar2_megatron.actor.convert import checkpoint_weights
 from rstar2_megatron.actor.optimizer import learning_rate
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.host_memory import save_bytes
+from rstar2_megatron.settings.planning.host_memory import gated_parameters, load_bytes, save_bytes
+from rstar2_megatron.settings.planning.memory import rank_parameters
 from rstar2_megatron.settings.schema import LrSchedSettings
 from tests.actor.programs import checkpoints, training
 from tests.actor.ranks import RankPool
@@ -186,7 +187,7 @@ def test_a_kept_optimizers_schedule_survives_a_resume(
     ],
     ids=["DP2", "TP2", "DP2 overlap, host optimizer", "EP2", "plain optimizer"],
 )
-def test_a_save_takes_the_bytes_of_the_plan(
+def test_a_save_and_a_load_take_the_bytes_of_the_plan(
     pool: RankPool,
     models: dict[str, Path],
     tmp_path: Path,
@@ -201,12 +202,24 @@ def test_a_save_takes_the_bytes_of_the_plan(
     counted = pool.run(checkpoints.save_and_count, ranks, *arguments)
     shape = ModelConfig.from_directory(models[which])
     planned = save_bytes(config[0], shape, ranks, bucket=20_000)
-    assert 0.95 * planned < counted[0] <= 1.02 * planned
+    assert 0.95 * planned < counted[0][0] <= 1.02 * planned
+    # beside the plan's host bytes what lies on the device: weights of gate and up joined, a checksum of the largest matrix
+    experts = rank_parameters(config[0], shape, ranks)[1]
+    width = 2 if model.get("precision") == "bf16" else 4
+    joined = gated_parameters(config[0], shape, experts)
+    in_place = 0 if config[0].optim.use_distributed_optimizer else (12 if width == 2 else 8) * joined
+    on_device = (
+        in_place
+        + width * joined
+        + 16 * shape.vocab_size * shape.hidden_size / config[0].model.tensor_model_parallel_size
+    )
+    planned_load = load_bytes(config[0], shape, ranks) + on_device
+    assert all(0.98 * planned_load < loaded <= 1.02 * planned_load for _, loaded in counted)
     if (
         model == BF16 and not optim
     ):  # two data-parallel ranks: the second one sends its shard and keeps nothing
         last = save_bytes(config[0], shape, ranks, first=False, bucket=20_000)
-        assert counted[1] <= 1.02 * last < 0.5 * planned
+        assert counted[1][0] <= 1.02 * last < 0.5 * planned
 
 
 def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:

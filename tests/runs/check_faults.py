@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.runs.check.nodes import Nodes
 from rstar2_megatron.runs.check.process import Job, find
+from rstar2_megatron.runs.check.result import Check
 
 FAULTED = "tests.runs.check_faults:with_fault"
+
+
+def planted_check(name: str, fault: str = "", label: str = "") -> Check:
+    """The check of this name, its programs run with the fault; none: as they are."""
+    from rstar2_megatron.runs.check.command import CHECKS  # here: processes of checks import this file
+
+    (found,) = [check for check in CHECKS if check.name == name]
+
+    def run(context: Any) -> Any:
+        context.nodes.fault = fault
+        try:
+            return found.run(context)
+        finally:
+            context.nodes.fault = ""
+
+    return replace(found, name=label or name, run=run)
 
 
 def one_hangs(job: Job) -> int:
@@ -83,6 +101,19 @@ def _head_chunk(patch: Any, job: Job, arguments: Any) -> None:
         return logits
 
     patch.setattr(logprob, "_logits", wrong)
+
+
+def _not_a_number(patch: Any, job: Job, arguments: Any) -> None:
+    """The first word's logit is no number, nor are the gradients."""
+    from rstar2_megatron.actor.network import logprob
+
+    plain = logprob._logits
+    patch.setattr(logprob, "_logits", lambda *a, **k: plain(*a, **k) * float("nan"))
+
+
+def _no_survey(patch: Any, job: Job, arguments: Any) -> None:
+    """A node that cannot tell about itself: a path of the survey is no text."""
+    arguments["paths"] = [0]
 
 
 def _wrong_attention(patch: Any, job: Job, arguments: Any) -> None:
@@ -170,14 +201,30 @@ def _no_room(patch: Any, job: Job, arguments: Any) -> None:
 SITE = """
 import importlib.abc, importlib.util, sys
 
-def _corrupt_files(module):
-    plain = module.SharedBucket.__init__
-    def init(self, tensors, path=None):
-        if path is not None:
-            name = sorted(tensors)[0]
-            tensors = {**tensors, name: tensors[name] * 2 + 1}
-        plain(self, tensors, path)
-    module.SharedBucket.__init__ = init
+def _corrupt_first_syncs(module):
+    # of each of the first four syncs, one a route, the first tensor leaves as another
+    plain = module.WeightSender.send
+    def send(self, named_tensors, route, engines):
+        def wrong():
+            for number, (name, tensor) in enumerate(named_tensors):
+                yield name, tensor * 2 + 1 if number == 0 and route.attempt <= 4 else tensor
+        return plain(self, wrong(), route, engines)
+    module.WeightSender.send = send
+
+def _device_route_on_cpu(module):
+    # CUDA IPC with buffers in host memory: engine n reads actor rank n
+    possible, make = module.possible_routes, module.make_route
+    def placed(places):
+        return [module.Place(place.node, (rank,)) for rank, place in enumerate(places)]
+    module.possible_routes = lambda wanted, actor, rollout, device: possible(
+        wanted, placed(actor), placed(rollout), "cuda")
+    module.make_route = lambda kind, actor_group, rollout_group, actor, rollout, **rest: make(
+        kind, actor_group, rollout_group, placed(actor), placed(rollout), **rest)
+
+def _no_actor(module):
+    def initialize(self):
+        raise RuntimeError("planted: no weights")
+    module.MegatronActor.initialize = initialize
 
 def _flip_before_load(module):
     import pathlib

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rstar2_megatron.runs.check.command import CHECKS, check
-from rstar2_megatron.runs.check.result import Check
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.build import TinyPaths
 from tests.e2e.runs import RunProcess
-from tests.runs.check_faults import FaultyNodes, plant
+from tests.runs.check_faults import FaultyNodes, plant, planted_check
 
 _LIMIT_S = 900
 _ON_GPUS = {"driver", "toolkit", "GPU memory", "NVLink", "TransformerEngine"}
@@ -70,20 +68,6 @@ def test_a_whole_check_passes(built: TinyPaths, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["check.log", "rstar2-tiny-cpu.check.json"]
 
 
-def _planted(name: str, fault: str = "", label: str = "") -> Check:
-    """The check of this name, its programs run with the fault; none: as they are."""
-    (found,) = [check for check in CHECKS if check.name == name]
-
-    def run(context: Any) -> Any:
-        context.nodes.fault = fault
-        try:
-            return found.run(context)
-        finally:
-            context.nodes.fault = ""
-
-    return replace(found, name=label or name, run=run)
-
-
 PLANTED: list[tuple[str, str, str]] = [
     ("all-reduce in a node", "wrong_sum", "3 of 4194304 sums are wrong"),
     ("head in chunks", "head_chunk", "relative error"),
@@ -92,6 +76,7 @@ PLANTED: list[tuple[str, str, str]] = [
     ("tensor parallel", "rank_weights", "gradient error"),
     ("pipeline parallel", "rank_weights", "gradient error"),
     ("context parallel", "rank_weights", "gradient error"),
+    ("whole layout", "rank_weights", "gradient error"),
     ("optimizer step", "half_step", "a step is 5.0e-01 from AdamW's formula"),
     ("optimizer on the host", "half_step", "a step is 5.0e-01 from AdamW's formula"),
     ("offload and reload", "keeps_gradients", "at least 95% must go"),
@@ -104,14 +89,15 @@ PLANTED: list[tuple[str, str, str]] = [
 @pytest.mark.timeout(_LIMIT_S)
 def test_each_check_of_actor_engine_and_judge_is_seen_failing(built: TinyPaths, tmp_path: Path) -> None:
     checks = [
-        _planted("nodes"),
-        _planted("thin model", "no_room", "thin model without room"),
-        _planted("thin model"),
-        _planted("one rank"),
-        *(_planted(name, fault) for name, fault, _ in PLANTED if name not in ("greedy tokens", "judge")),
-        _planted("engine", "no_engine", "engine that SGLang refuses"),
-        _planted("engine"),
-        *(_planted(name, fault) for name, fault, _ in PLANTED if name in ("greedy tokens", "judge")),
+        planted_check("nodes"),
+        planted_check("thin model", "no_room", "thin model without room"),
+        planted_check("thin model"),
+        planted_check("one rank", "not_a_number", "one rank without numbers"),
+        planted_check("one rank"),
+        *(planted_check(name, fault) for name, fault, _ in PLANTED if name not in ("greedy tokens", "judge")),
+        planted_check("engine", "no_engine", "engine that SGLang refuses"),
+        planted_check("engine"),
+        *(planted_check(name, fault) for name, fault, _ in PLANTED if name in ("greedy tokens", "judge")),
     ]
     lines: list[str] = []
     assert check(settings(built, tmp_path), checks=checks, say=lines.append, make_nodes=FaultyNodes) == 1
@@ -124,6 +110,7 @@ def test_each_check_of_actor_engine_and_judge_is_seen_failing(built: TinyPaths, 
         assert results[name]["remedy"] and results[name]["details"]
     for name, expected in (
         ("thin model without room", "/proc/nowhere"),
+        ("one rank without numbers", ""),
         ("engine that SGLang refuses", "EngineLost"),
     ):
         assert results[name]["state"] == "failed" and expected in results[name]["details"], results[name]
@@ -140,6 +127,7 @@ WHOLE_RUN = [
         "nodes",
         "thin model",
         "run starts",
+        "weights by cuda_ipc",
         "weights by shared_memory",
         "weights by broadcast",
         "weights by disk",
@@ -157,24 +145,38 @@ def planted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.timeout(_LIMIT_S)
-def test_a_corrupted_route_and_a_damaged_checkpoint_are_seen(
+def test_corrupted_routes_and_a_damaged_checkpoint_are_seen(
     built: TinyPaths, tmp_path: Path, planted: Callable[..., None]
 ) -> None:
+    """Every route, also cuda_ipc with its buffers in host memory: the sync succeeds and brings another tensor."""
     planted(
-        rstar2_megatron__weights__shared_memory="_corrupt_files",
+        rstar2_megatron__cluster__weights="_corrupt_first_syncs",
+        rstar2_megatron__weights__route="_device_route_on_cpu",
         rstar2_megatron__actor__megatron_actor="_flip_before_load",
     )
-    assert (
-        check(
-            settings(built, tmp_path), checks=[_planted(name) for name in WHOLE_RUN], make_nodes=FaultyNodes
-        )
-        == 1
-    )
+    checks = [planted_check(name) for name in WHOLE_RUN]
+    assert check(settings(built, tmp_path), checks=checks, make_nodes=FaultyNodes) == 1
     results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
     failed = {name for name, result in results.items() if result["state"] == "failed"}
-    assert failed == {"weights by disk", "checkpoint of the run"}, results
-    assert "tensors of engine 0 differ from the actor's" in results["weights by disk"]["words"]
+    routes = [f"weights by {route}" for route in ("cuda_ipc", "shared_memory", "broadcast", "disk")]
+    assert failed == {*routes, "checkpoint of the run"}, results
+    for route in routes:
+        assert "tensors of engine 0 differ from the actor's" in results[route]["words"]
     assert "load_checkpoint" in results["checkpoint of the run"]["details"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(_LIMIT_S)
+def test_a_run_that_does_not_start_is_seen(
+    built: TinyPaths, tmp_path: Path, planted: Callable[..., None]
+) -> None:
+    planted(rstar2_megatron__actor__megatron_actor="_no_actor")
+    checks = [planted_check(name) for name in WHOLE_RUN]
+    assert check(settings(built, tmp_path), checks=checks, make_nodes=FaultyNodes) == 1
+    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
+    assert results["run starts"]["state"] == "failed", results
+    assert "planted: no weights" in results["run starts"]["details"]
+    assert {results[name]["state"] for name in WHOLE_RUN[3:]} == {"skipped"}
 
 
 @pytest.mark.long
@@ -185,7 +187,9 @@ def test_a_step_that_fails_its_gates_is_seen(
     planted(rstar2_megatron__actor__megatron_actor="_shift_log_probs")
     names = [name for name in WHOLE_RUN if not name.startswith("weights by")]
     assert (
-        check(settings(built, tmp_path), checks=[_planted(name) for name in names], make_nodes=FaultyNodes)
+        check(
+            settings(built, tmp_path), checks=[planted_check(name) for name in names], make_nodes=FaultyNodes
+        )
         == 1
     )
     results = {result["name"]: result for result in read_report(tmp_path)["checks"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from rstar2_megatron.runs.check.nodes import Nodes, values
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
 from rstar2_megatron.runs.check.runner import run_checks
-from rstar2_megatron.runs.check.subjects import collectives, engine, judge, machine
+from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network
 from rstar2_megatron.runs.check.subjects.thin_model import thin_config
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.placement import Slots
+from tests.runs.check_faults import FaultyNodes
 
 TOPOLOGY = """\
 \tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity
@@ -199,9 +201,82 @@ def test_an_engine_that_keeps_its_memory_fails(change: dict[str, Any], words: st
         engine.sleep(here)
 
 
-def test_a_loopback_judge_of_two_nodes_fails_at_once() -> None:
-    with pytest.raises(CheckFailed, match="loopback address to the other nodes"):
-        judge.judge(context("rstar2-qwen2.5-14b-megatron-2nodes", gpu=True))
+class Answers(OneNode):
+    """Answers programs of ranks one after the other with given values: what GPUs would say."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__([])
+        self.values = list(values)
+
+    def ranks(self, program: str, count: int, deadline_s: float, **arguments: Any) -> list[Any]:
+        return [self.values.pop(0)]
+
+
+def on_gpu(tmp_path: Path, *values: Any) -> Any:
+    here = context("rstar2-qwen2.5-7b-megatron", gpu=True)
+    here.scratch, here.nodes = tmp_path, Answers(*values)
+    here.thin.mkdir(exist_ok=True)
+    (here.thin / "config.json").write_text(json.dumps(thin_config("/models/Qwen2.5-7B", 2)))
+    here.found["logprobs"] = [[-1.0]] * 12
+    return here
+
+
+def test_layers_of_transformer_engine_that_compute_something_else_fail(tmp_path: Path) -> None:
+    def told(error: float) -> dict[str, Any]:
+        return {"logprobs": [[-1.0]] * 12, "error": error, "worst": "model.norm.weight"}
+
+    assert network.engine_layers(on_gpu(tmp_path, "transformer_engine", told(0.01))).words
+    with pytest.raises(CheckFailed, match=r"gradient error 5\.0e-01 \(most in norm\.weight\).*allowed 6e-02"):
+        network.engine_layers(on_gpu(tmp_path, "transformer_engine", told(0.5)))
+    with pytest.raises(NotHere, match="is not installed"):
+        network.engine_layers(on_gpu(tmp_path, "local"))
+
+
+def test_training_and_decoding_far_below_the_plan_fail(tmp_path: Path) -> None:
+    figures = {"tokens_per_s": 2e4, "tflops": 400.0, "mfu": 0.4, "peak_bytes": 5e10}
+    assert "MFU 40.0%" in actor.speed(on_gpu(tmp_path, figures)).words
+    with pytest.raises(CheckFailed, match=r"MFU 5\.0%, planned"):
+        actor.speed(on_gpu(tmp_path, figures | {"mfu": 0.05}))
+    here = on_gpu(tmp_path)
+    here.found["engine"] = told()
+    assert "9000 tokens/s with 128 requests" in engine.decode(here).words
+    here.found["engine"] = told(decode_tokens_per_s=100.0)
+    with pytest.raises(CheckFailed, match=r"100 tokens/s .* means a fault"):
+        engine.decode(here)
+
+
+@pytest.mark.parametrize("name", ["rstar2-qwen2.5-7b-megatron", "rstar2-qwen3-30b-a3b-megatron"])
+def test_layouts_are_compared_over_as_many_ranks_as_the_yaml_splits(name: str, tmp_path: Path) -> None:
+    here = context(name, gpu=True)
+    here.scratch = tmp_path
+    here.thin.mkdir()
+    raw = thin_config(here.settings.rollout.model.model_path, 2)
+    (here.thin / "config.json").write_text(json.dumps(raw))
+    model = here.settings.actor.model
+    for key in network._LAYOUT[: 4 if here.thin_config.is_moe else 3]:
+        assert network.sizes_of(here, key) == {key: max(getattr(model, key), 2)}
+    here.slots = Slots(2, 80.0)
+    assert set(network.sizes_of(here, *network._LAYOUT[:3]).values()) == {2}
+
+
+def test_a_node_that_says_nothing_of_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = FaultyNodes("cpu", 2)
+    nodes.fault = "no_survey"
+    monkeypatch.setattr(nodes, "start_ray", lambda *wanted: ["127.0.0.1"])
+    here = context()
+    here.nodes = nodes
+    try:
+        with pytest.raises(CheckFailed, match=r"node 0 rank 0: .*TypeError"):
+            machine.nodes(here)
+    finally:
+        nodes.close()
+
+
+def test_a_loopback_judge_of_two_nodes_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    words = ["tools.codejudge.host_addr=127.0.0.1"]
+    with pytest.raises(CheckFailed, match=r"host_addr=127\.0\.0\.1 is loopback"):
+        judge.judge(context("rstar2-qwen2.5-14b-megatron-2nodes", *words, gpu=True))
 
 
 def test_two_nodes_without_ray_address_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_dry_run_of_every_yaml_fits_and_says_why(name: str, capsys: pytest.Captu
         "tokens packed",
         "KV cache an engine",
         "in flight",
-        "a checkpoint being written",
+        "a checkpoint written or loaded",
         "seconds a step",
         "% of peak FLOP/s",
     ):

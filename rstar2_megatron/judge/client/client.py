@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import random
 import time
 import uuid
 from collections import Counter
@@ -16,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import aiohttp
-import tenacity
 
 from rstar2_megatron.judge.client.batches import Batches, BrokenBatch, RefusedBatch
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
@@ -78,8 +78,8 @@ class JudgeClient:
         self.max_overload_s = max_overload_s
         self.max_concurrency = max_concurrency
         self._headers = {}
-        # the server's variable; RLinf passes it to workers on all nodes
-        token = token or os.environ.get("JUDGE_TOKEN")
+        # the server's variable, which may hold several; RLinf passes it to workers on all nodes
+        token = token or os.environ.get("JUDGE_TOKEN", "").split(",")[0]
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         if client_id:
@@ -106,14 +106,16 @@ class JudgeClient:
         options: Mapping[str, Any] | None = None,
         files: Mapping[str, str | bytes] | None = None,
         session: str | None = None,
+        replay: bool = False,
     ) -> JudgeResult:
         """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
 
         `files` are written to its working directory. Calls with the same `session` (choose a unique name) share one live
         interpreter from the first call until `close_session`, and run in the order they are sent. When the judge
         loses the interpreter, the next call ends as SESSION_LOST, an infrastructure outcome, and its program does not
-        run. When a program ends its own interpreter (memory, os._exit), `result.session` is "lost" and the next call
-        opens a new one.
+        run. With `replay` at every call, the judge first runs the session's earlier calls again in a new interpreter;
+        SESSION_LOST then means that one of them gave another output. When a program ends its own interpreter (memory,
+        os._exit), `result.session` is "lost" and the next call opens a new one.
         """
         try:
             (code + stdin).encode()
@@ -127,6 +129,8 @@ class JudgeClient:
             submission["options"]["session"] = session
             is_open = self._sessions.setdefault(session, False)
             submission["options"]["session_must_exist"] = str(is_open).lower()
+            if replay:
+                submission["options"]["session_replay"] = "true"
         self._counts["calls"] += 1
         if self._gate is None:
             self._gate = asyncio.Semaphore(self.max_concurrency)
@@ -197,32 +201,27 @@ class JudgeClient:
 
     async def _persist(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
         """Send the request until it is answered. Raises JudgeUnavailable after `max_outage_s` or `max_overload_s`."""
-        backoff = tenacity.wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S)
         failing_since: dict[bool, float] = {}  # key: whether the judge is overloaded (else away)
-        attempts = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(_TryAgain),
-            wait=lambda state: max(backoff(state), _asked_wait_s(state)),
-            reraise=True,
-        )
-        async for attempt in attempts:
-            with attempt:
-                started = time.monotonic()
-                try:
-                    return await self._attempt(route, body)
-                except _TryAgain as failure:
-                    self._counts["retries"] += 1
-                    self._counts[f"failed_{failure.kind}"] += 1
-                    overloaded = failure.kind in _OVERLOAD
-                    if overloaded:  # so it is not away
-                        failing_since.pop(False, None)
-                    limit_s = self.max_overload_s if overloaded else self.max_outage_s
-                    if time.monotonic() - failing_since.setdefault(overloaded, started) >= limit_s:
-                        raise JudgeUnavailable(
-                            f"no result from the judge at {self.base_url} for {limit_s:.0f} s "
-                            f"(last: {failure}): is it running, with enough workers? See {self.base_url}/status"
-                        ) from failure
-                    raise
-        raise AssertionError("the loop above returns or raises")
+        longest_wait_s = _FIRST_WAIT_S
+        while True:
+            started = time.monotonic()
+            try:
+                return await self._attempt(route, body)
+            except _TryAgain as failure:
+                self._counts["retries"] += 1
+                self._counts[f"failed_{failure.kind}"] += 1
+                overloaded = failure.kind in _OVERLOAD
+                if overloaded:  # so it is not away
+                    failing_since.pop(False, None)
+                limit_s = self.max_overload_s if overloaded else self.max_outage_s
+                if time.monotonic() - failing_since.setdefault(overloaded, started) >= limit_s:
+                    raise JudgeUnavailable(
+                        f"no result from the judge at {self.base_url} for {limit_s:.0f} s "
+                        f"(last: {failure}): is it running, with enough workers? See {self.base_url}/status"
+                    ) from failure
+                wait_s = max(failure.wait_s, random.uniform(0.0, longest_wait_s))
+            await asyncio.sleep(wait_s)
+            longest_wait_s = min(2 * longest_wait_s, _LONGEST_WAIT_S)
 
     async def _attempt(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
         try:
@@ -340,8 +339,3 @@ class JudgeClient:
 
 def _wire_content(content: str | bytes) -> str | dict[str, str]:
     return content if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
-
-
-def _asked_wait_s(state: tenacity.RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome is not None else None
-    return error.wait_s if isinstance(error, _TryAgain) else 0.0

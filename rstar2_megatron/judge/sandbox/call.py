@@ -24,7 +24,7 @@ from rstar2_megatron.judge.sandbox import isolation, linux
 from rstar2_megatron.judge.sandbox.call_parent import CallParent
 from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
-from rstar2_megatron.judge.sandbox.output import Output, outcome_of_failure, report
+from rstar2_megatron.judge.sandbox.output import SHORTAGES, Output, outcome_of_failure, report
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
 
@@ -79,15 +79,19 @@ class Runner:
     def close(self) -> None:
         """End processes that live on between calls."""
 
-    def _limit_memory(self, limits: CallLimits) -> int:
-        """Set the control group's limit. Returns how many processes it has killed so far."""
+    def _limit_memory(self, limits: CallLimits) -> tuple[int, int]:
+        """Set the control group's limit. Returns its shortages so far."""
         if self.group is None:
-            return 0
+            return 0, 0
         self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
-        return self.group.kills()
+        return self.group.shortage()
 
-    def _ran_out_of_memory(self, kills_before: int) -> bool:
-        return self.group is not None and self.group.kills() > kills_before
+    def _killed_for_memory(self, before: tuple[int, int]) -> Outcome | None:
+        """The outcome of a call that the kernel killed for lack of memory: the service's failure below the call's own limit."""
+        kills, reached = before if self.group is None else self.group.shortage()
+        if kills == before[0]:
+            return None
+        return Outcome.MEMORY if reached > before[1] else Outcome.INTERNAL_ERROR
 
     def _make_directory(self) -> str:
         if "private_tmpfs" in self.layers.active:
@@ -216,15 +220,15 @@ class CallRunner(Runner):
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         limits = CallLimits.from_dict(job["limits"])
-        kills_before = self._limit_memory(limits)
+        before = self._limit_memory(limits)
         directory = self._make_directory()
         try:
-            return self._run(job, limits, directory, kills_before)
+            return self._run(job, limits, directory, before)
         finally:
             self._remove_directory(directory)
 
     def _run(
-        self, job: dict[str, Any], limits: CallLimits, directory: str, kills_before: int
+        self, job: dict[str, Any], limits: CallLimits, directory: str, before: tuple[int, int]
     ) -> dict[str, Any]:
         started = time.monotonic()
         parent = self.library if uses_libraries(job) else self.small
@@ -244,10 +248,11 @@ class CallRunner(Runner):
             self.group.demote(False)
         out.close()
         err.close()
-        if verdict is None and self._ran_out_of_memory(kills_before):
-            verdict = Outcome.MEMORY
+        killed = verdict is None and self._killed_for_memory(before)
         code = os.waitstatus_to_exitcode(end.status)
         stderr = err.text() + (supervision.starved(cost) if verdict is Outcome.QUEUE_TIMEOUT else "")
+        if killed:
+            verdict, stderr = killed, stderr + SHORTAGES[killed]
         if end.failure:
             verdict, stderr = outcome_of_failure(end.failure), end.failure
         return report(

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 _NAME = "rstar2-judge"
+_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _WEIGHT, _DEMOTED = 100, 25  # of a call, of one that has used its slice of CPU
 _SHARES = {1: "cpu.shares", 2: "cpu.weight"}
 _QUOTA = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
@@ -56,13 +57,9 @@ class SlotGroup:
         self._weight = 0
         self._is_paused: bool | None = None
         memory.mkdir()
-        limit, events = (
-            ("memory.limit_in_bytes", "memory.oom_control")
-            if version == 1
-            else ("memory.max", "memory.events")
-        )
-        self._limit = self._open(memory / limit)
-        self._events = self._open(memory / events, os.O_RDONLY)
+        self._limit = self._open(memory / _LIMIT[version])
+        names = ("memory.oom_control", "memory.failcnt") if version == 1 else ("memory.events",)
+        self._events = [self._open(memory / name, os.O_RDONLY) for name in names]
         self._members = [self._open(memory / "cgroup.procs")]
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
@@ -92,11 +89,12 @@ class SlotGroup:
             os.write(self._limit, str(size).encode())
             self._size = size
 
-    def kills(self) -> int:
-        """Number of processes of this group that the kernel has killed for lack of memory."""
-        told = os.pread(self._events, 4096, 0)
-        found = told.find(b"oom_kill ")
-        return int(told[found + 9 :].split(None, 1)[0]) if found >= 0 else 0
+    def shortage(self) -> tuple[int, int]:
+        """How many of its processes the kernel has killed for lack of memory, and how often this group's limit was reached."""
+        words = b" ".join([os.pread(fd, 4096, 0) for fd in self._events]).split()
+        told = dict(zip(words[::2], words[1::2], strict=False))
+        reached = told.get(b"max", words[-1])  # version 1: the other file's only number
+        return int(told.get(b"oom_kill", 0)), int(reached)
 
     def demote(self, demoted: bool = True) -> bool:
         """Give the group the share of a call that has used its slice of CPU, or a new call's. False without CPU groups."""
@@ -127,7 +125,9 @@ class GroupTree:
         """
         base, version = _own_directory("memory")
         self.without_cpu: OSError | None = None  # why there are no CPU groups
+        self._version = version
         self.roots = [_make_root(base)]
+        _share_memory(base, version)
         self.slots: list[SlotGroup] = []
         try:
             if version == 2:
@@ -158,6 +158,7 @@ class GroupTree:
         """Remove the groups; their processes must have ended."""
         for root in self.roots:
             _remove_tree(root)
+        _share_memory(self.roots[0].parent, self._version)
 
 
 def _make_root(base: Path) -> Path:
@@ -165,3 +166,15 @@ def _make_root(base: Path) -> Path:
     root = base / f"{_NAME}-{os.getpid()}"
     root.mkdir()
     return root
+
+
+def _share_memory(base: Path, version: int) -> None:
+    """All workers below `base` together leave a quarter of the memory to others: slots promise more than the machine has."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for directory in (base, *base.parents):
+        with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit
+            sizes.append(int((directory / _LIMIT[version]).read_text()))
+    roots = list(base.glob(f"{_NAME}-*"))
+    for root in roots:
+        with contextlib.suppress(OSError):  # it has just ended
+            (root / _LIMIT[version]).write_text(str(min(sizes) * 3 // 4 // len(roots)))

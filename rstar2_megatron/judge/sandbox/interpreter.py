@@ -22,7 +22,7 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.call import Runner
-from rstar2_megatron.judge.sandbox.output import Output, outcome_of_failure, report
+from rstar2_megatron.judge.sandbox.output import SHORTAGES, Output, outcome_of_failure, report
 from rstar2_megatron.judge.sandbox.process_tree import (
     Supervision,
     end_group,
@@ -58,7 +58,7 @@ class SessionRunner(Runner):
         if not self.pid:
             state = "new"
             self._open(job, limits)
-        kills_before = self._limit_memory(limits)
+        before = self._limit_memory(limits)
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # output after the end of the last cell belongs to no call
@@ -90,11 +90,12 @@ class SessionRunner(Runner):
         if verdict is Outcome.QUEUE_TIMEOUT:  # clients would send a cell again that has partly run
             verdict, stderr = Outcome.INTERNAL_ERROR, stderr + supervision.starved(cost)
         peak_memory_bytes = _peak_memory_bytes(self.pid)
-        if done is None or self._ran_out_of_memory(kills_before):
+        killed = self._killed_for_memory(before)
+        if done is None or killed:
             state = "lost"
             code = self._finish()
-            if verdict is None and self._ran_out_of_memory(kills_before):
-                verdict = Outcome.MEMORY
+            if verdict is None and killed:
+                verdict, stderr = killed, stderr + SHORTAGES[killed]
             elif failure := self.sandbox.failure.take():
                 verdict, stderr = outcome_of_failure(failure), failure
             elif verdict is None and code == 0:  # os._exit(0), or bytes on the channel that the program wrote

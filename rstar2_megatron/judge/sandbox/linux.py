@@ -202,26 +202,15 @@ def raise_open_files() -> None:
 
 
 def close_from_step(first: int) -> Step:
-    """Close every descriptor from `first` up, without an upper bound."""
-    if _libc.syscall(_SYS_CLOSE_RANGE, 0x7FFFFFFF, 0xFFFFFFFF, 0) == 0:
-        return "close_range", 0, _libc.syscall, (_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0)
-    return "close what is open", None, _close_listed_from, (first,)  # kernels before 5.9
-
-
-def _close_listed_from(first: int) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) >= first:
-            try:
-                os.close(int(name))
-            except OSError:
-                continue
+    """Close every descriptor from `first` up."""
+    return "close_range", 0, _libc.syscall, (_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0)
 
 
 def close_all_but(kept: set[int]) -> None:
     """Close every descriptor above standard error that is not in `kept`."""
     first = 3
     for fd in sorted(fd for fd in kept if fd >= 3):
-        if fd > first and _libc.syscall(_SYS_CLOSE_RANGE, first, fd - 1, 0) < 0:  # kernels before 5.9
+        if fd > first:
             os.closerange(first, fd)
         first = fd + 1
     do([close_from_step(first)])

@@ -11,6 +11,10 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 
 _READ_SIZE = 1 << 16
+SHORTAGES = {
+    Outcome.MEMORY: "",
+    Outcome.INTERNAL_ERROR: "This node's calls together used up the judge's memory: lower --workers or --memory-mb.\n",
+}
 
 
 class Output:

@@ -101,7 +101,9 @@ def compile_filter(default: int, rules: Iterable[Rule], architecture: str | None
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:
-        raise OSError(errno.ENOENT, f"{error}: install libseccomp2 (apt-get install libseccomp2)") from None
+        raise OSError(
+            errno.ENOENT, f"{error}: install libseccomp (Debian, Ubuntu: apt-get install libseccomp2)"
+        ) from None
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(default)))
     try:

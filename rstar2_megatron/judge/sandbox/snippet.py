@@ -9,6 +9,7 @@ import __future__
 
 import _ast
 import atexit
+import base64
 import contextlib
 import functools
 import io
@@ -236,11 +237,7 @@ def reseed() -> None:
 
 def write_files(files: dict[str, str] | None) -> None:
     """Write a submission's files (path -> base64) to the working directory. ValueError names one that cannot be written."""
-    if not files:
-        return
-    import base64  # here: few calls have files, and all would copy its library's pages
-
-    for path, content in files.items():
+    for path, content in (files or {}).items():
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(path, "wb") as file:

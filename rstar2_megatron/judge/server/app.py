@@ -59,7 +59,7 @@ class _Metrics:
         self.abandoned = Counter("judge_abandoned", "Requests whose client left", registry=self.registry)
 
 
-def _client_name(request: Request) -> str:
+def client_name(request: Request) -> str:
     """OWNER~NAME: the owner is known by its token or address, the name is what the client calls itself."""
     owner = request.scope.get("judge.owner") or (request.client.host if request.client else "local")
     parts = (owner, request.headers.get("x-client-id", ""))
@@ -117,9 +117,9 @@ class JudgeServer:
 
     async def answers(self, request: Request, submissions: list[Submission], *, long: bool) -> list[bytes]:
         """Result JSON of each submission, in order. Raises _ClientGone, QueueFull."""
-        tickets = await self.broker.submit(submissions, _client_name(request), long=long)
+        tickets = await self.broker.submit(submissions, client_name(request), long=long)
         leaves = asyncio.ensure_future(_until_client_leaves(request))
-        everything = asyncio.gather(*(self.broker.wait(ticket) for ticket in tickets))
+        everything = asyncio.ensure_future(self._wait_all(tickets))
         try:
             waits: list[asyncio.Future[Any]] = [leaves, everything]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +130,9 @@ class JudgeServer:
             leaves.cancel()
             everything.cancel()
             self._abandon(tickets)
+
+    async def _wait_all(self, tickets: list[Ticket]) -> list[bytes]:
+        return await asyncio.gather(*map(self.broker.wait, tickets))
 
     def _abandon(self, tickets: list[Ticket]) -> None:
         """Cancel unanswered tickets, in a task of its own: the request's task may be cancelled."""
@@ -350,7 +353,7 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
     async def run_stream(request: Request) -> Response:
         """Results as JSON lines, each as it is ready, with its index in the batch."""
         _, submissions = await _read(request, batch_from_wire)
-        tickets = await server.broker.submit(submissions, _client_name(request))
+        tickets = await server.broker.submit(submissions, client_name(request))
         return StreamingResponse(server.stream(request, tickets), media_type="application/x-ndjson")
 
 

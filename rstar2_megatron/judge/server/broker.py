@@ -59,6 +59,7 @@ class Broker:
         """A result also answers identical calls for `cache_s` seconds; 0: never."""
         self.queue = queue
         self.limits = limits
+        self._ceiling = limits._replace(output_chars=_OUTPUT_CEILING)
         self.cache_s = cache_s
         self.queue_time_limit_s = queue_time_limit_s
         self.name = uuid.uuid4().hex
@@ -110,8 +111,8 @@ class Broker:
         sub_id = submission.sub_id or uuid.uuid4().hex
         options = submission.options or {}
         try:
-            limits = self.limits.with_options(options, ceiling=self._ceiling())
-            session, must_exist = check_session(options, submission.type)
+            limits = self.limits.with_options(options, ceiling=self._ceiling)
+            session = check_session(options, submission.type)
             files = check_files(options, submission.type)
             check_text(submission)
         except ValueError as error:
@@ -132,15 +133,16 @@ class Broker:
         if files:
             request["files"] = files
         place = ""
-        if session is not None:
-            request |= {"session": session, "session_must_exist": must_exist}
-            place = f"{'=' if must_exist else '@'}{session}"
+        if session:
+            request |= session
+            must_be_open = session["session_must_exist"] and not session["session_replay"]
+            place = f"{'=' if must_be_open else '@'}{session['session']}"
         if submission.sub_id is None:
             key = f"{client}/u{sub_id}{place}"
         else:  # the same id and content are the same job while its answer is kept
             digest = hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()
             key = f"{client}/k{digest}{place}"
-        if self.cache_s and session is None:
+        if self.cache_s and not session:
             program = orjson.dumps({**request, "sub_id": None})
             self._cached_as[key] = hashlib.blake2b(program, digest_size=16).hexdigest()
         request["queued_at"] = time.time()
@@ -186,13 +188,6 @@ class Broker:
         ]
         if kept:
             await self.queue.remember(kept, self.cache_s)
-
-    def _ceiling(self) -> CallLimits:
-        return CallLimits(
-            time_limit_s=self.limits.time_limit_s,
-            memory_mb=self.limits.memory_mb,
-            output_chars=_OUTPUT_CEILING,
-        )
 
     async def wait(self, ticket: Ticket) -> bytes:
         """The result JSON of a ticket. Bounded by its limits."""

@@ -5,24 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import orjson
+
+from rstar2_megatron.judge.queue import JobQueue, until_redis_answers
 from rstar2_megatron.judge.worker.slots import Slot, SlotPool
 
 
 class SessionGone(Exception):
-    """The call needs the interpreter of a session that is not open at this worker."""
+    """The call needs the interpreter of a session that is not open at this worker; the text says why."""
 
 
+EVICTABLE_AFTER_S = 20.0  # a session that was unused for so long makes room for a client with fewer
+_REPLAY_S = 20.0  # all cells together
 _KEPT_ANSWERS = 4
+_REPLAYED = ("ok", "error")
+_SAME_AGAIN = ("outcome", "stdout", "stderr")  # what a cell must answer when it is replayed
 
 
 @dataclass
 class _Session:
     slot: Slot
     used_at: float
+    client: str
+    calls: int = 0
     # Job key and answer of the last calls: a restarted Redis may send a finished job again.
     answers: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=_KEPT_ANSWERS))
 
@@ -38,11 +49,13 @@ class _Turns:
 class Sessions:
     """Opens, finds and ends the sessions of a worker."""
 
-    def __init__(self, pool: SlotPool, time_to_live_s: float) -> None:
+    def __init__(self, pool: SlotPool, time_to_live_s: float, queue: JobQueue) -> None:
         self.pool = pool
+        self.queue = queue
         self.time_to_live_s = time_to_live_s
         self._open: dict[str, _Session] = {}
         self._turns: dict[str, _Turns] = {}
+        self._waited: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -75,36 +88,108 @@ class Sessions:
     async def run(
         self,
         name: str,
-        must_exist: bool,
+        request: dict[str, Any],
         key: str,
         job: bytes,
         deadline_s: float,
         on_demotion: Callable[[], None] = lambda: None,
     ) -> bytes:
-        """Run a cell (JSON) in its turn. Opens the session first when it is not open, unless it `must_exist`.
+        """Run a cell (`request`, and `job`, its JSON) in its turn. Returns the result (JSON).
 
-        Returns the result (JSON). A job `key` that has run here before is not run again: its kept result is returned.
-        Raises SessionGone, SlotDied, TimeoutError; after the last two the session has ended.
+        A session that is not open is opened, unless the request has session_must_exist. With session_replay its calls are
+        kept in Redis, and a session that is not open is rebuilt from them. A job `key` that has run before is not run
+        again: its kept result is returned. Raises SessionGone, SlotDied, TimeoutError; after the last two the session has
+        ended.
         """
-        session = self._open.get(name)
-        if session is None:
-            if must_exist or not self.pool.session_room:
-                raise SessionGone(name)
-            session = _Session(await self.pool.open_session_slot(), time.monotonic())
-            self._open[name] = session
+        session = self._open.get(name) or await self._open_new(name, request, key)
         for done, answer in session.answers:
             if done == key:
                 return answer
         try:
             answer = await session.slot.run(job, deadline_s, on_demotion)
+            is_lost = answer.endswith(b'"session": "lost"}')
+            session.calls += 1
+            if request.get("session_replay"):
+                told = {"number": session.calls, "key": key, "request": request}
+                cell = told | {"answer": orjson.loads(answer)}
+                step = partial(self.queue.keep_cell, name, None if is_lost else orjson.dumps(cell))
+                await until_redis_answers("cells", step)
         except BaseException:
             self.end(name)
             raise
         session.used_at = time.monotonic()
         session.answers.append((key, answer))
-        if answer.endswith(b'"session": "lost"}'):
+        if is_lost:
             self.end(name)
         return answer
+
+    async def _open_new(self, name: str, request: dict[str, Any], key: str) -> _Session:
+        cells = []
+        if request.get("session_replay"):
+            cells = await until_redis_answers("cells", partial(self.queue.cells, name))
+        if (request["session_must_exist"] and not cells) or not self.pool.session_room:
+            raise SessionGone(f"session {name} is not open here: it has expired, or its worker ended")
+        session = _Session(await self.pool.open_session_slot(), time.monotonic(), key.partition("/")[0])
+        self._open[name] = session
+        try:
+            async with asyncio.timeout(_REPLAY_S):
+                await self._replay(session, cells)
+        except (SessionGone, TimeoutError) as error:
+            self.end(name)
+            await until_redis_answers("cells", partial(self.queue.keep_cell, name, None))
+            why = str(error) or f"replaying its calls takes more than {_REPLAY_S:.0f} s"
+            raise SessionGone(f"session {name} is not open here: {why}") from None
+        except BaseException:
+            self.end(name)
+            raise
+        return session
+
+    async def _replay(self, session: _Session, cells: list[bytes]) -> None:
+        """Run kept cells again. Raises SessionGone when one is missing or answers differently, SlotDied, TimeoutError."""
+        for cell in {cell["number"]: cell for cell in map(orjson.loads, cells)}.values():
+            session.calls += 1
+            before = cell["answer"]
+            if cell["number"] != session.calls or before["outcome"] not in _REPLAYED:
+                raise SessionGone(f"its call {session.calls} cannot be replayed")
+            answer = orjson.loads(await session.slot.run(orjson.dumps(cell["request"]), _REPLAY_S))
+            if any(answer[field] != before[field] for field in _SAME_AGAIN):
+                raise SessionGone(f"its call {session.calls} gave another output when it was replayed")
+            session.answers.append((cell["key"], orjson.dumps(before)))
+
+    async def make_room(self) -> list[str]:
+        """When no more sessions fit, end idle ones for clients that wait to open some. Returns the ended ones' names.
+
+        The least recently used goes first, and only one of an owner with at least two more than the waiting one's, or of
+        another client of the same owner with at least two more. A client is OWNER~NAME.
+        """
+        if self.pool.session_room:
+            return []
+        oldest = time.monotonic() - EVICTABLE_AFTER_S
+        waiting, before = await self.queue.waiting_openers(), self._waited
+        self._waited = waiting
+        wanted = Counter({client: count for client, count in waiting.items() if client in before})
+        counts = Counter(session.client for session in self._open.values())
+        owners = Counter(session.client.partition("~")[0] for session in self._open.values())
+        evicted = []
+        for name, session in sorted(self._open.items(), key=lambda item: item[1].used_at):
+            owner = session.client.partition("~")[0]
+            for client in wanted:
+                other = client.partition("~")[0]
+                more = (
+                    counts[session.client] - counts[client]
+                    if owner == other
+                    else owners[owner] - owners[other]
+                )
+                if more >= 2 and wanted[client] > 0 and session.used_at < oldest and not self.is_busy(name):
+                    self.end(name)
+                    evicted.append(name)
+                    wanted.subtract((client,))
+                    counts.subtract((session.client,))
+                    owners.subtract((owner,))
+                    counts.update((client,))
+                    owners.update((other,))
+                    break
+        return evicted
 
     def end(self, name: str) -> bool:
         """End a session's processes. False when the session is not open."""

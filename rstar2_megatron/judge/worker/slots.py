@@ -19,8 +19,8 @@ from rstar2_megatron.judge.sandbox import isolation
 log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _REMEDIES = {
-    "partial": "Programs could end the judge and read its files. Run it as root, or allow user namespaces, or use Linux 6.12 "
-    "with landlock; for trusted programs only: JUDGE_REQUIRE_ISOLATION=minimal (or --require-isolation minimal)",
+    "partial": "Programs could end the judge and read its files. Give it what is missing (libseccomp; root, user namespaces "
+    "or Linux 6.12 with landlock), or, for trusted programs only, set JUDGE_REQUIRE_ISOLATION=minimal or --require-isolation",
     "full": "Run as root with control groups, or ask for --require-isolation partial",
 }
 _PROJECT = Path(__file__).resolve().parents[3]

@@ -58,7 +58,7 @@ class Worker:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
         self.permits = Permits(default_permits() if permits is None else permits)
-        self.sessions = Sessions(self.pool, session_ttl_s)
+        self.sessions = Sessions(self.pool, session_ttl_s, queue)
         self.require_isolation = require_isolation
         self.prefetched = PrefetchedJobs(time.monotonic())
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -268,7 +268,7 @@ class Worker:
     async def _run_in_session(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
         """Run a cell. It occupies `slot` without using its process: the session has a process of its own."""
         key, request, body, deadline_s = call
-        name, must_exist = request["session"], request["session_must_exist"]
+        name, replay = request["session"], request.get("session_replay", False)
         held: Slot | None = slot
         if self.sessions.is_busy(name):  # it waits for its turn without a slot or permit
             self.pool.free.put_nowait(slot)
@@ -281,15 +281,12 @@ class Worker:
                 for attempt in range(2):
                     is_new = name not in self.sessions
                     try:
-                        return await self.sessions.run(
-                            name, must_exist, key, body, deadline_s, permit.release
-                        )
-                    except SessionGone:
-                        why = f"session {name} is not open here: it has expired, or its worker ended"
-                        return self._failed(request, Outcome.SESSION_LOST, why)
+                        return await self.sessions.run(name, request, key, body, deadline_s, permit.release)
+                    except SessionGone as gone:
+                        return self._failed(request, Outcome.SESSION_LOST, str(gone))
                     except (SlotDied, TimeoutError) as error:
                         log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
-                        if must_exist or not is_new:
+                        if not replay and (request["session_must_exist"] or not is_new):
                             return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
@@ -299,10 +296,8 @@ class Worker:
                     await self._forget_sessions([name])
 
     def _failed(self, request: dict[str, Any], outcome: Outcome, why: str) -> bytes:
-        session = "lost" if "session" in request else None
-        return orjson.dumps(
-            make_result(request.get("sub_id"), outcome, stderr=why, worker=self.name, session=session)
-        )
+        sub_id, session = request.get("sub_id"), "lost" if "session" in request else None
+        return orjson.dumps(make_result(sub_id, outcome, stderr=why, worker=self.name, session=session))
 
     async def _forget_sessions(self, names: list[str]) -> None:
         try:
@@ -326,8 +321,10 @@ class Worker:
 
     async def _heartbeat(self) -> None:
         known = await self.queue.heartbeat(self.name, self.information())
-        if ended := self.sessions.end_idle():
+        if ended := self.sessions.end_idle() + await self.sessions.make_room():
             await self.queue.forget_sessions(self.name, ended)
+            self._may_have_jobs = True
+            self._wake.set()
         differs = known != len(self.sessions.names)
         self._heartbeats += 1
         # Equal numbers may hide a session too many and one too few, so names are compared now and then: at two heartbeats

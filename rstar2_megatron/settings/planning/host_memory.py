@@ -6,6 +6,8 @@ and moments, 12 bytes a parameter, on the first rank of each data-parallel group
   gathering rank for received and joined tensors and the previous state tensor, which is not freed yet. Without overlapped
   communication a buffer is one bucket;
 - while writing: the copies of weights and state. torch's writer copies each piece of a larger tensor.
+
+A load takes more on nodes with many data-parallel ranks: every rank reads masters and moments of all its weights.
 tests/actor/test_checkpoint.py counts these bytes.
 """
 
@@ -31,7 +33,7 @@ class HostMemory:
     weights: float
     """The pinned copy of actor.offload_weight."""
     checkpoint: float
-    """Peak of a save: the gathered state and temporary copies."""
+    """Peak of a save or a load: the whole state and temporary copies."""
     processes: float
 
     @property
@@ -72,6 +74,22 @@ def save_bytes(
     return STATE_BYTES * held + max(shards + arriving, (STATE_BYTES + width) * held)
 
 
+def load_bytes(actor: ActorSettings, model: ModelConfig, world: int, *, ranks: int = 1) -> float:
+    """Peak host bytes of a load on `ranks` ranks of one node: the state, and of each MLP's gate and up a joined copy."""
+    if not actor.optim.use_distributed_optimizer:
+        return 0.0  # read into place
+    dense, experts = rank_parameters(actor, model, world)
+    return STATE_BYTES * ranks * (dense.held + experts.held + gated_parameters(actor, model, experts))
+
+
+def gated_parameters(actor: ActorSettings, model: ModelConfig, experts: Share) -> float:
+    """Parameters of gate and up on one rank, which megatron-core joins when it loads them."""
+    if model.is_moe:
+        return experts.held * 2 / 3  # gate, up and down have one size
+    split = actor.model.tensor_model_parallel_size * actor.model.pipeline_model_parallel_size
+    return 2 * model.intermediate_size * model.hidden_size * model.num_layers / split
+
+
 def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemory:
     """Host memory of a node, counting every rank as the fullest one."""
     actor = settings.actor
@@ -83,6 +101,9 @@ def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemor
     return HostMemory(
         optimizer=state * sum(s.updated for s in shares) * ranks / GB if on_host else 0.0,
         weights=width * sum(s.held for s in shares) * ranks / GB if actor.offload_weight else 0.0,
-        checkpoint=save_bytes(actor, model, world, ranks=ranks) / GB,
+        checkpoint=max(
+            save_bytes(actor, model, world, ranks=ranks), load_bytes(actor, model, world, ranks=ranks)
+        )
+        / GB,
         processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's rank
     )

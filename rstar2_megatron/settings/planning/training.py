@@ -66,7 +66,7 @@ def plan_host(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfi
         "host",
         "GB per node",
         f"{host.total:.0f} of {slots.host_gb:.0f} = optimizer {host.optimizer:.0f} ({on_host}) + weights "
-        f"{host.weights:.0f} + a checkpoint being written {host.checkpoint:.0f} + processes {host.processes:.0f}",
+        f"{host.weights:.0f} + a checkpoint written or loaded {host.checkpoint:.0f} + processes {host.processes:.0f}",
     )
     if host.total > slots.host_gb:
         remedy = "use more nodes or hosts with more memory"

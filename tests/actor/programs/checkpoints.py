@@ -144,15 +144,17 @@ def save_and_count(
     directory: Path,
     batch: Batch,
     bucket_size: int,
-) -> int:
-    """Bytes that a save took at most on this rank, beside model and optimizer."""
+) -> tuple[int, int]:
+    """Bytes that a save and a load took at most on this rank, beside model and optimizer."""
     buckets = bucket_size if config[0].optim.overlap_grad_reduce else None
     with open_actor(rank, world_size, init_method, config, model_path, buckets) as actor:
         actor.train_step(batch)
         with _LiveBytes() as count:
             actor.save_checkpoint(directory, wait=False)
         actor.finish_checkpoint()
-        return count.peak
+        with _LiveBytes() as loading:
+            actor.load_checkpoint(directory)
+        return count.peak, loading.peak
 
 
 def load_each(

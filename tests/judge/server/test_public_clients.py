@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.judge.programs import in_public_template
 from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -47,6 +48,23 @@ def test_golden_exchange(http: httpx.Client, exchange: dict[str, Any]) -> None:
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("application/json")
     assert matches(exchange["response"], response.json()), response.text
+
+
+def test_programs_in_the_public_clients_template_do_what_they_do_in_plain_python(http: httpx.Client) -> None:
+    cells = [
+        ["x = 6\nx * 7"],
+        ["import math\nprint(math.factorial(int(input())))"],
+        ["x = 6\nprint(x)\nx", "x * 7"],  # the first is history
+        ["x = 1\n1 / 0"],
+        ["def f(:"],
+    ]
+    programs = [in_public_template(*codes) for codes in cells]
+    items = [{"type": "python", "solution": program, "input": "12"} for program in programs]
+    results = http.post("/run/long-batch", json={"type": "batch", "submissions": items}).json()["results"]
+    for program, result in zip(programs, results, strict=True):
+        plain = subprocess.run([sys.executable, "-c", program], input="12", capture_output=True, text=True)
+        assert (result["stdout"], result["stderr"]) == (plain.stdout, plain.stderr)
+        assert result["run_success"] == result["success"] == (plain.returncode == 0)
 
 
 def test_documented_start_lines(tmp_path: Path) -> None:

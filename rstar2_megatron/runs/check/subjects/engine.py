@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.runs.check.case import make_case
 from rstar2_megatron.runs.check.context import Context
@@ -15,6 +17,7 @@ from rstar2_megatron.training.gates import MAX_LOGPROB_DIFF_FP32, MAX_MEAN_LOGPR
 
 TOKENS = 64
 _START_S = 600.0  # a first start compiles kernels and captures CUDA graphs
+_LEAST_DECODING = 0.02  # of what bandwidth would give: two layers take less time than launching them
 _LEAST_FREED = 0.9  # of what an engine took: context, NCCL and graphs stay
 
 
@@ -62,12 +65,11 @@ def start(context: Context) -> Finding:
 def greedy(context: Context) -> Finding:
     """64 greedy tokens: the actor must give each the log-prob that the engine reported."""
     told = context.found["engine"]
-    ids = [*told["prompt"], *told["token_ids"]]
     length = len(told["prompt"])
     sequence = TrainSequence(
-        input_ids=ids,
-        loss_mask=[0] * length + [1] * len(told["token_ids"]),
-        rollout_logprobs=[0.0] * length + told["logprobs"],
+        input_ids=np.array([*told["prompt"], *told["token_ids"]]),
+        loss_mask=np.array([0] * length + [1] * len(told["token_ids"])),
+        rollout_logprobs=np.array([0.0] * length + told["logprobs"]),
         advantage=0.0,
     )
     case = make_case(context, optim={"optimizer_cpu_offload": False})
@@ -135,9 +137,11 @@ def decode(context: Context) -> Finding:
     ranks = context.settings.rollout.tensor_parallel_size
     read = 2 * model.num_parameters + told["requests"] * 160 * kv_bytes_per_token(model, "bf16")
     planned = told["requests"] * PEAK_BYTES_PER_S * ranks / read * DECODE_SHARE
-    # Two layers are so short that launching them takes longer than the memory does: only a gross miss says something.
     words += f"; the plan's share of bandwidth would be {planned:.0f} for the thin model"
-    return Finding(words, {**figures, "planned_tokens_per_s": planned})
+    figures["planned_tokens_per_s"] = planned
+    if told["decode_tokens_per_s"] < _LEAST_DECODING * planned:
+        raise CheckFailed(f"{words}, and less than {_LEAST_DECODING:.0%} of it means a fault", figures)
+    return Finding(words, figures)
 
 
 CHECKS = [
@@ -160,5 +164,10 @@ CHECKS = [
         "take PYTORCH_ALLOC_CONF out of the environment; disaggregated placement does without (docs/multi_node.md)",
         after=("engine",),
     ),
-    Check("decoding speed", decode, "", after=("engine",)),
+    Check(
+        "decoding speed",
+        decode,
+        "does another process use the GPU or its host cores? rollout.sglang.server_args must leave CUDA graphs on",
+        after=("engine",),
+    ),
 ]

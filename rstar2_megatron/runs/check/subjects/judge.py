@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Any
 
@@ -12,18 +13,19 @@ from rstar2_megatron.judge.client.service import JudgeServiceError
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
+from rstar2_megatron.runs.preflight import cluster_problems
+from rstar2_megatron.services.loopback import listening_address
 
-_LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
 _CALLS = 16
 
 
-def call_judge(job: Job, url: str, calls: int) -> dict[str, Any]:
+def call_judge(job: Job, url: str, calls: int, token: str | None = None) -> dict[str, Any]:
     """Calls of a small program from this node; raises where one does not come back right."""
-    return asyncio.run(_call_judge(url, calls))
+    return asyncio.run(_call_judge(url, calls, token))
 
 
-async def _call_judge(url: str, calls: int) -> dict[str, Any]:
-    client = JudgeClient(url, max_outage_s=10.0, max_overload_s=30.0, request_timeout_s=30.0)
+async def _call_judge(url: str, calls: int, token: str | None) -> dict[str, Any]:
+    client = JudgeClient(url, token=token, max_outage_s=10.0, max_overload_s=30.0, request_timeout_s=30.0)
     try:
         started = time.perf_counter()
         results = await asyncio.gather(*(client.run(f"print({n} * 7)") for n in range(calls)))
@@ -41,14 +43,11 @@ async def _call_judge(url: str, calls: int) -> dict[str, Any]:
 
 
 def judge(context: Context) -> Finding:
-    settings = context.settings.tools.codejudge
-    several = context.settings.cluster.num_nodes > 1
-    if several and (settings.host_addr is None or settings.host_addr.startswith(_LOOPBACK)):
-        raise CheckFailed(
-            f"tools.codejudge.host_addr={settings.host_addr} is a loopback address to the other nodes' engines",
-            remedy="start a judge that all nodes reach and name it by tools.codejudge.host_addr (docs/multi_node.md)",
-        )
-    service = CodeJudgeService(settings, context.scratch / "judge.log")
+    problems = list(cluster_problems(context.settings))
+    if problems:
+        raise CheckFailed("; ".join(problems), remedy="see docs/multi_node.md")
+    host = listening_address(context.settings.cluster.num_nodes)
+    service = CodeJudgeService(context.settings.tools.codejudge, context.scratch / "judge.log", host=host)
     try:
         try:
             service.begin()
@@ -56,7 +55,11 @@ def judge(context: Context) -> Finding:
         except (JudgeServiceError, RuntimeError, OSError) as error:
             raise CheckFailed(str(error)) from error
         answers = context.nodes.everywhere(
-            "rstar2_megatron.runs.check.subjects.judge:call_judge", 60.0, url=url, calls=_CALLS
+            "rstar2_megatron.runs.check.subjects.judge:call_judge",
+            60.0,
+            url=url,
+            calls=_CALLS,
+            token=os.environ.get("JUDGE_TOKEN"),
         )
     finally:
         service.stop()

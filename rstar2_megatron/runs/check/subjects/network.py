@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -164,23 +165,61 @@ def one_at_a_time(context: Context) -> Finding:
     return compared(context, plain_case(context, packed=False))
 
 
-def layout(**model: Any) -> Callable[[Context], Finding]:
-    """A check of two ranks under this layout."""
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def sizes_of(context: Context, *keys: str) -> dict[str, Any]:
+    """The YAML's parallel sizes of `keys`, 2 where it has 1, as far as a node has slots. Raises NotHere."""
+    model, most = context.settings.actor.model, context.slots_per_node
+    sizes = {key: min(max(getattr(model, key), 2), most) for key in keys}
+    config, tensor = context.thin_config, sizes.get("tensor_model_parallel_size", 1)
+    if config.num_kv_heads % tensor or config.vocab_size % tensor:
+        raise NotHere(
+            f"{config.num_kv_heads} key/value heads and {config.vocab_size} words do not divide by {tensor}"
+        )
+    if sizes.get("expert_model_parallel_size", 1) > 1 and not config.is_moe:
+        raise NotHere("the model has no experts")
+    return sizes
+
+
+def layout(*keys: str) -> Callable[[Context], Finding]:
+    """A check of one way to split the model, over as many ranks as the YAML splits it."""
 
     def run(context: Context) -> Finding:
+        sizes = sizes_of(context, *keys)
         config, settings = context.thin_config, context.settings
-        changes = dict(model)
-        if changes.get("tensor_model_parallel_size", 1) > 1:
-            if config.num_kv_heads % 2 or config.vocab_size % 2:
-                raise NotHere(
-                    f"{config.num_kv_heads} key/value heads or a vocabulary of {config.vocab_size} cannot be halved"
-                )
-            changes["sequence_parallel"] = settings.actor.model.sequence_parallel or config.is_moe
-        if changes.get("expert_model_parallel_size", 1) > 1 and not config.is_moe:
-            raise NotHere("the model has no experts")
-        return compared(context, plain_case(context, **changes), ranks=2)
+        sequence = "tensor_model_parallel_size" in sizes and (
+            settings.actor.model.sequence_parallel or config.is_moe
+        )
+        ranks = max(sizes.values(), default=2)
+        found = compared(context, plain_case(context, **sizes, sequence_parallel=sequence), ranks)
+        return Finding(f"{found.words}; {ranks} ranks", found.figures | {"ranks": ranks})
 
     return run
+
+
+def whole_layout(context: Context) -> Finding:
+    """All of the YAML's sizes together on every slot of a node; the rest is data parallel."""
+    model, ranks = context.settings.actor.model, context.slots_per_node
+    sizes = {key: getattr(model, key) for key in _LAYOUT}
+    copy = math.prod(sizes[key] for key in _LAYOUT[:3])
+    if ranks % copy:
+        raise NotHere(f"a copy of the model takes {copy} slots, a node has {ranks}")
+    case = plain_case(
+        context,
+        **sizes,
+        virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+    )
+    found = compared(context, case, ranks)
+    shown = ", ".join(f"{key.split('_')[0]} {size}" for key, size in sizes.items() if size > 1)
+    words = f"{found.words}; {ranks} ranks" + (f" with {shown}" if shown else "")
+    return Finding(words, found.figures | {"ranks": ranks, **sizes})
 
 
 def engine_layers(context: Context) -> Finding:
@@ -211,8 +250,7 @@ CHECKS = [
     Check("TransformerEngine", engine_layers, f"actor.model.transformer_impl=local trains without it; {_BUG}",
           deadline_s=240.0, after=_AFTER, gpu=True),
     Check("data parallel", layout(), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
-    Check("tensor parallel", layout(tensor_model_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
-    Check("pipeline parallel", layout(pipeline_model_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
-    Check("context parallel", layout(context_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
-    Check("expert parallel", layout(expert_model_parallel_size=2), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+    *(Check(f"{key.split('_')[0]} parallel", layout(key), _BUG, deadline_s=180.0, after=_AFTER, ranks=2)
+      for key in _LAYOUT),
+    Check("whole layout", whole_layout, _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
 ]  # fmt: skip
