@@ -70,6 +70,10 @@ class PendingCall:
         ended, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)
         return len(ended) == len(self.refs)
 
+    def result_if_ended(self) -> list[Any] | None:
+        """As `result` when every worker has ended this call, None before. Never waits."""
+        return self.result(1.0) if self.wait_for_end(0) else None
+
     def _raise_failures(self, done: Iterable[Any]) -> None:
         for ref in done:
             try:
