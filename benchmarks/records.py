@@ -19,7 +19,7 @@ _NAMES = ("scenario", "policy", "case")
 def about_this_run() -> dict[str, Any]:
     """The command, when it was, and the machine's cores and load (mean over one minute)."""
     spec = sys.modules["__main__"].__spec__  # of `python -m MODULE`
-    module = spec.name if spec is not None else Path(sys.argv[0]).stem
+    module = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).stem
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%d %H:%M"),

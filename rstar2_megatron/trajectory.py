@@ -2,13 +2,75 @@
 
 Tokens in, tokens out: the ids stored here are the ids that the engine consumed and produced, and the
 ids that the actor trains on. Text is decoded only for parsing and for people. Nothing here imports torch, Ray or SGLang.
+
+Per-token data are numpy arrays: ids int32, masks uint8, log-probs float32. As JSON they are base64 of their little-endian
+bytes; lists of numbers, which earlier versions wrote, are read too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import base64
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import PlainSerializer, PlainValidator
+
+
+def _json_type(kind: str) -> tuple[PlainValidator, PlainSerializer]:
+    def read(value: Any) -> np.ndarray:
+        try:
+            return (
+                np.frombuffer(base64.b64decode(value), kind)
+                if isinstance(value, str)
+                else np.array(value, kind)
+            )
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"not an array of {kind}: {error}") from None
+
+    def write(value: np.ndarray) -> str:
+        return base64.b64encode(value.astype(kind).tobytes()).decode()
+
+    return PlainValidator(read), PlainSerializer(write, when_used="json")
+
+
+Ids = Annotated[np.ndarray, *_json_type("<i4")]
+Mask = Annotated[np.ndarray, *_json_type("<u1")]
+LogProbs = Annotated[np.ndarray, *_json_type("<f4")]
+
+
+class PerToken:
+    """Base of dataclasses with per-token arrays, named with their types in `ARRAYS`.
+
+    Sequences are converted to arrays, equality compares values, and pickles of versions with lists or fewer fields load.
+    """
+
+    __slots__ = ()
+    ARRAYS: ClassVar[dict[str, type]]
+
+    def __post_init__(self) -> None:
+        for name, kind in self.ARRAYS.items():
+            setattr(self, name, np.asarray(getattr(self, name), kind))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            if f.name in state[1]:
+                setattr(self, f.name, state[1][f.name])
+            else:
+                setattr(self, f.name, f.default if f.default_factory is MISSING else f.default_factory())
+        PerToken.__post_init__(self)
+
+
+def generated_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
+    """(start, end) of each run of generated tokens."""
+    edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0, append=0))
+    return [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
 
 
 class FinishReason(StrEnum):
@@ -79,20 +141,40 @@ class Problem:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Trajectory:
+@dataclass(slots=True, frozen=True)
+class HeldTokens:
+    """Figures of a trajectory whose per-token arrays stay with the rollout worker that generated them."""
+
+    worker: int  # rank of the rollout worker
+    number: int  # the worker's number of the trajectory
+    prompt_tokens: int
+    response_tokens: int
+    spans: list[tuple[int, int]]  # `generated_spans`
+    logprob_sum: float
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory(PerToken):
     """One multi-turn attempt at a problem.
 
     `response_ids`, `loss_mask` and `rollout_logprobs` have one entry per response token. Generated tokens
     have mask 1 and the engine's log-prob; tool text and turn headers have mask 0 and log-prob 0.0.
+    With `held` the arrays are empty here (`rollout.token_store`).
     """
+
+    ARRAYS: ClassVar[dict[str, type]] = {
+        "prompt_ids": np.int32,
+        "response_ids": np.int32,
+        "loss_mask": np.uint8,
+        "rollout_logprobs": np.float32,
+    }
 
     query_id: str
     rollout_index: int  # 0 .. 2G-1 inside its group
-    prompt_ids: list[int]
-    response_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
+    prompt_ids: Ids = field(default_factory=lambda: np.empty(0, np.int32))
+    response_ids: Ids = field(default_factory=lambda: np.empty(0, np.int32))
+    loss_mask: Mask = field(default_factory=lambda: np.empty(0, np.uint8))
+    rollout_logprobs: LogProbs = field(default_factory=lambda: np.empty(0, np.float32))
     version_spans: list[VersionSpan] = field(default_factory=list)
     assistant_texts: list[str] = field(default_factory=list)  # one per assistant turn, decoded, for parsing
     tool_calls: list[ToolCall] = field(default_factory=list)
@@ -104,19 +186,40 @@ class Trajectory:
     error: str = ""  # message of an infrastructure failure
     open_turn: int | None = None  # response_ids[open_turn:] is a turn that rollout.tail=carry interrupted
     session: str = ""  # name of its live interpreter in the judge
+    held: HeldTokens | None = None
 
     @property
     def num_turns(self) -> int:
         return len(self.assistant_texts)
 
     @property
+    def prompt_tokens(self) -> int:
+        return self.held.prompt_tokens if self.held else len(self.prompt_ids)
+
+    @property
+    def response_tokens(self) -> int:
+        return self.held.response_tokens if self.held else len(self.response_ids)
+
+    @property
     def num_trained_tokens(self) -> int:
-        return sum(self.loss_mask)
+        if self.held:
+            return sum(end - start for start, end in self.held.spans)
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, end) of each run of generated tokens in the response."""
+        return self.held.spans if self.held else generated_spans(self.loss_mask)
+
+    @property
+    def logprob_sum(self) -> float:
+        """Sum of the engine's log-probs."""
+        return self.held.logprob_sum if self.held else float(self.rollout_logprobs.sum(dtype=np.float64))
 
     @property
     def length(self) -> int:
         """Prompt and response tokens."""
-        return len(self.prompt_ids) + len(self.response_ids)
+        return self.prompt_tokens + self.response_tokens
 
     @property
     def num_tool_errors(self) -> int:
@@ -133,7 +236,7 @@ class Trajectory:
         return min((span.version for span in self.version_spans), default=None)
 
     def check(self) -> None:
-        """Raise ValueError when the per-token lists disagree in length or the prompt is missing.
+        """Raise ValueError when the per-token arrays disagree in length or the prompt is missing.
 
         Only a trajectory that ended before it started, for example one that was cut while it waited, may lack its prompt.
         """
@@ -143,7 +246,7 @@ class Trajectory:
                 f"trajectory {self.query_id}#{self.rollout_index}: response_ids {len(self.response_ids)}, "
                 f"loss_mask {len(self.loss_mask)}, rollout_logprobs {len(self.rollout_logprobs)} differ in length"
             )
-        if not self.prompt_ids and (self.response_ids or self.usable):
+        if not self.prompt_tokens and (self.response_tokens or self.usable):
             raise ValueError(f"trajectory {self.query_id}#{self.rollout_index}: empty prompt")
 
 

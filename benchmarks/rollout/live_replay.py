@@ -50,7 +50,7 @@ class TraceEngine:
 
     async def generate(
         self,
-        input_ids: list[int],
+        input_ids: Any,
         sampling: dict[str, Any],
         *,
         timeout_s: float,
@@ -80,7 +80,7 @@ class TraceEngine:
             state[2] += len(result.token_ids)
         else:
             state[1:] = [number + 1, 0]
-            result.token_ids = result.token_ids[: len(result.token_ids) - len(ending)] + ending
+            result.token_ids = np.array([*result.token_ids[: -len(ending)], *ending], np.int32)
             result.finish_reason = "stop"
         return result
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,9 +44,9 @@ class FlatLogProbs:
     def of(self, sequence: Tensor, place: Tensor) -> Tensor:
         return self.values[(self.starts[sequence] + place).to(self.values.device)]
 
-    def to_lists(self) -> list[list[float]]:
-        flat = self.values.tolist()
-        return [flat[start : start + n] for start, n in zip(self.starts.tolist(), self.lengths)]
+    def to_arrays(self) -> list[np.ndarray]:
+        """float32, one array a sequence."""
+        return np.split(self.values.numpy(force=True), self.starts.tolist()[1:])
 
 
 def sft_loss(divisor: float) -> LossFunction:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -217,13 +218,13 @@ class MegatronActor:
         sums = self.policy.measure(sequences, self._plan(sequences), sft_loss(1.0), temperature=1.0)
         return {"loss": sums["pg_loss"], "tokens": float(sum(s.num_trained_tokens for s in sequences))}
 
-    def compute_logprobs(self, sequences: Sequence[TrainSequence]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
         """Log-prob of every token under the current weights, at the sampling temperature; collective.
 
-        Returns a list for each sequence with one entry per token, identical on all ranks. Token 0 has no predecessor
+        Returns a float32 array for each sequence with one entry per token, identical on all ranks. Token 0 has no predecessor
         and gets 0.0.
         """
-        return self._score(sequences, "all").to_lists()
+        return self._score(sequences, "all").to_arrays()
 
     @property
     def _temperature(self) -> float:

@@ -1,25 +1,35 @@
-"""The actor's training data: one kept trajectory as flat lists, in the engine's order of tokens."""
+"""The actor's training data: kept trajectories as flat arrays, in the engine's order of tokens."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from rstar2_megatron.trajectory import Trajectory
+import numpy as np
+
+from rstar2_megatron.trajectory import PerToken, Trajectory
 
 
-@dataclass(slots=True)
-class TrainSequence:
-    """Prompt and response of one trajectory; all per-token lists have `len(input_ids)` entries.
+@dataclass(slots=True, eq=False)
+class TrainSequence(PerToken):
+    """Prompt and response of one trajectory; all per-token arrays have `len(input_ids)` entries.
 
     `loss_mask[i]` and `rollout_logprobs[i]` belong to token `i`, not to the prediction made at position `i`: the log-prob
     of token `i` comes from the model's output at position `i - 1`. Prompt, tool text and turn headers have mask 0 and
     log-prob 0.0.
     """
 
-    input_ids: list[int]
-    loss_mask: list[int]
-    rollout_logprobs: list[float]
+    ARRAYS: ClassVar[dict[str, type]] = {
+        "input_ids": np.int32,
+        "loss_mask": np.uint8,
+        "rollout_logprobs": np.float32,
+    }
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
     advantage: float
 
     @property
@@ -28,43 +38,120 @@ class TrainSequence:
 
     @property
     def num_trained_tokens(self) -> int:
-        return sum(self.loss_mask)
+        return int(np.count_nonzero(self.loss_mask))
 
     def check(self) -> None:
-        """Raise ValueError when the lists differ in length, the first token is trained, or a number is not finite."""
+        """Raise ValueError when the arrays differ in length, the first token is trained, or a number is not finite."""
         lengths = (len(self.input_ids), len(self.loss_mask), len(self.rollout_logprobs))
         if len(set(lengths)) != 1:
             raise ValueError(
                 "input_ids {}, loss_mask {}, rollout_logprobs {} differ in length".format(*lengths)
             )
-        if not self.input_ids:
+        if not self.length:
             raise ValueError("empty training sequence")
         if self.loss_mask[0]:
             raise ValueError("token 0 has no log-prob and cannot be trained, but loss_mask[0] is 1")
         if not math.isfinite(self.advantage):
             raise ValueError(f"advantage {self.advantage} is not finite")
-        for position, value in enumerate(self.rollout_logprobs):
-            if not math.isfinite(value):
-                raise ValueError(f"rollout log-prob {value} at token {position} is not finite")
+        wrong = np.flatnonzero(~np.isfinite(self.rollout_logprobs))
+        if len(wrong):
+            value = self.rollout_logprobs[wrong[0]]
+            raise ValueError(f"rollout log-prob {value} at token {wrong[0]} is not finite")
 
 
 def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
     """The TrainSequence of a trajectory. Raises ValueError for a trajectory that cannot be trained on."""
     trajectory.check()
+    name = f"trajectory {trajectory.query_id}#{trajectory.rollout_index}"
     if not trajectory.usable:
-        raise ValueError(
-            f"trajectory {trajectory.query_id}#{trajectory.rollout_index} ended with "
-            f"{trajectory.finish_reason}: it must be dropped, not trained on"
-        )
+        raise ValueError(f"{name} ended with {trajectory.finish_reason}: it must be dropped, not trained on")
+    if trajectory.held:
+        raise ValueError(f"{name}: its tokens are with rollout worker {trajectory.held.worker}, not here")
     prompt_length = len(trajectory.prompt_ids)
     sequence = TrainSequence(
-        input_ids=[*trajectory.prompt_ids, *trajectory.response_ids],
-        loss_mask=[0] * prompt_length + list(trajectory.loss_mask),
-        rollout_logprobs=[0.0] * prompt_length + [float(x) for x in trajectory.rollout_logprobs],
+        input_ids=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]),
+        loss_mask=np.concatenate([np.zeros(prompt_length, np.uint8), trajectory.loss_mask]),
+        rollout_logprobs=np.concatenate([np.zeros(prompt_length, np.float32), trajectory.rollout_logprobs]),
         advantage=float(advantage),
     )
     try:
         sequence.check()
     except ValueError as error:
-        raise ValueError(f"trajectory {trajectory.query_id}#{trajectory.rollout_index}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
     return sequence
+
+
+@dataclass(slots=True, frozen=True)
+class TokenBlock:
+    """Training sequences one after another, without advantages: three arrays over all their tokens, and where each ends.
+
+    Ray's object store keeps a block once on each node; every rank reads it there without a copy.
+    """
+
+    input_ids: np.ndarray  # [tokens] int32
+    loss_mask: np.ndarray  # [tokens] uint8
+    rollout_logprobs: np.ndarray  # [tokens] float32
+    ends: np.ndarray  # [sequences] int64
+
+    @classmethod
+    def of(cls, sequences: Sequence[TrainSequence]) -> TokenBlock:
+        """The block of one or more sequences."""
+        return cls(
+            np.concatenate([s.input_ids for s in sequences]),
+            np.concatenate([s.loss_mask for s in sequences]),
+            np.concatenate([s.rollout_logprobs for s in sequences]),
+            np.cumsum([s.length for s in sequences]),
+        )
+
+    def sequence(self, row: int, advantage: float) -> TrainSequence:
+        """Sequence `row`, as views of the block."""
+        tokens = slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
+        return TrainSequence(
+            self.input_ids[tokens], self.loss_mask[tokens], self.rollout_logprobs[tokens], advantage
+        )
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(slots=True, frozen=True)
+class TrainBatch:
+    """Training sequences as the driver holds them: where their tokens are, and their advantages."""
+
+    blocks: list[Any]  # references of TokenBlocks in the object store
+    block: np.ndarray  # [sequences] index into `blocks`
+    row: np.ndarray  # [sequences] row of that block
+    advantages: np.ndarray  # [sequences] float64
+    trained_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def select(self, indices: Sequence[int]) -> TrainBatch:
+        """The batch of some sequences; `trained_tokens` stays that of all."""
+        return replace(
+            self, block=self.block[indices], row=self.row[indices], advantages=self.advantages[indices]
+        )
+
+    def sequences(self, blocks: Sequence[TokenBlock]) -> list[TrainSequence]:
+        """The sequences in the batch's order; `blocks` are those that `self.blocks` refers to."""
+        rows = zip(self.block.tolist(), self.row.tolist(), self.advantages.tolist(), strict=True)
+        return [blocks[block].sequence(row, advantage) for block, row, advantage in rows]
+
+
+def logprob_difference(
+    sequences: Sequence[TrainSequence], logprobs: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Mean and maximum of |logprobs - rollout_logprobs| over the trained tokens, and their number as `tokens`.
+
+    `logprobs[i]` has one entry per token of `sequences[i]`.
+    """
+    diffs = [
+        np.abs(np.asarray(ours, np.float64) - s.rollout_logprobs)[s.loss_mask.astype(bool)]
+        for s, ours in zip(sequences, logprobs, strict=True)
+    ]
+    joined = np.concatenate([np.empty(0), *diffs])
+    if not len(joined):
+        return {"mean": 0.0, "max": 0.0, "tokens": 0.0}
+    return {"mean": float(joined.mean()), "max": float(joined.max()), "tokens": float(len(joined))}

@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.profile import TorchProfile
-from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.algorithm.batch import TrainBatch, logprob_difference
+from rstar2_megatron.cluster.tokens import read_batch
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import Sent, WeightSender
 from rstar2_megatron.records.trace import Row, actor_row
@@ -64,24 +66,32 @@ class ActorWorker(TracedWorker, Worker):
         return self._actor
 
     @traced
-    def train_step(self, sequences: list[TrainSequence]) -> dict[str, float]:
-        """One training step on the global batch. Collective; every rank returns the same metrics."""
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        """One training step on the global batch, of which this rank reads its share. Collective; rank 0 returns metrics."""
         algorithm = self._settings.algorithm
         rows = self._settings.data.rollout_batch_size * algorithm.group_size // algorithm.n_minibatches
-        return self.actor.train_step(sequences, mini_batch_rows=rows)
+        metrics = self.actor.train_step(read_batch(batch), mini_batch_rows=rows)
+        return metrics if self._rank == 0 else {}
 
     @traced
-    def compute_logprobs(self, sequences: list[TrainSequence]) -> list[list[float]]:
-        """Log-prob of each token (0.0 at position 0) under the current weights. Collective."""
-        return self.actor.compute_logprobs(sequences)
+    def compute_logprobs(self, batch: TrainBatch) -> list[np.ndarray]:
+        """Log-prob of each token (0.0 at position 0) under the current weights. Collective; rank 0 returns them."""
+        logprobs = self.actor.compute_logprobs(read_batch(batch))
+        return logprobs if self._rank == 0 else []
 
-    def sft_steps(self, batches: list[list[TrainSequence]], lrs: list[float]) -> list[dict[str, float]]:
+    def compare_logprobs(self, batch: TrainBatch) -> dict[str, float]:
+        """`logprob_difference` of the current weights from the engine. Collective; rank 0 returns it."""
+        sequences = read_batch(batch)
+        logprobs = self.actor.compute_logprobs(sequences)
+        return logprob_difference(sequences, logprobs) if self._rank == 0 else {}
+
+    def sft_steps(self, batches: list[TrainBatch], lrs: list[float]) -> list[dict[str, float]]:
         """Several supervised steps in one call, to save a call per step. Collective."""
-        return [self.actor.sft_step(batch, lr=lr) for batch, lr in zip(batches, lrs, strict=True)]
+        return [self.actor.sft_step(read_batch(batch), lr=lr) for batch, lr in zip(batches, lrs, strict=True)]
 
-    def sft_validation(self, sequences: list[TrainSequence]) -> dict[str, float]:
+    def sft_validation(self, batch: TrainBatch) -> dict[str, float]:
         """Summed cross entropy of the trained tokens, and their number. Collective."""
-        return self.actor.sft_validation(sequences)
+        return self.actor.sft_validation(read_batch(batch))
 
     def start_sft_phase(self, phase: SFTPhaseSettings) -> None:
         """A fresh optimizer with the phase's settings."""

@@ -13,6 +13,7 @@ from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, work_key
 from rstar2_megatron.cluster.live_view import LiveView, ShowProgress
+from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
@@ -33,7 +34,10 @@ Refill = Callable[[Sequence[Group], int], Sequence[Problem]]
 
 @dataclass
 class PhaseResult:
-    """Result of a phase: graded groups in the order of their problems, and statistics summed over engines."""
+    """Result of a phase: graded groups in the order of their problems, and statistics summed over engines.
+
+    Ended trajectories are without their tokens (`RolloutCoordinator.tokens`).
+    """
 
     groups: list[Group]
     seconds: float
@@ -50,6 +54,7 @@ class RolloutCoordinator:
         self._rollout = rollout
         self._settings = settings
         self._timeout_s = settings.runner.step_timeout_s
+        self.tokens = TokenSource(rollout, self._timeout_s)
         self._inbox = ChannelReader(channel, TO_DRIVER)
         self._grading: PendingCall = reward.start("serve", channel)
         self._num_reward_workers = len(reward)
@@ -97,8 +102,9 @@ class RolloutCoordinator:
             while phase.reported < sum(sums["reported"] for sums in workers):
                 receive()
         groups, carried = phase.finish()
+        self.tokens.fetch(t for group in carried for t in group.ended.values())
         for trajectory in (t for group in groups for t in group.usable):
-            self._lengths.add(len(trajectory.response_ids))
+            self._lengths.add(trajectory.response_tokens)
         if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start

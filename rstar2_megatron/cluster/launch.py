@@ -9,12 +9,13 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rlinf.scheduler import Channel, Cluster
+from rlinf.utils.metric_logger import MetricLogger
 from rlinf.utils.placement import ModelParallelComponentPlacement
+from rlinf.utils.runner_utils import check_progress
 
 from rstar2_megatron.cluster import cpu_slots  # noqa: F401  registers the hardware type
 from rstar2_megatron.cluster.actor_worker import ActorWorker
@@ -23,14 +24,15 @@ from rstar2_megatron.cluster.existing_ray import ClusterError, check_answers, wa
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
+from rstar2_megatron.settings.planning.transport import object_store_bytes
 from rstar2_megatron.settings.schema import ClusterSettings, Settings
+
+__all__ = ["MetricLogger", "TrainingCluster", "await_cluster", "check_progress"]  # two of them are RLinf's
 
 logger = logging.getLogger(__name__)
 
 # RLinf places the workers, not Ray. A large number of CPUs keeps Ray from refusing one of RLinf's actors.
 _RAY_CPUS_PER_SLOT = 16
-_LEAST_OBJECT_STORE_MB = 512
-_BATCH_BYTES_PER_TOKEN = 16  # pickled lists of ids, mask and log-probs
 
 
 class PlacementError(ValueError):
@@ -49,14 +51,6 @@ def await_cluster(cluster: ClusterSettings) -> None:
         wait_for_nodes(address, cluster.num_nodes, cluster.node_wait_timeout_s)
     finally:
         ray.shutdown()  # RLinf connects again, in its own namespace
-
-
-def object_store_mb(settings: Settings) -> int:
-    """Size of Ray's object store in MiB: two batches at full length, at most a third of this machine's memory."""
-    tokens = settings.data.rollout_batch_size * settings.algorithm.group_size * settings.runner.seq_length
-    wanted = 2 * _BATCH_BYTES_PER_TOKEN * tokens >> 20
-    most = psutil.virtual_memory().total // 3 >> 20
-    return max(_LEAST_OBJECT_STORE_MB, min(wanted, most))
 
 
 @contextlib.contextmanager
@@ -89,7 +83,7 @@ class TrainingCluster:
         if not os.environ.get("RAY_ADDRESS"):
             self._head = RayHead(
                 num_cpus=_RAY_CPUS_PER_SLOT * max(2, os.cpu_count() or 2),
-                object_store_mb=object_store_mb(self.settings),
+                object_store_mb=object_store_bytes(self.settings) >> 20,
             )
             self._head.start()
         else:

@@ -12,6 +12,7 @@ from rlinf.scheduler import Channel, Worker
 from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, work_key
+from rstar2_megatron.cluster.tokens import put_block
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
@@ -26,6 +27,7 @@ from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.token_store import TokenStore
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
@@ -45,6 +47,7 @@ class RolloutWorker(TracedWorker, Worker):
         self._started = False
         self._receiver = WeightReceiver(self)
         self._engine_workers: list[Any] = []
+        self._store: TokenStore | None = None
 
     def trace_row(self) -> Row:
         return engine_row(self._rank)
@@ -164,8 +167,10 @@ class RolloutWorker(TracedWorker, Worker):
         """Roll out slices from the driver until the driver answers None. Ended trajectories go to ENDED at once.
 
         An engine that is lost for good returns its unfinished trajectories and requests no more work.
+        The tokens of ended trajectories stay here (`tokens`, `put_tokens`) until the next phase. Those of parked ones go along.
         Returns the counters of this phase. All are sums, so that several workers' counters can be added.
         """
+        store = self._store = TokenStore(self._rank)
         self._generating = asyncio.current_task()
         rollout, most = self._settings.rollout, self._settings.runner.seq_length
         loop = make_agent_loop(self._engine, self._judge, self._template, spec, rollout, most)
@@ -183,6 +188,8 @@ class RolloutWorker(TracedWorker, Worker):
                     return answer.work
 
         async def ended(work: Slice, trajectory: Trajectory) -> None:
+            if trajectory.finish_reason is not None:
+                store.keep(trajectory)
             outbox.add(RolloutResult(self._rank, spec.phase, work.group, work.problem, trajectory))
 
         async def gone(reason: str) -> None:
@@ -208,6 +215,24 @@ class RolloutWorker(TracedWorker, Worker):
             "engine_restarts": float(self._engine.restarts),
             **{f"judge/{name}": value for name, value in self._judge.take_counters().items()},
         }
+
+    async def tokens(self, numbers: list[int]) -> list[Trajectory]:
+        """Tokens of trajectories of the last phase, by their numbers in this worker's store."""
+        return self._stored().tokens(numbers)
+
+    async def put_tokens(self, numbers: list[int]) -> tuple[list[Any], int]:
+        """Put the training sequences of `numbers` into the object store as one block, and forget all other tokens.
+
+        Returns the block's reference in a list, and its trained tokens.
+        """
+        block = self._stored().block(numbers)
+        self._stored().clear()
+        return put_block(block)
+
+    def _stored(self) -> TokenStore:
+        if self._store is None:
+            raise RuntimeError(f"rollout worker {self._rank} holds no tokens: it has run no phase")
+        return self._store
 
     async def load(self) -> EngineLoad | None:
         """The current activity of this worker; None between phases."""

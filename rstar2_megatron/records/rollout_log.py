@@ -21,7 +21,7 @@ def rollout_rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]
                 "step": step,
                 "query_id": t.query_id,
                 "rollout_index": t.rollout_index,
-                "prompt_tokens": len(t.prompt_ids),
+                "prompt_tokens": t.prompt_tokens,
                 "trace": trace(t),
                 "finish_reason": t.finish_reason,
                 "seconds": round(t.seconds, 3),
@@ -30,9 +30,9 @@ def rollout_rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]
 
 def trace(t: Trajectory) -> list[tuple[int, int, float]]:
     """(generated tokens, tokens of the tool's response, seconds the tool took) of each assistant turn."""
-    runs = [(mask, len(list(run))) for mask, run in itertools.groupby(t.loss_mask)]
-    generated = [length for mask, length in runs if mask]
-    responses = [length for mask, length in runs if not mask]
+    generated = [end - start for start, end in t.spans]
+    edges = [0, *itertools.chain(*t.spans), t.response_tokens]
+    responses = [end - start for start, end in zip(edges[::2], edges[1::2]) if end > start]
     answered = max(1, len(responses))
     per_turn = max(1, len(t.tool_calls) // answered)  # calls of one turn run together
     turns = []

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, trajectory_row
 from rstar2_megatron.trajectory import Group, Trajectory
@@ -17,7 +19,7 @@ class ShownGroup:
 
     group: Group
     result: ResampleResult
-    actor_logprobs: list[list[float]] | None = None
+    actor_logprobs: list[np.ndarray] | None = None
     """The actor's log-prob of each response token of each of `trajectories`, before the update. None: nothing was trained."""
 
     @property
@@ -64,26 +66,10 @@ def group_rows(step: int, shown: ShownGroup) -> list[dict[str, Any]]:
                 "format": penalty.answer_format,
                 "answers": penalty.num_answers,
             }
-        spans = generated_spans(trajectory.loss_mask)
-        row["generated"] = spans
+        row["generated"] = trajectory.spans
         row["token_ids"] = pack_ints(trajectory.response_ids)
         if shown.actor_logprobs is not None:
             ours, theirs = shown.actor_logprobs[index], trajectory.rollout_logprobs
-            row["logprob_diff"] = pack_floats(
-                [ours[i] - theirs[i] for start, end in spans for i in range(start, end)]
-            )
+            row["logprob_diff"] = pack_floats((ours - theirs)[trajectory.loss_mask.astype(bool)])
         rows.append(row)
     return rows
-
-
-def generated_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of each run of generated tokens."""
-    spans = []
-    start = None
-    for i, trained in enumerate([*loss_mask, 0]):
-        if trained and start is None:
-            start = i
-        elif not trained and start is not None:
-            spans.append((start, i))
-            start = None
-    return spans

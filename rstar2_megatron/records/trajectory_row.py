@@ -35,8 +35,8 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
         "reward": t.reward,
         "grade": t.grade_detail,
         "answer": t.answer,
-        "prompt_tokens": len(t.prompt_ids),
-        "response_tokens": len(t.response_ids),
+        "prompt_tokens": t.prompt_tokens,
+        "response_tokens": t.response_tokens,
         "trained_tokens": t.num_trained_tokens,
         "versions": [[span.start, span.end, span.version] for span in t.version_spans],
         "seconds": round(t.seconds, 3),
@@ -47,12 +47,12 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
 # Per-token lists take a few bytes a token as base64 of deflated little-endian arrays, not ten as decimal text.
 
 
-def pack_ints(values: Sequence[int]) -> str:
+def pack_ints(values: Sequence[int] | np.ndarray) -> str:
     """int32 values as text."""
     return _pack(np.asarray(values, dtype="<i4"))
 
 
-def pack_floats(values: Sequence[float]) -> str:
+def pack_floats(values: Sequence[float] | np.ndarray) -> str:
     """Values as float16 text: three digits, from 6e-8 to 65504."""
     return _pack(np.asarray(values, dtype="<f4").clip(-65504, 65504).astype("<f2"))
 

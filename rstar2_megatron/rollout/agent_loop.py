@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.stats import RolloutStats
+from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
 from rstar2_megatron.rollout.tool_runner import Judge, ToolRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
@@ -33,7 +36,7 @@ class Engine(Protocol):
 
     async def generate(
         self,
-        input_ids: list[int],
+        input_ids: Sequence[int] | np.ndarray,
         sampling: dict[str, Any],
         *,
         timeout_s: float,
@@ -123,12 +126,10 @@ class AgentLoop:
         started = time.monotonic()
         preemption = preemption or Preemption()
         parked = False
-        trajectory = resume or Trajectory(
-            query_id=problem.query_id, rollout_index=rollout_index, prompt_ids=[]
-        )
+        trajectory = resume or Trajectory(problem.query_id, rollout_index)
         try:
-            if not trajectory.prompt_ids:
-                trajectory.prompt_ids = self.template.prompt_ids(problem)
+            if not len(trajectory.prompt_ids):
+                trajectory.prompt_ids = np.array(self.template.prompt_ids(problem), np.int32)
             if trajectory.session:
                 self.tools.judge.expect_session(trajectory.session)
             deadline = started + self.timeout_s - trajectory.seconds
@@ -178,6 +179,7 @@ class Turns:
     ) -> None:
         self.loop = loop
         self.trajectory = trajectory
+        self.tokens = TokenBuffer(trajectory)
         self.deadline = deadline
         self.on_progress = on_progress
         self.preemption = preemption
@@ -212,9 +214,7 @@ class Turns:
             ids = template.tool_response_ids(await self._run_tools(calls))
             if len(trajectory.response_ids) + len(ids) >= self.budget:  # at least one token must follow
                 return FinishReason.TOOL_RESPONSE_TOO_LONG
-            trajectory.response_ids += ids
-            trajectory.loss_mask += [0] * len(ids)
-            trajectory.rollout_logprobs += [0.0] * len(ids)
+            self.tokens.append(ids, None)
             self._report_progress(0)
 
     def _degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:
@@ -268,7 +268,7 @@ class Turns:
             "max_new_tokens": self.budget - len(self.trajectory.response_ids),
             "stop_token_ids": self.loop.template.stop_token_ids,
         }
-        input_ids = self.trajectory.prompt_ids + self.trajectory.response_ids
+        input_ids = np.concatenate([self.trajectory.prompt_ids, self.trajectory.response_ids])
         stats = self.loop.stats
         while True:
             await self._wait_until_ready()
@@ -322,9 +322,7 @@ class Turns:
     def _append_generated(self, result: GenerateResult) -> None:
         trajectory = self.trajectory
         offset = len(trajectory.response_ids)
-        trajectory.response_ids += result.token_ids
-        trajectory.loss_mask += [1] * len(result.token_ids)
-        trajectory.rollout_logprobs += result.logprobs
+        self.tokens.append(result.token_ids, result.logprobs)
         for start, end, version in result.version_spans:
             trajectory.version_spans.append(VersionSpan(offset + start, offset + end, version))
         self._report_progress(0)

@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import (
     ToolSchema,
@@ -203,7 +205,7 @@ class ChatTemplate:
                 segments.append((self.tool_response_text(tool_responses[i]), False))
         return segments
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of generated tokens with special tokens, without the closing turn end."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text.removesuffix(TURN_END)

@@ -35,7 +35,7 @@ class OpenGroup:
     def close(self) -> Group:
         """The group in rollout order. Missing trajectories end as CUT and keep the tokens of an earlier phase."""
         for index in self.missing:
-            cut = self.parked.pop(index, None) or Trajectory(self.problem.query_id, index, [])
+            cut = self.parked.pop(index, None) or Trajectory(self.problem.query_id, index)
             cut.finish_reason = FinishReason.CUT
             self.ended[index] = cut
         return Group(self.problem, [self.ended[index] for index in sorted(self.ended)])

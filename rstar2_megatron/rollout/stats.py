@@ -45,7 +45,7 @@ class RolloutStats:
             return
         self.trajectories += 1
         self.generated_tokens += trajectory.num_trained_tokens
-        self.tool_tokens += len(trajectory.response_ids) - trajectory.num_trained_tokens
+        self.tool_tokens += trajectory.response_tokens - trajectory.num_trained_tokens
         self.tool_calls.update(str(call.outcome) for call in trajectory.tool_calls)
         self.endings[str(trajectory.finish_reason)] += 1
 

@@ -270,4 +270,4 @@ class TrajectoryRunner:
 
 
 def _unstarted(work: Slice, index: int) -> Trajectory:
-    return Trajectory(query_id=work.problem.query_id, rollout_index=index, prompt_ids=[])
+    return Trajectory(work.problem.query_id, index)

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
@@ -21,6 +23,7 @@ from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import GB, model_of
+from rstar2_megatron.settings.planning.transport import object_store_problems
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIX
@@ -63,6 +66,9 @@ def check_before_start(
         raise ConfigError(str(error)) from None
     _raise(layout_problems(settings, model, slots, places))
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
+    if settings.runner.task_type == "reasoning" and not os.environ.get("RAY_ADDRESS"):
+        memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
+        _raise_or_warn(list(object_store_problems(settings, memory, shared)), dry_run, warnings)
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(data_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)

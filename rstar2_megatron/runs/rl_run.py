@@ -7,16 +7,18 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer
 
-from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
+from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
 from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.launch import MetricLogger, check_progress
 from rstar2_megatron.cluster.live_view import export_progress
 from rstar2_megatron.cluster.profiling import StepProfiles
-from rstar2_megatron.cluster.runner_tools import MetricLogger, check_progress
 from rstar2_megatron.cluster.tracing import StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
@@ -228,12 +230,13 @@ class RLRun(ClusterRun):
         self.trainer.check_weights()
         return step
 
-    def _check_scores(self, saved: tuple[list[TrainSequence], list[list[float]]] | None) -> None:
+    def _check_scores(self, saved: tuple[list[TrainSequence], list[np.ndarray]] | None) -> None:
         """The resumed actor must score the checkpoint's group as the saving actor did. Older checkpoints have no group."""
         if saved:
             sequences, logprobs = saved
-            now = self.trainer.score(sequences)
-            gates.check_resumed_logprobs(sequences, logprobs, now, self.settings.actor.model.precision)
+            before = [replace(s, rollout_logprobs=row) for s, row in zip(sequences, logprobs, strict=True)]
+            difference = logprob_difference(before, self.trainer.score(sequences))
+            gates.check_resumed_logprobs(difference, self.settings.actor.model.precision)
 
     # ------------------------------------------------------------------------------------------- training
 

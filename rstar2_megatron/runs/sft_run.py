@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rstar2_megatron.cluster.runner_tools import MetricLogger
+from rstar2_megatron.cluster.launch import MetricLogger
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.model_format import write_format

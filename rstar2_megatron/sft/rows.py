@@ -33,11 +33,9 @@ class SFTRows:
         return len(self._ends)
 
     def __getitem__(self, row: int) -> TrainSequence:
-        start = int(self._ends[row - 1]) if row else 0
-        ids = self._ids[start : self._ends[row]].tolist()
-        return TrainSequence(
-            ids, self._mask[start : self._ends[row]].tolist(), [0.0] * len(ids), advantage=0.0
-        )
+        tokens = slice(int(self._ends[row - 1]) if row else 0, int(self._ends[row]))
+        ids = self._ids[tokens]
+        return TrainSequence(ids, self._mask[tokens], numpy.zeros(len(ids), numpy.float32), advantage=0.0)
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +52,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     Segments are tokenised one by one, as a rollout's prompt and tool responses are. Raises DataError with file and
     line for a row that cannot be used.
     """
-    ids, mask, ends = array("i"), array("b"), array("q")
+    ids, mask, ends = array("i"), array("B"), array("q")
     skipped = 0
     for chunk in _chunks(paths):
         texts = [text for _, segments in chunk for text, _ in segments]
@@ -81,7 +79,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
         )
     return SFTRows(
         numpy.frombuffer(ids, dtype=numpy.int32),
-        numpy.frombuffer(mask, dtype=numpy.int8),
+        numpy.frombuffer(mask, dtype=numpy.uint8),
         numpy.frombuffer(ends, dtype=numpy.int64),
         skipped,
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tqdm import tqdm
 
 from rstar2_megatron.cluster.calls import WorkerGroup
+from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import SFTRows
 
@@ -96,7 +97,7 @@ def run_sft_phase(
     ) as bar:
         while done < phase.steps:
             count = min(_STEPS_PER_CALL, phase.steps - done, *(e - done % e for e in pauses if e > 0))
-            chunk = [[rows[i] for i in next(stream)] for _ in range(count)]
+            chunk = [put_sequences([rows[i] for i in next(stream)]) for _ in range(count)]
             lrs = [learning_rate(phase, done + i) for i in range(count)]
             steps: list[Metrics] = actor.call("sft_steps", chunk, lrs, timeout_s=timeout_s)[0]
             history += steps
@@ -111,7 +112,7 @@ def validation_loss(actor: WorkerGroup, rows: SFTRows, batch_size: int, timeout_
     """Mean cross entropy of the trained tokens of all rows under the current weights, in nats a token."""
     total = tokens = 0.0
     for first in range(0, len(rows), batch_size):
-        batch = [rows[i] for i in range(first, min(first + batch_size, len(rows)))]
+        batch = put_sequences([rows[i] for i in range(first, min(first + batch_size, len(rows)))])
         summed = actor.call("sft_validation", batch, timeout_s=timeout_s)[0]
         total += summed["loss"]
         tokens += summed["tokens"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.trajectory import Trajectory
 
 # Largest |log-prob actor - log-prob engine| of one token in fp32; bf16 is judged by the mean instead.
@@ -20,10 +19,9 @@ class GateError(RuntimeError):
     """A step-0 gate failed; the message says which, with the figures and the remedy."""
 
 
-def check_trained_tokens(trajectories: Sequence[Trajectory], sequences: Sequence[TrainSequence]) -> None:
-    """The batch must train exactly the tokens that the rollout marked as generated."""
+def check_trained_tokens(trajectories: Sequence[Trajectory], batched: int) -> None:
+    """The batch must train exactly the tokens that the rollout marked as generated; it holds `batched` of them."""
     rolled = sum(t.num_trained_tokens for t in trajectories)
-    batched = sum(sum(s.loss_mask) for s in sequences)
     if rolled != batched:
         raise GateError(
             f"the rollout generated {rolled} trained tokens but the training batch holds {batched}; tool text may be "
@@ -31,9 +29,8 @@ def check_trained_tokens(trajectories: Sequence[Trajectory], sequences: Sequence
         )
 
 
-def check_actor_tokens(sequences: Sequence[TrainSequence], trained_tokens: float) -> None:
-    """The actor must have trained every marked token of the batch, over all ranks and micro-batches."""
-    batched = sum(sum(s.loss_mask) for s in sequences)
+def check_actor_tokens(batched: int, trained_tokens: float) -> None:
+    """The actor must have trained all `batched` marked tokens of the batch, over all ranks and micro-batches."""
     if round(trained_tokens) != batched:
         raise GateError(
             f"the training batch holds {batched} trained tokens but the actor trained {trained_tokens:.0f}; packing lost or "
@@ -41,17 +38,10 @@ def check_actor_tokens(sequences: Sequence[TrainSequence], trained_tokens: float
         )
 
 
-def check_logprobs(
-    sequences: Sequence[TrainSequence], actor_logprobs: Sequence[Sequence[float]], precision: str
-) -> dict[str, float]:
-    """Actor and engine must agree on the tokens the engine generated.
-
-    `actor_logprobs[i]` has one entry per token of `sequences[i]`. Returns the mean and maximum difference.
-    """
-    return _check_agreement(
-        [sequence.loss_mask for sequence in sequences],
-        actor_logprobs,
-        [sequence.rollout_logprobs for sequence in sequences],
+def check_logprobs(difference: dict[str, float], precision: str) -> None:
+    """Actor and engine must agree on the tokens the engine generated (`logprob_difference`)."""
+    _check_agreement(
+        difference,
         precision,
         what="actor and engine disagree on the first batch",
         remedy="Check that rollout.model.model_path is the actor's model, that rollout.model.precision equals "
@@ -59,20 +49,10 @@ def check_logprobs(
     )
 
 
-def check_resumed_logprobs(
-    sequences: Sequence[TrainSequence],
-    saved: Sequence[Sequence[float]],
-    now: Sequence[Sequence[float]],
-    precision: str,
-) -> dict[str, float]:
-    """A resumed actor must score a group as it did when the checkpoint was written.
-
-    `saved[i]` and `now[i]` have one entry per token of `sequences[i]`. Returns the mean and maximum difference.
-    """
-    return _check_agreement(
-        [sequence.loss_mask for sequence in sequences],
-        now,
-        saved,
+def check_resumed_logprobs(difference: dict[str, float], precision: str) -> None:
+    """A resumed actor must score a group as it did when the checkpoint was written (`logprob_difference`)."""
+    _check_agreement(
+        difference,
         precision,
         what="the resumed actor scores the group saved with the checkpoint otherwise than when it was saved",
         remedy="The weights or the model's code are not what they were: resume from an earlier global_step_N by "
@@ -80,32 +60,15 @@ def check_resumed_logprobs(
     )
 
 
-def _check_agreement(
-    masks: Sequence[Sequence[int]],
-    ours: Sequence[Sequence[float]],
-    theirs: Sequence[Sequence[float]],
-    precision: str,
-    *,
-    what: str,
-    remedy: str,
-) -> dict[str, float]:
-    """Mean and maximum difference over the tokens of `masks`; raises GateError where it is beyond the bound."""
-    diffs = [
-        abs(a - b)
-        for mask, row, other in zip(masks, ours, theirs, strict=True)
-        for a, b, trained in zip(row, other, mask, strict=True)
-        if trained
-    ]
-    if not diffs:
-        return {"mean": 0.0, "max": 0.0}
-    mean, largest = sum(diffs) / len(diffs), max(diffs)
+def _check_agreement(difference: dict[str, float], precision: str, *, what: str, remedy: str) -> None:
+    mean, largest = difference["mean"], difference["max"]
     too_far = largest > MAX_LOGPROB_DIFF_FP32 if precision == "fp32" else mean > MAX_MEAN_LOGPROB_DIFF_BF16
     if too_far or mean != mean:
         raise GateError(
-            f"{what}: |log-prob difference| mean {mean:.2e}, max {largest:.2e} over {len(diffs)} tokens ({precision}; "
-            f"allowed max {MAX_LOGPROB_DIFF_FP32:g} in fp32, mean {MAX_MEAN_LOGPROB_DIFF_BF16:g} in bf16). {remedy}"
+            f"{what}: |log-prob difference| mean {mean:.2e}, max {largest:.2e} over {difference['tokens']:.0f} tokens "
+            f"({precision}; allowed max {MAX_LOGPROB_DIFF_FP32:g} in fp32, mean {MAX_MEAN_LOGPROB_DIFF_BF16:g} in bf16). "
+            f"{remedy}"
         )
-    return {"mean": mean, "max": largest}
 
 
 def check_weights(actor: dict[str, int], engine: dict[str, int], engine_rank: int) -> None:

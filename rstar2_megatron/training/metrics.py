@@ -71,16 +71,16 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
     _put_mean(metrics, "rollout/pass_rate", _rewards(usable))
     _put_mean(metrics, "rollout/reward_after_rejection", _rewards(survived))
     _put_mean(metrics, "rollout/reward_scores", _rewards(kept))
-    _put_mean(metrics, "rollout/response_length_all", [len(t.response_ids) for t in usable])
-    _put_mean(metrics, "rollout/response_length_after_rejection", [len(t.response_ids) for t in survived])
-    lengths = [len(t.response_ids) for t in kept]
+    _put_mean(metrics, "rollout/response_length_all", [t.response_tokens for t in usable])
+    _put_mean(metrics, "rollout/response_length_after_rejection", [t.response_tokens for t in survived])
+    lengths = [t.response_tokens for t in kept]
     _put_mean(metrics, "rollout/response_length", lengths)
     if lengths:
         metrics["rollout/max_of_response_length"] = max(lengths)
         metrics["rollout/min_of_response_length"] = min(lengths)
-    _put_mean(metrics, "rollout/prompt_length", [len(t.prompt_ids) for t in kept])
+    _put_mean(metrics, "rollout/prompt_length", [t.prompt_tokens for t in kept])
 
-    logprobs = [sum(t.rollout_logprobs) for t in usable]  # 0.0 at tokens that were not generated
+    logprobs = [t.logprob_sum for t in usable]  # 0.0 at tokens that were not generated
     generated = sum(t.num_trained_tokens for t in usable)
     if generated:
         metrics["rollout/logprob_mean"] = sum(logprobs) / generated

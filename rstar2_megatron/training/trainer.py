@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from rstar2_megatron.algorithm.advantage import group_advantages
-from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
+from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.coordinator import PhaseResult, Refill, RolloutCoordinator
+from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
 from rstar2_megatron.records.trace import CHECKPOINT, SYNC, TRACE
@@ -90,19 +93,22 @@ class Trainer:
         after_rollout()
         clock.lap("checkpoint")
         resampled = self.resample(step, phase.groups)
-        sequences = self.build_batch(resampled)
         shown = choose_shown(phase.groups, resampled, self.settings.runner.save_trajectories_per_step)
-        kept = [t for result in resampled for t in result.kept]
-        gates.check_trained_tokens(kept, sequences)
-        # carried trajectories hold tokens of earlier weights, on which actor and engine need not agree
-        current = [s for s, t in zip(sequences, kept, strict=True) if t.oldest_version == step - 1]
         clock.lap("resample")
+        self._fetch_tokens(phase.groups, shown)
+        batch = self.build_batch(resampled)
+        kept = [t for result in resampled for t in result.kept]
+        gates.check_trained_tokens(kept, batch.trained_tokens)
+        # carried trajectories hold tokens of earlier weights, on which actor and engine need not agree
+        current = [i for i, t in enumerate(kept) if t.oldest_version == step - 1]
+        clock.lap("batch")
         if self._gates_open and current:
-            self._check_first_batch(current)
+            self._check_first_batch(batch.select(current))
             self._gates_open = False
-        actor_metrics = self.train(sequences, shown)
+        actor_metrics = self.train(batch, shown)
+        del batch  # Ray frees its blocks
         clock.lap("training")
-        after_training(phase.groups, bool(sequences))
+        after_training(phase.groups, bool(kept))
         clock.lap("save")
         actor_metrics.update(self.sync_weights(version=step))
         clock.lap("sync_weights")
@@ -145,34 +151,41 @@ class Trainer:
 
         return refill
 
-    def build_batch(self, resampled: Sequence[ResampleResult]) -> list[TrainSequence]:
+    def _fetch_tokens(self, groups: Sequence[Group], shown: Sequence[ShownGroup]) -> None:
+        """Fetch the tokens that files need: of all trajectories, or of the shown groups and the first usable one."""
+        if self.settings.runner.save_rollout_tokens:
+            wanted = list(groups)
+        else:
+            wanted = [one.group for one in shown] + [group for group in groups if group.usable][:1]
+        self.coordinator.tokens.fetch(t for group in wanted for t in group.trajectories)
+
+    def build_batch(self, resampled: Sequence[ResampleResult]) -> TrainBatch:
         """Advantages over each kept group, and its trajectories in training form."""
         rewards = [[t.reward for t in result.kept if t.reward is not None] for result in resampled]
         advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
-        return [
-            train_sequence(trajectory, advantage)
-            for result, row in zip(resampled, advantages)
-            for trajectory, advantage in zip(result.kept, row, strict=True)
+        kept = [t for result in resampled for t in result.kept]
+        each = [
+            a for result, row in zip(resampled, advantages) for _, a in zip(result.kept, row, strict=True)
         ]
+        return self.coordinator.tokens.put_batch(kept, each)
 
-    def train(self, sequences: list[TrainSequence], shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
+    def train(self, batch: TrainBatch, shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
         """One update of the actor, or none, which is counted, when every group was rejected.
 
         `shown` groups get the actor's log-probs before the update.
         """
-        if not sequences:
+        if not len(batch):
             return {"actor/skipped_update": 1.0}
         metrics: dict[str, float] = {"actor/skipped_update": 0.0}
         self._score(shown)
-        metrics.update(self.actor.call("train_step", sequences, timeout_s=self.timeout_s)[0])
-        gates.check_actor_tokens(sequences, metrics["actor/trained_tokens"])
+        metrics.update(self.actor.call("train_step", batch, timeout_s=self.timeout_s)[0])
+        gates.check_actor_tokens(batch.trained_tokens, metrics["actor/trained_tokens"])
         return metrics
 
-    def score(self, sequences: list[TrainSequence]) -> list[list[float]]:
+    def score(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
         """The actor's log-prob of every token of each sequence (0.0 at position 0)."""
-        logprobs: list[list[float]] = self.actor.call(
-            "compute_logprobs", sequences, timeout_s=self.timeout_s
-        )[0]
+        batch = put_sequences(sequences)
+        logprobs: list[np.ndarray] = self.actor.call("compute_logprobs", batch, timeout_s=self.timeout_s)[0]
         return logprobs
 
     def _score(self, shown: Sequence[ShownGroup]) -> None:
@@ -215,8 +228,9 @@ class Trainer:
         for rank, engine_sums in enumerate(theirs):
             gates.check_weights(actor_sums, engine_sums, rank)
 
-    def _check_first_batch(self, sequences: list[TrainSequence]) -> None:
-        gates.check_logprobs(sequences, self.score(sequences), self.settings.actor.model.precision)
+    def _check_first_batch(self, batch: TrainBatch) -> None:
+        difference = self.actor.call("compare_logprobs", batch, timeout_s=self.timeout_s)[0]
+        gates.check_logprobs(difference, self.settings.actor.model.precision)
 
 
 class TooManyDropped(RuntimeError):

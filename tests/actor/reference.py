@@ -20,7 +20,7 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def log_probs_entropy(model: Any, sequence: TrainSequence, temperature: float) -> tuple[Tensor, Tensor]:
     """[length - 1] log-probs of tokens 1.. and entropies; one sequence, no packing, padding or chunking."""
-    ids = torch.tensor([sequence.input_ids])
+    ids = torch.tensor(sequence.input_ids).long()[None]
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
     log_p = logits.log_softmax(-1)
     return log_p.gather(-1, ids[0, 1:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,7 +136,7 @@ def test_bf16_stays_near_fp32(
     with torch.no_grad():
         for sequence in (s for batch in batches for s in batch):
             scores = [0.0, *reference.log_probs(hf, sequence, 0.9).tolist()]
-            sequence.rollout_logprobs = [x * m for x, m in zip(scores, sequence.loss_mask)]
+            sequence.rollout_logprobs = np.array(scores, np.float32) * sequence.loss_mask
     optim = {"lr": 1e-4}
     actor, _, algorithm = settings(optim=optim)
     expected = reference.train(hf, batches, actor, algorithm)

@@ -152,5 +152,5 @@ def test_segments_move_to_a_batch_and_back(lengths: list[int], seed: int) -> Non
         return
     padded = tokens[packed.slot_token].view(len(batch), -1)
     for row, sequence in zip(padded, batch):
-        assert row[: sequence.length].tolist() == sequence.input_ids
+        assert row[: sequence.length].tolist() == sequence.input_ids.tolist()
     assert torch.equal(padded.reshape(-1)[packed.token_slot], tokens)

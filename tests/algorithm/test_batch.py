@@ -1,22 +1,24 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
+from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, TrainSequence, train_sequence
 from rstar2_megatron.algorithm.correction import tis_weights
 from rstar2_megatron.trajectory import FinishReason
 from tests.algorithm.trajectories import trajectory
 
 
 def test_prompt_is_not_trained_and_lists_cover_every_token() -> None:
-    t = trajectory(tokens=4)
-    t.loss_mask = [1, 0, 0, 1]
-    t.rollout_logprobs = [-0.1, 0.0, 0.0, -0.4]
+    t = replace(trajectory(tokens=4), loss_mask=[1, 0, 0, 1], rollout_logprobs=[-0.5, 0.0, 0.0, -0.25])
     sequence = train_sequence(t, -0.5)
-    assert sequence.input_ids == [1, 2, 3, 10, 11, 12, 13]
-    assert sequence.loss_mask == [0, 0, 0, 1, 0, 0, 1]
-    assert sequence.rollout_logprobs == [0.0, 0.0, 0.0, -0.1, 0.0, 0.0, -0.4]
+    assert sequence.input_ids.tolist() == [1, 2, 3, 10, 11, 12, 13] and sequence.input_ids.dtype == np.int32
+    assert sequence.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1] and sequence.loss_mask.dtype == np.uint8
+    assert sequence.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, -0.25]
+    assert sequence.rollout_logprobs.dtype == np.float32
     assert (sequence.length, sequence.num_trained_tokens) == (7, 2)
     assert sequence.advantage == -0.5
 
@@ -34,6 +36,17 @@ def test_what_cannot_be_trained_is_refused() -> None:
         TrainSequence([1, 2], [0], [0.0, 0.0], 1.0).check()
     with pytest.raises(ValueError, match="token 0 has no log-prob"):
         TrainSequence([1, 2], [1, 1], [0.0, 0.0], 1.0).check()
+
+
+def test_a_batch_reads_its_sequences_from_blocks_in_its_own_order() -> None:
+    first, second, third = (train_sequence(trajectory(index=i, tokens=3 + i), 0.5 * i) for i in range(3))
+    blocks = [TokenBlock.of([third, first]), TokenBlock.of([second])]
+    batch = TrainBatch([], np.array([0, 1, 0]), np.array([1, 0, 0]), np.array([0.0, 0.5, 1.0]), 12)
+    assert batch.sequences(blocks) == [first, second, third]
+    assert batch.select([2, 0]).sequences(blocks) == [third, first]
+    assert sum(block.trained_tokens for block in blocks) == batch.trained_tokens
+    read = batch.sequences(blocks)[0]
+    assert np.shares_memory(read.input_ids, blocks[0].input_ids)  # a rank copies nothing
 
 
 def test_importance_weights_are_truncated_and_counted() -> None:

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from rstar2_megatron.cluster.existing_ray import ClusterError
-from rstar2_megatron.cluster.launch import TrainingCluster, _not_forwarded, await_cluster, object_store_mb
+from rstar2_megatron.cluster.launch import TrainingCluster, _not_forwarded, await_cluster
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 
@@ -60,13 +60,6 @@ def test_a_directory_of_this_machine_is_not_forwarded(monkeypatch: pytest.Monkey
     with _not_forwarded("TMPDIR"):
         assert "TMPDIR" not in os.environ
     assert os.environ["TMPDIR"] == directory
-
-
-def test_the_object_store_grows_with_the_batch() -> None:
-    tiny = load_settings("rstar2-tiny-cpu", [])
-    assert object_store_mb(tiny) == 512
-    large = load_settings("rstar2-tiny-cpu", ["data.rollout_batch_size=512", "runner.seq_length=10000"])
-    assert object_store_mb(large) > 512
 
 
 @pytest.mark.parametrize(("address", "mode"), [("", "disabled"), ("10.0.0.1:6379", "None")])

@@ -16,9 +16,14 @@ import torch
 from rlinf.scheduler import Channel, Worker
 from safetensors.torch import load_file
 
+from rstar2_megatron.algorithm.batch import TrainBatch
 from rstar2_megatron.cluster import weights
+from rstar2_megatron.cluster.actor_worker import ActorWorker
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
+from rstar2_megatron.cluster.tokens import read_batch
 from rstar2_megatron.cluster.weights import Sent, WeightReceiver, WeightSender
+from rstar2_megatron.rollout.token_store import TokenStore
+from rstar2_megatron.trajectory import Trajectory
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import open_device_bucket
 from rstar2_megatron.weights.route import Place, WeightRoute
@@ -294,3 +299,29 @@ class KillableEngine(RolloutWorker):
         """Start the engine again with its weights; their version."""
         await self._engine.recover()
         return self._engine.weight_version
+
+
+class TokenHolder(RolloutWorker):
+    """A rollout worker that holds tokens as after a phase."""
+
+    async def fill(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        self._store = TokenStore(self._rank)
+        for trajectory in trajectories:
+            self._store.keep(trajectory)
+        return trajectories
+
+
+class BatchReader(ActorWorker):
+    """An actor rank that reads batches and trains on nothing."""
+
+    def train_step(self, batch: TrainBatch) -> Any:
+        return read_batch(batch) if self._rank == 0 else []
+
+    def response_sums(self, batch: TrainBatch, prompt_tokens: int) -> list[int]:
+        return [int(s.input_ids[prompt_tokens:].sum(dtype=int)) for s in read_batch(batch)]
+
+    def die_reading(self, batch: TrainBatch) -> None:
+        sequences = read_batch(batch)
+        if self._rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(sequences[0].length)

@@ -65,7 +65,7 @@ def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: 
         for step in (1, 2)
         for group in left[step].values()
         for t in group.parked.values()
-        if t.response_ids
+        if len(t.response_ids)
     ]
     assert {step for step, _ in parked} == {1, 2}
     finished = {
@@ -81,8 +81,8 @@ def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: 
         if (whole := finished.get((half.query_id, half.rollout_index))) is None:
             continue  # cut
         count = len(half.response_ids)
-        assert whole.response_ids[:count] == half.response_ids
-        assert whole.rollout_logprobs[:count] == half.rollout_logprobs
+        assert whole.response_ids[:count].tolist() == half.response_ids.tolist()
+        assert whole.rollout_logprobs[:count].tolist() == half.rollout_logprobs.tolist()
         went_on += len({span.version for span in whole.version_spans}) >= 2
     assert went_on and max(row["rollout/engine/max_of_trajectory_age"] for row in (second, third)) >= 1
 

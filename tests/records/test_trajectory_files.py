@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path, write_groups
@@ -61,7 +62,7 @@ def test_what_ended_before_it_began_has_no_prompt(tmp_path: Path, reason: Finish
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = rollouts_path(tmp_path, 1)
     broken = group("b")
-    broken.trajectories[0].loss_mask.append(1)
+    broken.trajectories[0].loss_mask = np.array([1, 0, 1], np.uint8)
     write_groups(path, [group("a"), broken])
     with pytest.raises(ValueError, match=r"step_000001\.jsonl\.gz, line 2: .*loss_mask 3"):
         read_groups(path)

@@ -7,13 +7,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult, resample_on_correct
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.records.samples import choose_shown, generated_spans, group_rows
+from rstar2_megatron.records.samples import choose_shown, group_rows
 from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, unpack_floats, unpack_ints
 from rstar2_megatron.report.trajectories import (
     Entry,
@@ -25,8 +26,17 @@ from rstar2_megatron.report.trajectories import (
     select_steps,
     shaded_turns,
 )
+from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory import (
+    FinishReason,
+    Group,
+    Problem,
+    ToolCall,
+    ToolOutcome,
+    Trajectory,
+    generated_spans,
+)
 from tests.report.chromium import document, needs_chromium, screenshot
 from tests.rollout.tiny import make_model
 
@@ -42,6 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def attempt(tokenizer, query_id: str, index: int, right: bool) -> Trajectory:
     """Two turns around one tool call; attempt 3 has none and was cut by the length limit."""
     t = Trajectory(query_id, index, prompt_ids=[1, 2])
+    tokens = TokenBuffer(t)
     cut = index == 3
     texts = (
         ["thinking without end π≈3.14"]
@@ -51,14 +62,10 @@ def attempt(tokenizer, query_id: str, index: int, right: bool) -> Trajectory:
     for number, text in enumerate(texts):
         ids = tokenizer.encode(text, add_special_tokens=False)
         t.assistant_texts.append(text)
-        t.response_ids += ids
-        t.loss_mask += [1] * len(ids)
-        t.rollout_logprobs += [-1.0] * len(ids)
+        tokens.append(ids, [-1.0] * len(ids))
         if number == 0 and not cut:
             tool = tokenizer.encode("<tool_response>42</tool_response>", add_special_tokens=False)
-            t.response_ids += tool
-            t.loss_mask += [0] * len(tool)
-            t.rollout_logprobs += [0.0] * len(tool)
+            tokens.append(tool, None)
             arguments = {"code": "print(6*7)\n# line two", "input": "5"}
             t.tool_calls.append(ToolCall("python", arguments, OUTCOMES[index % 4], f"stdout: {ATTACK}", 0.25))
     t.finish_reason = FinishReason.LENGTH_LIMIT if cut else FinishReason.ANSWERED
@@ -91,10 +98,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shown = choose_shown(groups, results, 16)
         for group in shown:
             group.actor_logprobs = [
-                [
-                    x + (0.05 if i % 2 else 2.0) * m
-                    for i, (x, m) in enumerate(zip(t.rollout_logprobs, t.loss_mask))
-                ]
+                t.rollout_logprobs + np.where(np.arange(len(t.loss_mask)) % 2, 0.05, 2.0) * t.loss_mask
                 for t in group.trajectories
             ]
         samples.append(*(row for group in shown for row in group_rows(step, group)))
@@ -152,8 +156,11 @@ def test_packed_lists_come_back() -> None:
 
 
 def test_generated_spans() -> None:
-    assert generated_spans([1, 1, 0, 0, 1, 0]) == [(0, 2), (4, 5)]
-    assert generated_spans([0, 1]) == [(1, 2)] and generated_spans([]) == []
+    def spans(*mask: int) -> list[tuple[int, int]]:
+        return generated_spans(np.array(mask, np.uint8))
+
+    assert spans(1, 1, 0, 0, 1, 0) == [(0, 2), (4, 5)]
+    assert spans(0, 1) == [(1, 2)] and spans() == []
 
 
 # ------------------------------------------------------------------------------------------------- the page

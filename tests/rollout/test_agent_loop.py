@@ -30,7 +30,7 @@ async def test_answer_after_a_tool_call_is_token_exact(tokenizer) -> None:
         PROBLEM, trajectory.assistant_texts, [[trajectory.tool_calls[0].response_text]]
     )
     whole = tokenizer.encode("".join(text for text, _ in segments), add_special_tokens=False)
-    assert trajectory.prompt_ids + trajectory.response_ids == whole
+    assert [*trajectory.prompt_ids, *trajectory.response_ids] == whole
     trained = [i for i, kept in zip(trajectory.response_ids, trajectory.loss_mask) if kept]
     assert tokenizer.decode(trained) == "".join(text for text, kept in segments if kept)
     assert all(

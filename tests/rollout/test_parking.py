@@ -16,6 +16,7 @@ from tests.rollout.written import (
     ParkableEngine,
     WrittenEngine,
     WrittenJudge,
+    assert_same_tokens,
     call,
     make_loop,
     run,
@@ -66,7 +67,7 @@ async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, park
     done = await later.run(PROBLEM, 0, resume=parked)
     done.check()
     assert done.finish_reason is FinishReason.ANSWERED and done.open_turn is None
-    assert done.response_ids == expected.response_ids and done.loss_mask == expected.loss_mask
+    assert_same_tokens(done, expected)
     assert done.assistant_texts == expected.assistant_texts and len(done.tool_calls) == 1
     covered = [i for span in done.version_spans for i in range(span.start, span.end)]
     assert covered == [i for i, kept in enumerate(done.loss_mask) if kept]
@@ -92,7 +93,7 @@ async def test_preempted_anywhere_and_resumed_gives_the_same_tokens(tokenizer, p
     done = await loop.run(PROBLEM, 0, resume=parked)
     done.check()
     assert done.finish_reason is FinishReason.ANSWERED and done.open_turn is None
-    assert done.response_ids == expected.response_ids and done.loss_mask == expected.loss_mask
+    assert_same_tokens(done, expected)
     assert done.assistant_texts == expected.assistant_texts and len(judge.codes) == 1
     assert len(judge.closed) == 1 and loop.stats.endings == {"answered": 1}
 

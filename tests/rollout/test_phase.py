@@ -189,7 +189,7 @@ def test_cut_keeps_the_tokens_of_an_earlier_phase() -> None:
     (group,), _ = phase.finish()
     waiting, cut = group.trajectories[6:]
     assert waiting.finish_reason is cut.finish_reason is FinishReason.CUT
-    assert cut.response_ids == [5, 6] and not waiting.prompt_ids and len(group.usable) == 6
+    assert cut.response_ids.tolist() == [5, 6] and not waiting.prompt_tokens and len(group.usable) == 6
     for trajectory in (waiting, cut):
         trajectory.check()
 

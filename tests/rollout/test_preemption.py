@@ -88,7 +88,7 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
         trajectory.check()
         covered = [i for span in trajectory.version_spans for i in range(span.start, span.end)]
         assert covered == list(range(len(trajectory.response_ids)))
-        whole = trajectory.prompt_ids + trajectory.response_ids
+        whole = [*trajectory.prompt_ids, *trajectory.response_ids]
         with torch.no_grad():
             logprobs = model(torch.tensor([whole])).logits[0].float().log_softmax(-1)
         start = len(trajectory.prompt_ids)

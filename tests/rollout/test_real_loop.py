@@ -99,7 +99,7 @@ async def test_tools_run_and_their_outcomes_are_typed(loop: AgentLoop) -> None:
         problem("right"), right.assistant_texts, [[right.tool_calls[0].response_text]]
     )
     whole = loop.template.tokenizer.encode("".join(text for text, _ in segments), add_special_tokens=False)
-    assert right.prompt_ids + right.response_ids == whole
+    assert [*right.prompt_ids, *right.response_ids] == whole
 
 
 async def test_weights_change_while_tools_run(loop: AgentLoop) -> None:
@@ -168,7 +168,9 @@ async def test_parked_in_mid_rollout_and_carried_over(loop: AgentLoop) -> None:
         responses = [[call.response_text] for call in t.tool_calls]
         segments = loop.template.conversation(problem(t.query_id), t.assistant_texts, responses)
         text = "".join(text for text, _ in segments)
-        assert t.prompt_ids + t.response_ids == loop.template.tokenizer.encode(text, add_special_tokens=False)
+        assert [*t.prompt_ids, *t.response_ids] == loop.template.tokenizer.encode(
+            text, add_special_tokens=False
+        )
 
 
 async def test_cells_share_a_live_interpreter_across_a_preemption(

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
@@ -54,7 +56,8 @@ class WrittenEngine:
         ids = self.tokenizer.encode(text, add_special_tokens=False)[: sampling["max_new_tokens"]]
         if len(ids) == sampling["max_new_tokens"]:
             reason = "length"
-        return GenerateResult(ids, [-0.5] * len(ids), reason, [(0, len(ids), 3)], len(input_ids), 0)
+        ids, logprobs = np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32)
+        return GenerateResult(ids, logprobs, reason, [(0, len(ids), 3)], len(input_ids), 0)
 
     async def abort(self, owner: object) -> None:
         self.aborted.append(owner)
@@ -82,7 +85,8 @@ class ParkableEngine(WrittenEngine):
         if self.aborting.is_set() or about["owner"] in self.aborted:
             half = whole.token_ids[: len(whole.token_ids) // 2]
             self.turns.insert(0, (self.tokenizer.decode(whole.token_ids[len(half) :]), "stop"))
-            return GenerateResult(half, [-0.5] * len(half), "abort", [(0, len(half), 3)], len(input_ids), 0)
+            logprobs = whole.logprobs[: len(half)]
+            return GenerateResult(half, logprobs, "abort", [(0, len(half), 3)], len(input_ids), 0)
         return whole
 
 
@@ -127,6 +131,11 @@ def make_loop(tokenizer, turns, judge=None, *, max_new_tokens=2000, timeout_s=20
 def written(loop: AgentLoop) -> WrittenEngine:
     assert isinstance(loop.engine, WrittenEngine)
     return loop.engine
+
+
+def assert_same_tokens(ours: Trajectory, theirs: Trajectory) -> None:
+    for name in Trajectory.ARRAYS:
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist()
 
 
 async def run(tokenizer, turns, judge=None, **kwargs) -> tuple[Trajectory, AgentLoop]:

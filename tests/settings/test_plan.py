@@ -17,6 +17,7 @@ from rstar2_megatron.settings.planning.plan import (
     make_plan,
     training_memory,
 )
+from rstar2_megatron.settings.planning.transport import object_store_bytes, object_store_problems
 from rstar2_megatron.settings.schema import ClusterSettings
 
 H100 = Slots(8, 80.0)
@@ -266,3 +267,35 @@ def test_slots_of_a_cluster() -> None:
         {"label": "cpu", "hardware": {"type": "CPUSlots", "configs": [{"num_slots": 2}, {"num_slots": 3}]}}
     ]
     assert slots_of(cluster, (4, 141.0)) == Slots(5, None)
+
+
+def test_the_plan_shows_what_a_steps_trajectories_take() -> None:
+    name = "rstar2-tiny-cpu"
+    assert object_store_bytes(load(name, []).settings) == 512 << 20
+    paper = ["data.rollout_batch_size=512", "algorithm.group_size=32", "runner.seq_length=14336"]
+    paper += ["algorithm.down_sampling.down_sampling_config.down_sample_to_n=16"]
+    settings = load(name, paper).settings
+    batch = 9 * 512 * 16 * 14336
+    assert object_store_bytes(settings) == int(1.25 * batch)
+    gigabyte = 10**9
+    assert not list(object_store_problems(settings, 24 * gigabyte, 24 * gigabyte))
+    (memory,) = object_store_problems(settings, 3 * gigabyte, 24 * gigabyte)
+    assert (
+        "1.3 GB" in memory
+        and "third of this host's 3.0 GB" in memory
+        and "data.rollout_batch_size=512" in memory
+    )
+    (shared,) = object_store_problems(settings, 24 * gigabyte, 64 << 20)
+    assert "/dev/shm has 0.1 GB free" in shared and "--shm-size" in shared
+    assert not list(
+        object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20)
+    )  # Ray uses a file then
+
+
+def test_transport_rows() -> None:
+    rows = {
+        label: value
+        for section, label, value in plan_of("rstar2-qwen2.5-14b-megatron").rows
+        if section == "transport"
+    }
+    assert set(rows) == {"host memory", "object store", "seconds a step"}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from rstar2_megatron.algorithm.batch import TrainSequence, train_sequence
+from rstar2_megatron.algorithm.batch import TokenBlock, logprob_difference, train_sequence
 from rstar2_megatron.training import gates
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
@@ -23,46 +24,51 @@ def trajectory() -> Trajectory:
 
 
 def test_trained_tokens_agree_between_rollout_and_batch() -> None:
-    sequence = train_sequence(trajectory(), 1.0)
-    gates.check_trained_tokens([trajectory()], [sequence])
-    wrong = TrainSequence(sequence.input_ids, [0, 0, 1, 1, 1], sequence.rollout_logprobs, 1.0)
+    gates.check_trained_tokens(
+        [trajectory()], TokenBlock.of([train_sequence(trajectory(), 1.0)]).trained_tokens
+    )
     with pytest.raises(gates.GateError, match=r"2 trained tokens but the training batch holds 3"):
-        gates.check_trained_tokens([trajectory()], [wrong])
+        gates.check_trained_tokens([trajectory()], 3)
 
 
 def test_actor_trains_every_token_of_the_batch() -> None:
-    sequence = train_sequence(trajectory(), 1.0)
-    gates.check_actor_tokens([sequence, sequence], 4.0)
+    gates.check_actor_tokens(4, 4.0)
     with pytest.raises(gates.GateError, match="holds 4 trained tokens but the actor trained 3"):
-        gates.check_actor_tokens([sequence, sequence], 3.0)
+        gates.check_actor_tokens(4, 3.0)
+
+
+def difference(*logprobs: float) -> dict[str, float]:
+    """Of the sequence with the engine's log-probs [-, -, -0.5, tool, -0.25]."""
+    return logprob_difference([train_sequence(trajectory(), 1.0)], [np.array(logprobs, np.float32)])
 
 
 def test_logprobs_agree_within_the_bound_of_the_precision() -> None:
-    sequence = train_sequence(trajectory(), 1.0)
-    close = [[0.0, 9.0, -0.5004, 9.0, -0.2501]]  # prompt and tool tokens do not count
-    figures = gates.check_logprobs([sequence], close, "fp32")
-    assert figures["max"] == pytest.approx(4e-4) and figures["mean"] == pytest.approx(2.5e-4)
-    far = [[0.0, 0.0, -0.51, 0.0, -0.25]]
+    close = difference(0.0, 9.0, -0.5004, 9.0, -0.2501)  # prompt and tool tokens do not count
+    assert close["max"] == pytest.approx(4e-4, rel=1e-3) and close["mean"] == pytest.approx(2.5e-4, rel=1e-3)
+    assert close["tokens"] == 2
+    gates.check_logprobs(close, "fp32")
+    far = difference(0.0, 0.0, -0.51, 0.0, -0.25)
     with pytest.raises(gates.GateError, match=r"max 1.00e-02 over 2 tokens"):
-        gates.check_logprobs([sequence], far, "fp32")
-    gates.check_logprobs([sequence], far, "bf16")
+        gates.check_logprobs(far, "fp32")
+    gates.check_logprobs(far, "bf16")
     with pytest.raises(gates.GateError):
-        gates.check_logprobs([sequence], [[0.0, 0.0, -0.7, 0.0, -0.25]], "bf16")
+        gates.check_logprobs(difference(0.0, 0.0, -0.7, 0.0, -0.25), "bf16")
     with pytest.raises(gates.GateError):
-        gates.check_logprobs([sequence], [[0.0, 0.0, float("nan"), 0.0, -0.25]], "fp32")
+        gates.check_logprobs(difference(0.0, 0.0, float("nan"), 0.0, -0.25), "bf16")
+    with pytest.raises(gates.GateError):
+        gates.check_logprobs(difference(0.0, 0.0, float("nan"), 0.0, -0.25), "fp32")
 
 
 def test_a_resumed_actor_scores_the_saved_group_alike() -> None:
-    sequence = train_sequence(trajectory(), 1.0)
-    saved = [[0.0, 1.0, -0.5, 1.0, -0.25]]
-    assert gates.check_resumed_logprobs([sequence], saved, saved, "fp32") == {"mean": 0.0, "max": 0.0}
+    gates.check_resumed_logprobs(difference(0.0, 1.0, -0.5, 1.0, -0.25), "fp32")
+    far = difference(0.0, 1.0, -0.51, 1.0, -0.25)
     with pytest.raises(
         gates.GateError, match=r"resumed actor scores .* max 1\.00e-02 .*earlier global_step_N"
     ):
-        gates.check_resumed_logprobs([sequence], saved, [[0.0, 1.0, -0.51, 1.0, -0.25]], "fp32")
-    gates.check_resumed_logprobs([sequence], saved, [[0.0, 1.0, -0.51, 1.0, -0.25]], "bf16")
+        gates.check_resumed_logprobs(far, "fp32")
+    gates.check_resumed_logprobs(far, "bf16")
     with pytest.raises(gates.GateError, match="resumed actor"):
-        gates.check_resumed_logprobs([sequence], saved, [[0.0, 1.0, -9.0, 1.0, -0.25]], "bf16")
+        gates.check_resumed_logprobs(difference(0.0, 1.0, -9.0, 1.0, -0.25), "bf16")
 
 
 def test_weights_must_be_the_same_tensors_with_the_same_content() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -92,7 +93,7 @@ def build_microbatch(
     part in the collectives of the other ranks.
     """
     members = [sequences[i] for i in indices]
-    tokens = [m.input_ids for m in members] or [[0]]
+    tokens = [m.input_ids for m in members] or [np.zeros(1, np.int32)]
     lengths = [len(ids) for ids in tokens]
     padded = padded_lengths(lengths, context)
     cp, rank = context.context_parallel, context.context_rank
@@ -101,7 +102,7 @@ def build_microbatch(
     first_row = 0
     for number, (segment_ids, length, full) in enumerate(zip(tokens, lengths, padded)):
         flat = torch.zeros(full, dtype=torch.long)
-        flat[:length] = torch.tensor(segment_ids, dtype=torch.long)
+        flat[:length] = torch.tensor(segment_ids)
         places = local_places(full, cp, rank)
         ids.append(flat[places])
         positions.append(places)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from rstar2_megatron.rollout.engine.arguments import engine_arguments
 from rstar2_megatron.rollout.engine.protocol import (
@@ -106,7 +107,7 @@ class EngineClient(SupervisedEngine):
 
     async def generate(
         self,
-        input_ids: list[int],
+        input_ids: Sequence[int] | np.ndarray,
         sampling: dict[str, Any],
         *,
         timeout_s: float,

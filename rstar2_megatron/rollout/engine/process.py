@@ -25,6 +25,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
+import numpy as np
+
 from rstar2_megatron.rollout.engine import shared_files
 from rstar2_megatron.rollout.engine.protocol import (
     REPORT_ID,
@@ -159,7 +161,7 @@ class _EngineServer:
 
     async def _generate(self, params: dict[str, Any]) -> GenerateResult:
         output = await self._engine.async_generate(
-            input_ids=params["input_ids"],
+            input_ids=np.asarray(params["input_ids"]).tolist(),
             sampling_params=params["sampling"],
             return_logprob=True,
             logprob_start_len=-1,
@@ -175,8 +177,8 @@ class _EngineServer:
         if spans is None:
             spans = [{"start": 0, "end": len(tokens), "version": meta["weight_version"]}]
         return GenerateResult(
-            token_ids=[token[1] for token in tokens],
-            logprobs=[token[0] for token in tokens],
+            token_ids=np.array([token[1] for token in tokens], np.int32),
+            logprobs=np.array([token[0] for token in tokens], np.float32),
             finish_reason=reason["type"],
             version_spans=[(span["start"], span["end"], int(span["version"])) for span in spans],
             prompt_tokens=meta.get("prompt_tokens", len(params["input_ids"])),

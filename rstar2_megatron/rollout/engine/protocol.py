@@ -2,7 +2,7 @@
 
 A request is [id, method, params]; its reply is [id, error or null, result]. Id 0 marks a report (`EngineReport`), which the
 child sends when the engine is up and then once a second. The module also holds the results and errors of engine calls. It
-imports neither torch nor SGLang.
+imports neither torch nor SGLang. Arrays of int32 and float32 travel as their little-endian bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import struct
 from typing import Any
 
 import msgspec
+import numpy as np
 
 _HEADER = struct.Struct("<I")
 REPORT_ID = 0
@@ -31,10 +32,10 @@ class EngineReport(msgspec.Struct):
 
 
 class GenerateResult(msgspec.Struct):
-    """Generated tokens. `token_ids` and `logprobs` (temperature applied) have one entry per token."""
+    """Generated tokens. `token_ids` (int32) and `logprobs` (float32, temperature applied) have one entry per token."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: np.ndarray
+    logprobs: np.ndarray
     finish_reason: str  # stop | length | abort
     version_spans: list[tuple[int, int, int]]  # (start, end, weight version) of each span of tokens
     prompt_tokens: int
@@ -58,8 +59,18 @@ class EngineError(RuntimeError):
     """The engine refused a call and still serves."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder()
+_ARRAYS = {1: "<i4", 2: "<f4"}  # by the code of msgpack's extension type
+
+
+def _encode_array(value: Any) -> msgspec.msgpack.Ext:
+    for code, kind in _ARRAYS.items():
+        if isinstance(value, np.ndarray) and value.dtype == kind:
+            return msgspec.msgpack.Ext(code, value.tobytes())
+    raise TypeError(f"a message holds {type(value).__name__}, which is no array of int32 or float32")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(ext_hook=lambda code, data: np.frombuffer(data, _ARRAYS[code]))
 
 
 async def read_message(reader: asyncio.StreamReader) -> list[Any]:

@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.check.context import Context
@@ -112,9 +114,9 @@ def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int 
         mask = [0] * prompt + [int(rng.random() < 0.8) for _ in range(n - prompt)]
         batch.append(
             TrainSequence(
-                input_ids=[rng.randrange(model.vocab_size) for _ in range(n)],
-                loss_mask=mask,
-                rollout_logprobs=[uniform + rng.gauss(0, 0.1) if m else 0.0 for m in mask],
+                input_ids=np.array([rng.randrange(model.vocab_size) for _ in range(n)]),
+                loss_mask=np.array(mask),
+                rollout_logprobs=np.array([uniform + rng.gauss(0, 0.1) if m else 0.0 for m in mask]),
                 advantage=(-1.0, -0.4, 0.7, 1.3)[number % 4],
             )
         )

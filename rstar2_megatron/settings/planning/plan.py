@@ -27,6 +27,7 @@ from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
 from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
 from rstar2_megatron.settings.planning.times import plan_times
 from rstar2_megatron.settings.planning.training import plan_training
+from rstar2_megatron.settings.planning.transport import plan_transport
 from rstar2_megatron.settings.schema import Settings
 
 __all__ = [
@@ -88,7 +89,10 @@ def make_plan(
     if task == "sft":
         return plan
     plan_disk(plan, settings, model)
-    plan_rollout(plan, settings, slots, model, len(places.get("rollout", range(slots.count))))
+    engines = len(places.get("rollout", range(slots.count)))
+    plan_rollout(plan, settings, slots, model, engines)
+    if task == "reasoning":
+        plan_transport(plan, settings, max(engines // settings.rollout.tensor_parallel_size, 1))
     if not slots.is_cpu and task == "reasoning":
         if collocated(settings.cluster, slots):
             plan_sharing(plan, settings, slots, model)

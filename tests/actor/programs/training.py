@@ -146,7 +146,7 @@ def score(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
 ) -> list[list[float]]:
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
-        return actor.compute_logprobs(batch)
+        return [row.tolist() for row in actor.compute_logprobs(batch)]
 
 
 def supervised(

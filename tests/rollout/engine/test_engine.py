@@ -67,8 +67,9 @@ async def test_logprobs_of_concurrent_turns_are_the_models(engine: EngineClient,
             result = await engine.generate(
                 ids, {"temperature": 1.0, "max_new_tokens": 5 + 7 * i}, timeout_s=120
             )
-            turns.append((ids, result.token_ids, result.logprobs))
-            ids = ids + result.token_ids + [i, turn, 9]
+            tokens = result.token_ids.tolist()
+            turns.append((ids, tokens, result.logprobs.tolist()))
+            ids = [*ids, *tokens, i, turn, 9]
         return turns
 
     done = await asyncio.gather(*(converse(i) for i in range(24)))
@@ -84,8 +85,10 @@ async def test_temperature_is_in_the_logprobs(engine: EngineClient, tiny_model: 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     result = await engine.generate(PROMPT, {"temperature": 0.5, "max_new_tokens": 8}, timeout_s=60)
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + result.token_ids])).logits[0] / 0.5
-    expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(result.token_ids)[:, None])
+        logits = model(torch.tensor([[*PROMPT, *result.token_ids]])).logits[0] / 0.5
+    expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1].gather(
+        1, torch.tensor(result.token_ids).long()[:, None]
+    )
     assert torch.allclose(expected.squeeze(1), torch.tensor(result.logprobs), atol=1e-3)
 
 
@@ -93,12 +96,13 @@ async def test_stop_token_is_returned_and_ends_the_turn(engine: EngineClient) ->
     greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
     free = await engine.generate(PROMPT, greedy, timeout_s=60)
     assert free.finish_reason == "length" and len(free.token_ids) == 12
-    stop = free.token_ids[4]
+    generated = free.token_ids.tolist()
+    stop = generated[4]
     cut = await engine.generate(
         PROMPT, {**greedy, "ignore_eos": False, "stop_token_ids": [stop]}, timeout_s=60
     )
     assert cut.finish_reason == "stop"
-    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert cut.token_ids.tolist() == generated[: generated.index(stop) + 1]
     assert len(cut.logprobs) == len(cut.token_ids)
 
 
@@ -130,7 +134,7 @@ async def test_capacity_is_known(engine: EngineClient) -> None:
 async def test_a_request_too_long_is_refused_and_the_engine_lives(engine: EngineClient) -> None:
     with pytest.raises(EngineError):
         await engine.generate([1] * (engine.max_context_tokens + 100), STOP, timeout_s=60)
-    assert (await engine.generate(PROMPT, STOP, timeout_s=60)).token_ids
+    assert len((await engine.generate(PROMPT, STOP, timeout_s=60)).token_ids)
 
 
 async def test_deadline_aborts_the_request_only(engine: EngineClient) -> None:
@@ -166,12 +170,14 @@ async def test_update_changes_outputs_version_and_checksums(engine: EngineClient
     await update_weights(engine, changed.items(), version=5, bucket_bytes=several)
     assert await engine.weights_checksum() == weights_checksum(changed.items())
     after = await engine.generate(PROMPT, greedy, timeout_s=60)
-    assert after.token_ids != before.token_ids
+    assert after.token_ids.tolist() != before.token_ids.tolist()
     assert (before.weight_version, after.weight_version) == (0, 5)
     assert after.cached_tokens == 0
 
     await update_weights(engine, weights.items(), version=6)
-    assert (await engine.generate(PROMPT, greedy, timeout_s=60)).token_ids == before.token_ids
+    assert (
+        await engine.generate(PROMPT, greedy, timeout_s=60)
+    ).token_ids.tolist() == before.token_ids.tolist()
 
 
 async def test_bad_weights_are_refused_and_good_ones_mend_it(engine: EngineClient, tiny_model: Path) -> None:
@@ -342,7 +348,7 @@ async def test_two_ranks_share_a_model(tiny_model: Path) -> None:
             prompts = [[(11 * i + j) % 400 for j in range(10 + 9 * i)] for i in range(4)]
             results = await asyncio.gather(*(client.generate(ids, STOP, timeout_s=120) for ids in prompts))
             for ids, result in zip(prompts, results, strict=True):
-                expected = hf_logprobs(model, ids, result.token_ids)
+                expected = hf_logprobs(model, ids, result.token_ids.tolist())
                 assert torch.allclose(expected, torch.tensor(result.logprobs), atol=1e-3)
                 assert {span[2] for span in result.version_spans} == {version}
             assert await client.weights_checksum() == weights_checksum(weights.items())

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.case import random_batch
@@ -82,7 +83,7 @@ class CheckRun(RLRun):
         model = self._model_config()
         batch = random_batch(model, 8, 20, 64, seed=self._version)
         before = self.actor.call("weights_checksum", timeout_s=timeout)[0]
-        self.trainer.train(batch)
+        self.trainer.train(put_sequences(batch))
         after = self.actor.call("weights_checksum", timeout_s=timeout)[0]
         changed = sum(before[name] != value for name, value in after.items())
         if not changed:

@@ -49,8 +49,8 @@ async def _engine_run(
         greedy = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         first = prompt(16)
         answer = await engine.generate(first, greedy, timeout_s=_CALL_S)
-        result["prompt"], result["token_ids"] = first, list(answer.token_ids)
-        result["logprobs"] = [float(value) for value in answer.logprobs]
+        result["prompt"], result["token_ids"] = first, answer.token_ids.tolist()
+        result["logprobs"] = answer.logprobs.tolist()
 
         sampling = {"temperature": 1.0, "max_new_tokens": speed_tokens, "ignore_eos": True}
         prompts = [prompt(32) for _ in range(requests)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.runs.check.case import make_case
 from rstar2_megatron.runs.check.context import Context
@@ -63,12 +65,11 @@ def start(context: Context) -> Finding:
 def greedy(context: Context) -> Finding:
     """64 greedy tokens: the actor must give each the log-prob that the engine reported."""
     told = context.found["engine"]
-    ids = [*told["prompt"], *told["token_ids"]]
     length = len(told["prompt"])
     sequence = TrainSequence(
-        input_ids=ids,
-        loss_mask=[0] * length + [1] * len(told["token_ids"]),
-        rollout_logprobs=[0.0] * length + told["logprobs"],
+        input_ids=np.array([*told["prompt"], *told["token_ids"]]),
+        loss_mask=np.array([0] * length + [1] * len(told["token_ids"])),
+        rollout_logprobs=np.array([0.0] * length + told["logprobs"]),
         advantage=0.0,
     )
     case = make_case(context, optim={"optimizer_cpu_offload": False})
