@@ -81,7 +81,8 @@ class PendingCall:
             except ray.exceptions.RayTaskError as e:
                 raise WorkerFailed(f"{self.name} failed:\n{e}") from e
             except ray.exceptions.RayActorError as e:
-                raise WorkerLost(f"{self.name}: the worker process died: {e}") from e
+                where = f"call {self.refs.index(ref)} of {len(self.refs)}"
+                raise WorkerLost(f"{self.name}, {where}: the worker process died: {e}") from e
 
 
 class WorkerGroup:
