@@ -1,6 +1,7 @@
 """Memory and seconds that a step's trajectories take between engines, driver and actor ranks.
 
-`TOKEN_BYTES` follows from the arrays' types. The other constants are estimates; `python -m benchmarks.paper_step` measures them.
+`TOKEN_BYTES` follows from the arrays' types. The other constants are estimates, which
+`python -m benchmarks.paper_step` can measure.
 """
 
 from __future__ import annotations
