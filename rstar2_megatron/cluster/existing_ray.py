@@ -28,7 +28,7 @@ def check_answers(address: str) -> None:
             connection.sendall(_GREETING)
             encrypted = os.environ.get("RAY_USE_TLS", "0") == "1"
             if not encrypted and connection.recv(9)[3:4] != _SETTINGS[3:4]:  # the type of the first frame
-                raise ConnectionError("what listens there is no Ray head")
+                raise ConnectionError("the process that listens there is not a Ray head")
     except OSError as error:
         raise ClusterError(
             f"RAY_ADDRESS={address} does not answer: {error}. Start Ray there by `ray start --head`, with its port open to "

@@ -27,7 +27,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from rstar2_megatron.records.checkpoint import complete_checkpoints
-from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load
+from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, users_path
 from rstar2_megatron.settings.schema import Section, Settings
 
 RECIPE_DIR = CONFIG_DIR / "recipe"
@@ -94,9 +94,9 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe by its name in config/recipe/ or its path. Raises ConfigError."""
-    path = Path(name).expanduser()
-    if path.parent == Path(".") and not path.is_file():
+    """A recipe by its name in config/recipe/ or its path, relative to where the user stands. Raises ConfigError."""
+    path = users_path(name)
+    if Path(name).parent == Path(".") and not path.is_file():
         path = RECIPE_DIR / f"{name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
         near = difflib.get_close_matches(path.stem, recipe_names(), n=1, cutoff=0.3)

@@ -107,7 +107,7 @@ def _common(rng: random.Random, sizes: Sizes) -> tuple[int, int]:
             return a, b
 
 
-def _of_two(name: str, mistaken: str) -> Callable[[random.Random, Sizes], TinyProblem]:
+def _two_number_problems(name: str, mistaken: str) -> Callable[[random.Random, Sizes], TinyProblem]:
     """Problems of the function `math.{name}` of two numbers."""
 
     def make(rng: random.Random, sizes: Sizes) -> TinyProblem:
@@ -207,8 +207,8 @@ def _series(rng: random.Random, sizes: Sizes) -> TinyProblem:
 FAMILIES: dict[str, Callable[[random.Random, Sizes], TinyProblem]] = {
     "sum": _sum,
     "product": _product,
-    "gcd": _of_two("gcd", "lcm"),
-    "lcm": _of_two("lcm", "gcd"),
+    "gcd": _two_number_problems("gcd", "lcm"),
+    "lcm": _two_number_problems("lcm", "gcd"),
     "remainder": _remainder,
     "bits": _bits,
     "linear": _linear,

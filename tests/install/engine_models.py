@@ -253,7 +253,14 @@ def round_trip_thin(kind: str, directory: Path) -> dict[str, Any]:
 
 
 def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
-    """DDP and the distributed optimizer around a thin model, as one of two data-parallel ranks; nothing is stepped."""
+    """DDP and the distributed optimizer around a thin model, as one of two data-parallel ranks; nothing is stepped.
+
+    The optimizer's sharded state is made as for a load.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+    from torch.utils._pytree import tree_leaves
+
+    from rstar2_megatron.actor import checkpoint
     from rstar2_megatron.actor.layout import Layout
     from rstar2_megatron.actor.network.model import build_chunks, unwrap
     from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
@@ -266,8 +273,12 @@ def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
             model, ActorModelSettings(precision="bf16"), "transformer_engine", "cuda"
         )
         chunks = wrap_ddp(config, chunks, OptimSettings())
-        parts = build_optimizer(chunks, OptimSettings(), "bf16").chained_optimizers
+        optimizer = build_optimizer(chunks, OptimSettings(), "bf16")
+        parts = optimizer.chained_optimizers
+        state = checkpoint._sharded_state(chunks, optimizer, loading=True)["optimizer"]
         return {
+            "weights": sum(1 for chunk in chunks for _ in unwrap(chunk).parameters()),
+            "sharded_states": sum(isinstance(x, ShardedBase) for x in tree_leaves(state)),
             "adam": sorted({f"{type(p.optimizer).__module__}.{type(p.optimizer).__name__}" for p in parts}),
             "main_gradients": all(hasattr(p, "main_grad") for c in chunks for p in unwrap(c).parameters()),
             "masters": sum(x.numel() for part in parts for x in part.get_parameters()),

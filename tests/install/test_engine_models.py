@@ -73,6 +73,7 @@ def test_the_optimizer_is_the_engines(built: dict[str, Any], kind: str) -> None:
     assert "error" not in one, one["error"]
     assert one["adam"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
     assert one["main_gradients"] and one["masters"] > 0
+    assert one["sharded_states"] >= 3 * one["weights"] > 0  # master and two moments of each
 
 
 @pytest.mark.parametrize("implementation", ["local", pytest.param("transformer_engine", marks=needs_engine)])

@@ -14,7 +14,7 @@ from rstar2_megatron.runs.check.agent import NodeAgent
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes, values
 from rstar2_megatron.runs.check.process import Job
-from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.runs.check.runner import run_checks
 from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network
 from rstar2_megatron.runs.check.subjects.thin_model import thin_config
@@ -228,7 +228,7 @@ def test_layers_of_transformer_engine_that_compute_something_else_fail(tmp_path:
     assert network.engine_layers(on_gpu(tmp_path, "transformer_engine", told(0.01))).words
     with pytest.raises(CheckFailed, match=r"gradient error 5\.0e-01 \(most in norm\.weight\).*allowed 6e-02"):
         network.engine_layers(on_gpu(tmp_path, "transformer_engine", told(0.5)))
-    with pytest.raises(NotHere, match="is not installed"):
+    with pytest.raises(CheckSkipped, match="is not installed"):
         network.engine_layers(on_gpu(tmp_path, "local"))
 
 
@@ -321,7 +321,7 @@ def test_a_failure_stops_only_what_depends_on_it() -> None:
         Check("c", failing(ZeroDivisionError("by zero")), "mend it"),
         Check("d", finding("fine"), "", after=("b",)),
         Check("e", finding("fine"), "", after=("d",)),
-        Check("f", failing(NotHere("no experts")), ""),
+        Check("f", failing(CheckSkipped("no experts")), ""),
         Check("g", finding("fine"), "", gpu=True),
         Check("h", finding("fine"), "", ranks=4),
         Check("i", finding("fine"), "", nodes=2),

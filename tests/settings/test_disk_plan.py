@@ -11,7 +11,7 @@ from rstar2_megatron.settings.planning.plan import make_plan
 def test_disk_counts_what_the_settings_keep() -> None:
     overrides = ["runner.max_steps=100", "runner.keep_checkpoints=2", "runner.save_interval=10"]
     overrides += ["runner.save_rollout_tokens=True", "runner.keep_rollouts=5", "runner.max_file_mb=1"]
-    settings, _ = load_settings("rstar2-qwen2.5-14b-megatron-paper", overrides)
+    settings = load_settings("rstar2-qwen2.5-14b-megatron-paper", overrides)
     model = known_model("Qwen2.5-14B-Instruct")
     assert model is not None
     disk = disk_needed(settings, model)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rstar2_megatron.runs.main import main, parse
+from rstar2_megatron.runs.stages import load_recipe
 from rstar2_megatron.settings.load import CALLED_FROM, ConfigError, find_config, load, print_config
 from rstar2_megatron.settings.variant import VARIANTS, algorithm_rows
 from tests.settings.rlinf_yaml import RLINF_7B
@@ -169,6 +170,10 @@ def test_a_relative_yaml_is_the_one_beside_the_user(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="no configuration file"):
         find_config("config/rstar2-tiny-cpu.yaml")
     assert find_config("rstar2-tiny-cpu")[1] == "rstar2-tiny-cpu"
+    (tmp_path / "config" / "mine.yaml").write_text("stages: 3")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config/mine.yaml"):
+        load_recipe("config/mine.yaml")
+    assert load_recipe("rstar2-tiny").name
 
 
 def test_hydras_options_name_the_yaml() -> None:

@@ -87,11 +87,11 @@ class Runner:
         return self.group.shortage()
 
     def _killed_for_memory(self, before: tuple[int, int]) -> Outcome | None:
-        """The outcome of a call that the kernel killed for lack of memory: the service's failure below the call's own limit."""
+        """The outcome of a call that the kernel killed for lack of memory: QUEUE_TIMEOUT when others had used it up."""
         kills, reached = before if self.group is None else self.group.shortage()
         if kills == before[0]:
             return None
-        return Outcome.MEMORY if reached > before[1] else Outcome.INTERNAL_ERROR
+        return Outcome.MEMORY if reached > before[1] else Outcome.QUEUE_TIMEOUT
 
     def _make_directory(self) -> str:
         if "private_tmpfs" in self.layers.active:

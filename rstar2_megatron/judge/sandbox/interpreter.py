@@ -95,7 +95,8 @@ class SessionRunner(Runner):
             state = "lost"
             code = self._finish()
             if verdict is None and killed:
-                verdict, stderr = killed, stderr + SHORTAGES[killed]
+                verdict = Outcome.MEMORY if killed is Outcome.MEMORY else Outcome.INTERNAL_ERROR
+                stderr += SHORTAGES[killed]
             elif failure := self.sandbox.failure.take():
                 verdict, stderr = outcome_of_failure(failure), failure
             elif verdict is None and code == 0:  # os._exit(0), or bytes on the channel that the program wrote

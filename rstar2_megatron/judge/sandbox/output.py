@@ -13,7 +13,7 @@ from rstar2_megatron.judge.outcome import Outcome, make_result
 _READ_SIZE = 1 << 16
 SHORTAGES = {
     Outcome.MEMORY: "",
-    Outcome.INTERNAL_ERROR: "This node's calls together used up the judge's memory: lower --workers or --memory-mb.\n",
+    Outcome.QUEUE_TIMEOUT: "This node's calls together used up the judge's memory: lower --workers or --memory-mb.\n",
 }
 
 

@@ -19,7 +19,7 @@ class CheckFailed(Exception):
         self.words, self.remedy, self.details, self.figures = words, remedy, details, figures or {}
 
 
-class NotHere(Exception):
+class CheckSkipped(Exception):
     """The check cannot be made on this machine or with this YAML; the text says why."""
 
 
@@ -37,7 +37,7 @@ class Check:
 
     name: str
     run: Callable[[Any], Finding]
-    """Called with the `Context`. Raises CheckFailed, or NotHere."""
+    """Called with the `Context`. Raises CheckFailed, or CheckSkipped."""
     remedy: str
     deadline_s: float = 120.0
     after: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from rstar2_megatron.runs.check.context import Context
-from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere, Result
+from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding, Result
 
 ON_CPU = "this YAML runs on CPU slots"
 _GRACE_S = 60.0  # beyond a check's deadline, which the programs that it starts keep themselves
@@ -94,7 +94,7 @@ def _run_queue(work: queue.Queue[Callable[[], None] | None]) -> None:
 def _result(check: Check, answer: Finding | BaseException, seconds: float) -> Result:
     if isinstance(answer, Finding):
         return Result(check.name, "passed", answer.words, seconds, figures=answer.figures)
-    if isinstance(answer, NotHere):
+    if isinstance(answer, CheckSkipped):
         return Result(check.name, "skipped", str(answer), seconds)
     if isinstance(answer, CheckFailed):
         details = answer.details or answer.words

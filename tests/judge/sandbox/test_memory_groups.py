@@ -26,7 +26,7 @@ def tree() -> Iterator[GroupTree]:
     made.remove()
 
 
-@pytest.mark.parametrize(("own_mb", "outcome"), [(1000, Outcome.INTERNAL_ERROR), (40, Outcome.MEMORY)])
+@pytest.mark.parametrize(("own_mb", "outcome"), [(1000, Outcome.QUEUE_TIMEOUT), (40, Outcome.MEMORY)])
 def test_the_service_has_a_limit_below_the_machines_memory(
     tree: GroupTree, own_mb: int, outcome: Outcome
 ) -> None:

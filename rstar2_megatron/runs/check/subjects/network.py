@@ -17,7 +17,7 @@ from rstar2_megatron.runs.check.case import (
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.programs.gradients import reference_path
-from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 
 _GRADIENTS = "rstar2_megatron.runs.check.programs.gradients:gradients"
 _PLAIN_OPTIMIZER = {
@@ -174,16 +174,16 @@ _LAYOUT = (
 
 
 def sizes_of(context: Context, *keys: str) -> dict[str, Any]:
-    """The YAML's parallel sizes of `keys`, 2 where it has 1, as far as a node has slots. Raises NotHere."""
+    """The YAML's parallel sizes of `keys`, 2 where it has 1, as far as a node has slots. Raises CheckSkipped."""
     model, most = context.settings.actor.model, context.slots_per_node
     sizes = {key: min(max(getattr(model, key), 2), most) for key in keys}
     config, tensor = context.thin_config, sizes.get("tensor_model_parallel_size", 1)
     if config.num_kv_heads % tensor or config.vocab_size % tensor:
-        raise NotHere(
+        raise CheckSkipped(
             f"{config.num_kv_heads} key/value heads and {config.vocab_size} words do not divide by {tensor}"
         )
     if sizes.get("expert_model_parallel_size", 1) > 1 and not config.is_moe:
-        raise NotHere("the model has no experts")
+        raise CheckSkipped("the model has no experts")
     return sizes
 
 
@@ -209,7 +209,7 @@ def whole_layout(context: Context) -> Finding:
     sizes = {key: getattr(model, key) for key in _LAYOUT}
     copy = math.prod(sizes[key] for key in _LAYOUT[:3])
     if ranks % copy:
-        raise NotHere(f"a copy of the model takes {copy} slots, a node has {ranks}")
+        raise CheckSkipped(f"a copy of the model takes {copy} slots, a node has {ranks}")
     case = plain_case(
         context,
         **sizes,
@@ -225,10 +225,12 @@ def whole_layout(context: Context) -> Finding:
 def engine_layers(context: Context) -> Finding:
     """TransformerEngine's layers against megatron-core's local ones."""
     if context.settings.actor.model.transformer_impl == "local":
-        raise NotHere("actor.model.transformer_impl=local")
+        raise CheckSkipped("actor.model.transformer_impl=local")
     other = context.nodes.ranks("rstar2_megatron.runs.check.subjects.network:implementation", 1, 60.0)[0]
     if other == "local":
-        raise NotHere("TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine")
+        raise CheckSkipped(
+            "TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine"
+        )
     return compared(context, plain_case(context, transformer_impl="local"))
 
 

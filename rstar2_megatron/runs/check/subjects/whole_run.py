@@ -13,7 +13,7 @@ from typing import Any
 
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
-from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding, NotHere
+from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.planning.times import TRAIN_SHARE
@@ -183,7 +183,7 @@ def start(context: Context) -> Finding:
     if not any(
         (context.thin / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     ):
-        raise NotHere(
+        raise CheckSkipped(
             f"rollout.model.model_path={context.settings.rollout.model.model_path} has no tokenizer: the agent loop needs one"
         )
     figures = program(context).part(START, 780.0 if context.device == "cuda" else 420.0)
@@ -198,7 +198,7 @@ def start(context: Context) -> Finding:
 def route(kind: str) -> Callable[[Context], Finding]:
     def run(context: Context) -> Finding:
         if kind not in context.found["routes"]:
-            raise NotHere("not possible with this placement (weights/route.py)")
+            raise CheckSkipped("not possible with this placement (weights/route.py)")
         figures = program(context).part(kind, 660.0 if context.device == "cuda" else 180.0)
         words = (
             f"{figures['bytes'] / 1e6:.1f} MB in {figures['sync_seconds']:.2f} s, "

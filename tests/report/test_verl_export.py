@@ -1,0 +1,130 @@
+"""The export of verl's side: prompts as ours, files, differences; and, as a long test, verl's own configuration loader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rstar2_megatron.report.verl_export import VERSION, chat_template, differences, export, verl_row
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.variant import VARIANTS
+from rstar2_megatron.trajectory import Problem
+
+SIZE = "rstar2-qwen2.5-7b-megatron"
+PROBLEM = Problem("p1", [{"role": "user", "content": "What is 1 + 1?"}], ["2", "2.0"])
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    data = tmp_path / "train.jsonl"
+    data.write_text(
+        json.dumps({"query_id": "p1", "prompt": PROBLEM.prompt, "solutions": PROBLEM.solutions}) + "\n"
+    )
+    words = [
+        f"data.train_data_paths=[{data}]",
+        "tools.codejudge.host_addr=judge",
+        "tools.codejudge.host_port=9",
+    ]
+    return load(SIZE, words).settings
+
+
+class OneToken:
+    """The rendered text does not depend on the tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [0]
+
+
+def test_verl_renders_the_prompt_and_the_tool_response_that_we_train_on(settings: Settings) -> None:
+    template = jinja2.Environment().from_string(chat_template(settings))
+    ours = ChatTemplate(OneToken(), settings.agentloop)
+    row = verl_row(PROBLEM, settings)
+    prompt = template.render(messages=row["prompt"], add_generation_prompt=True)
+    assert prompt == ours.prompt_text(PROBLEM)
+    assert json.loads(row["reward_model"]["ground_truth"]) == PROBLEM.solutions
+    system = template.render(messages=[{}])  # what verl cuts off to find the text of one tool response
+    response = template.render(messages=[{"role": "tool", "content": "2"}], add_generation_prompt=True)
+    assert "\n" + response.removeprefix(system) == ours.tool_response_text(["2"])
+
+
+def test_the_files_name_each_other_and_every_difference(settings: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "verl"
+    found = export(settings, out)
+    assert (out / "differences.txt").read_text().splitlines() == found
+    assert any("algorithm.down_sampling (mode released, 16 of 32)" in line for line in found)
+    config = yaml.safe_load((out / "verl.yaml").read_text())
+    assert pq.read_table(config["data"]["train_files"]).to_pylist()[0]["agent_name"] == "tool_agent"
+    rollout = config["actor_rollout_ref"]["rollout"]
+    (tool,) = yaml.safe_load(Path(rollout["multi_turn"]["tool_config_path"]).read_text())["tools"]
+    assert tool["config"]["judge_url"] == "http://judge:9"
+    assert (rollout["n"], config["data"]["train_batch_size"]) == (32, 128)
+    subprocess.run(["bash", "-n", out / "run_verl.sh"], check=True)
+    code = (
+        "import asyncio, reward; print([asyncio.run(reward.compute_score('math', f'<answer>\\\\boxed{{{x}}}</answer>', "
+        "'[\"2\"]')) for x in (2, 3)])"
+    )
+    path = os.pathsep.join([str(out), str(Path(__file__).parents[2])])
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == "[1.0, 0.0]", shown.stderr
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_what_verl_cannot_do_is_listed(variant: str) -> None:
+    words = [f"algorithm.variant={variant}", "algorithm.kl_beta=0.1", "rollout.tail=cut"]
+    text = "\n".join(differences(load(SIZE, words).settings))
+    assert ("loss_agg_func" in text) == ("released" in variant)
+    assert ("clip_ratio_c=null" in text) == ("kl_clamp=null" in text) == (variant == "paper")
+    assert "rollout.tail=cut" in text
+
+
+@pytest.mark.long
+def test_verls_own_configuration_takes_every_key(settings: Settings, tmp_path: Path) -> None:
+    """verl without its dependencies: Hydra composes its ppo_trainer with ours on top; each of our keys is one of verl's."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    packages, out = tmp_path / "packages", tmp_path / "verl"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(packages),
+        f"verl=={VERSION}",
+    ]
+    subprocess.run(pip, check=True, timeout=300)
+    export(settings, out)
+    trainer = packages / "verl" / "trainer" / "config"
+    ours = yaml.safe_load((out / "verl.yaml").read_text())
+    keys = list(leaves({name: value for name, value in ours.items() if name not in ("defaults", "hydra")}))
+    with initialize_config_dir(config_dir=str(trainer), version_base=None):
+        stock = compose(config_name="ppo_trainer")
+    theirs = {key for key, _ in leaves(OmegaConf.to_container(stock))}
+    assert [key for key, _ in keys if key not in theirs] == []
+    with initialize_config_dir(config_dir=str(out), version_base=None):
+        config = compose(config_name="verl", overrides=[f"hydra.searchpath=[file://{trainer}]"])
+    assert {key: OmegaConf.select(config, key) for key, _ in keys} == dict(keys)
+    assert config.actor_rollout_ref.rollout.response_length == 8192  # interpolated by verl from data.*
+
+
+def leaves(node: dict, prefix: str = ""):
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
