@@ -70,6 +70,10 @@ class PendingCall:
         ended, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)
         return len(ended) == len(self.refs)
 
+    def result_if_ended(self) -> list[Any] | None:
+        """As `result` when every worker has ended this call, None before. Never waits."""
+        return self.result(1.0) if self.wait_for_end(0) else None
+
     def _raise_failures(self, done: Iterable[Any]) -> None:
         for ref in done:
             try:
@@ -77,7 +81,8 @@ class PendingCall:
             except ray.exceptions.RayTaskError as e:
                 raise WorkerFailed(f"{self.name} failed:\n{e}") from e
             except ray.exceptions.RayActorError as e:
-                raise WorkerLost(f"{self.name}: the worker process died: {e}") from e
+                where = f"call {self.refs.index(ref)} of {len(self.refs)}"
+                raise WorkerLost(f"{self.name}, {where}: the worker process died: {e}") from e
 
 
 class WorkerGroup:

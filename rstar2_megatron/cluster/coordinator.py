@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +13,9 @@ from typing import Any
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import ChannelReader, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, work_key
-from rstar2_megatron.cluster.live_view import LiveView, ShowProgress
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.records.trace import TRACE
+from rstar2_megatron.rollout.live_view import LiveView, ShowProgress
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.progress import PhaseProgress
@@ -79,7 +80,8 @@ class RolloutCoordinator:
         pending = self._rollout.start("generate", self._channel, spec)
         run = _PhaseServer(self._channel, phase, spec.phase, len(self._rollout), refill)
 
-        live = LiveView(self._rollout, phase, PhaseProgress(label, self._lengths), self.show_progress)
+        ask = functools.partial(self._rollout.start, "load")
+        live = LiveView(ask, phase, PhaseProgress(label, self._lengths), self.show_progress)
 
         def check() -> None:
             pending.check()

@@ -1,4 +1,4 @@
-"""Traces of chosen steps over the worker groups: who opens the file when, and how far each clock is ahead."""
+"""Traces and torch profiles of chosen steps, over the worker groups (`runner.trace`, `runner.profiler`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.records.trace import TRACE, Row, clock_offset, trace_path
+from rstar2_megatron.settings.schema import ProfilerSettings
 
 _PINGS = 5
 _CALL_TIMEOUT_S = 60.0
+_WRITE_TIMEOUT_S = 900.0  # the profile of a long step has gigabytes of events
 
 
 class TracedWorker:
@@ -76,9 +78,8 @@ class StepTraces:
                 group.call("begin_trace", str(path), origin, offsets, timeout_s=_CALL_TIMEOUT_S)
             with TRACE.span(f"step {number}", step=number):
                 yield
-            for (
-                group
-            ) in self._groups:  # not after a failure: a worker may be dead, and what it wrote is in the file
+            # not after a failure: a worker may be dead, and its events are in the file
+            for group in self._groups:
                 group.call("end_trace", timeout_s=_CALL_TIMEOUT_S)
         finally:
             TRACE.close()
@@ -101,3 +102,26 @@ def _offsets(group: WorkerGroup) -> list[float]:
 
 def _kernel() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class StepProfiles:
+    """Files: `{output_dir}/step_N/actor_rank_R.json.gz`, and `engine_R-...trace.json.gz` as SGLang names them."""
+
+    def __init__(
+        self, run: Path, settings: ProfilerSettings, actor: WorkerGroup, rollout: WorkerGroup
+    ) -> None:
+        self._settings, self._groups = settings, (actor, rollout)
+        self._directory = Path(settings.output_dir or run / "profiles").resolve()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around training step `number`."""
+        if number not in self._settings.steps:
+            yield
+            return
+        directory = str(self._directory / f"step_{number}")
+        for group in self._groups:
+            group.call("begin_profile", directory, timeout_s=_CALL_TIMEOUT_S)
+        yield
+        for group in self._groups:
+            group.call("end_profile", directory, timeout_s=_WRITE_TIMEOUT_S)

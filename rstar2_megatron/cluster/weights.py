@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,9 @@ from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
 from rstar2_megatron.weights.route import WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket, group_tensors
 
-STEP_TIMEOUT_S = 30.0
-"""Longest wait for one bucket, either in a collective or until the engine has loaded it."""
+STEP_TIMEOUT_S = 25.0
+"""Longest wait for one bucket, either in a collective or until the engine has loaded it: the next route begins within 30 s."""
+_LOOK_S = 0.2
 _KEEP_FREE = 0.1  # share of the host's memory that a copy of the weights must leave free
 
 
@@ -58,10 +60,14 @@ class WeightSender:
         The iteration is collective over actor ranks. So a failure raises TransferFailed only after the iteration has ended.
         The buckets stay readable until `forget`.
         """
-        self.forget()
         sent = Sent()
         failure: Exception | None = None
-        targets = _targets(self._worker._rank, route, engines)
+        targets: list[Any] = []
+        try:
+            self.forget()
+            targets = _targets(self._worker._rank, route, engines)
+        except Exception as error:
+            failure = error
         for number, (tensors, last) in enumerate(group_tensors(named_tensors, route.bucket_bytes)):
             sent.num_buckets = number + 1
             if failure is not None or not targets:
@@ -103,7 +109,7 @@ class WeightSender:
         if route.kind == "broadcast":
             calls = self._deliver(targets, route, number, None, last)
             work: Any = self._worker.broadcast(tensors, groups=_collective(route), async_op=True)
-            _within(work.wait, "the broadcast of a bucket")
+            _within(work.wait, calls)
         else:
             path = None
             if route.kind == "disk":
@@ -138,16 +144,22 @@ def _collective(route: WeightRoute) -> list[tuple[str, list[int]]]:
 def _demand_loaded(calls: list[Any]) -> None:
     """Wait for the engines' answers. Raises TransferFailed when an engine refuses or does not answer in time."""
     try:
-        answers = ray.get(calls, timeout=STEP_TIMEOUT_S)
+        _demand(ray.get(calls, timeout=STEP_TIMEOUT_S))
     except ray.exceptions.GetTimeoutError:
         raise TransferFailed(f"an engine did not load a bucket within {STEP_TIMEOUT_S:.0f} s") from None
+
+
+def _demand(answers: list[str]) -> None:
     refused = [answer for answer in answers if answer]
     if refused:
         raise TransferFailed(refused[0])
 
 
-def _within(wait: Any, what: str) -> None:
-    """Call the uninterruptible `wait` in a thread. Raises TransferFailed after STEP_TIMEOUT_S."""
+def _within(wait: Any, calls: list[Any]) -> None:
+    """Call the uninterruptible `wait` of a broadcast in a thread.
+
+    Raises TransferFailed after STEP_TIMEOUT_S, or as soon as an engine refuses the bucket, which then may never join.
+    """
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -158,9 +170,13 @@ def _within(wait: Any, what: str) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(STEP_TIMEOUT_S)
+    deadline = time.monotonic() + STEP_TIMEOUT_S
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(_LOOK_S)
+        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        _demand(ray.get(answered))
     if thread.is_alive():
-        raise TransferFailed(f"{what} did not end within {STEP_TIMEOUT_S:.0f} s")
+        raise TransferFailed(f"the broadcast of a bucket did not end within {STEP_TIMEOUT_S:.0f} s")
     if errors:
         raise errors[0]
 

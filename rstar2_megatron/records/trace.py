@@ -146,7 +146,7 @@ class Recorder:
     def task(self, name: str, **args: Any) -> contextlib.AbstractContextManager[Args]:
         """A span on a free lane of this process's row; spans of the same asyncio task are drawn within it.
 
-        Its beginning is written at once, so that a killed run shows it.
+        Its beginning is an event of its own, so that a killed run shows it.
         """
         return _OFF if self._file is None else self._task(name, args)
 

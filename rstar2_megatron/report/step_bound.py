@@ -120,14 +120,14 @@ def bound_sentence(step: Timeline) -> str:
 
 
 def tail_tasks(step: Timeline) -> list[Span]:
-    """The trajectories that the second half of the tail waited for."""
+    """The trajectories that the last quarter of the tail waited for."""
     tails = [span for span in step.of(DRIVER.pid) if span.name == "tail"]
     if not tails:
         return []
     waits = [span for span in step.of(DRIVER.pid) if span.name == GRADING_WAIT]
     end = min([tails[-1].end, *(span.start for span in waits)])
-    middle = (tails[-1].start + end) / 2
-    return [task for task in step.tasks if task.end > middle and task.start < end]
+    last_quarter = end - (end - tails[-1].start) / 4
+    return [task for task in step.tasks if task.end > last_quarter and task.start < end]
 
 
 def _tail_text(step: Timeline) -> str:

@@ -49,6 +49,7 @@ _COLOURS = {
 }
 _OTHER, _TASK, _TOOL = "#bab0ac", "#dce6f0", "#eeca3b"
 _BINS = 400
+_LETTER = 0.006  # width of a letter over that of the picture
 
 
 def newest_trace(run: Path) -> Path:
@@ -101,8 +102,8 @@ def _draw_row(axes: Any, step: Timeline, pid: int) -> None:
         shown = [span for span in spans if not span.name.startswith("step ")]
         _bars(axes, [(span, 0.0, _COLOURS.get(span.name, _OTHER)) for span in _longest_first(shown)], 1.0)
         for span in shown:
-            if span.seconds > 0.06 * step.end:
-                axes.text((span.start + span.end) / 2, 0.5, span.name, fontsize=7, ha="center", va="center")
+            if span.seconds > _LETTER * len(span.name) * step.end:
+                axes.text(span.start + _LETTER * step.end, 0.5, span.name, fontsize=7, va="center")
         axes.set_yticks([])
         axes.set_ylim(0, 1)
 

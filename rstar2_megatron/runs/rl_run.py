@@ -17,9 +17,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
 from rstar2_megatron.cluster.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.launch import MetricLogger, check_progress
-from rstar2_megatron.cluster.live_view import export_progress
-from rstar2_megatron.cluster.profiling import StepProfiles
-from rstar2_megatron.cluster.tracing import StepTraces
+from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
@@ -31,6 +29,7 @@ from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start

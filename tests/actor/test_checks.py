@@ -1,7 +1,8 @@
-"""Refusals before anything starts, and the arithmetic of a model's shape."""
+"""Refusals before anything starts, the arithmetic of a model's shape, and torch profiles."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import subprocess
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.actor.optimizer import learning_rate
+from rstar2_megatron.actor.profile import TorchProfile
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
+from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, ProfilerSettings
 from tests.actor.reference import load
 from tests.actor.tiny import SHAPE, settings
 
@@ -238,3 +241,18 @@ def test_settings_are_json(tmp_path: Path) -> None:
     """Settings travel to the ranks pickled; a copy through JSON must be the same (no hidden state)."""
     actor, _, _ = settings()
     assert type(actor).model_validate(json.loads(actor.model_dump_json())) == actor
+
+
+def test_a_profile_holds_the_operations_of_its_time(tmp_path: Path) -> None:
+    settings = ProfilerSettings(steps=3, record_shapes=True)  # also "cuda", which is left out here
+    assert settings.steps == [3]
+    recording = TorchProfile(settings)
+    _ = torch.ones(3, 5) @ torch.ones(5, 7)
+    recording.write(tmp_path / "step_3" / "actor_rank_0.json.gz")
+    _ = torch.ones(3).cumsum(0)
+    events = json.loads(gzip.decompress((tmp_path / "step_3" / "actor_rank_0.json.gz").read_bytes()))[
+        "traceEvents"
+    ]
+    products = [event for event in events if event.get("name") == "aten::mm"]
+    assert products and products[0]["args"]["Input Dims"] == [[3, 5], [5, 7]]
+    assert not [event for event in events if event.get("name") == "aten::cumsum"]

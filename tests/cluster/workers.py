@@ -43,10 +43,14 @@ def _tensors() -> list[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Fault:
-    """Call number `at` (from 0) of `name` in the module `cluster.weights` raises, once."""
+    """Call number `at` (from 0) of `name` in the module `cluster.weights` raises, once.
+
+    how: "raise"; "hang": a coroutine that never ends; "die": the process is killed.
+    """
 
     name: str
     at: int = 0
+    how: str = "raise"
     fired: bool = False
 
 
@@ -63,6 +67,10 @@ def planted(module: Any, fault: Fault | None) -> Iterator[None]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not fault.fired and next(calls) >= fault.at:
             fault.fired = True
+            if fault.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault.how == "hang":
+                return asyncio.Event().wait()
             raise RuntimeError(f"planted in {fault.name}")
         return original(*args, **kwargs)
 
@@ -74,6 +82,9 @@ def planted(module: Any, fault: Fault | None) -> Iterator[None]:
 
 
 class Sender(Worker):
+    def set_step_timeout(self, seconds: float) -> None:
+        weights.STEP_TIMEOUT_S = seconds
+
     def __init__(self) -> None:
         super().__init__()
         self._fault: Fault | None = None
@@ -144,10 +155,19 @@ def read_bucket(bucket: WeightBucket) -> list[tuple[str, torch.Tensor]]:
     return [item for handle in load["handles"] for item in open_device_bucket(handle)]
 
 
-weights.read_bucket = read_bucket  # type: ignore[attr-defined]  # a step at which a fault can be planted
+def read_kept(path: str) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a host copy's bucket."""
+    return list(load_file(path).items())
+
+
+weights.read_bucket = read_bucket  # type: ignore[attr-defined]  # steps at which a fault can be planted
+weights.read_kept = read_kept  # type: ignore[attr-defined]
 
 
 class Receiver(Worker):
+    def set_step_timeout(self, seconds: float) -> None:
+        weights.STEP_TIMEOUT_S = seconds
+
     def __init__(self) -> None:
         super().__init__()
         self._receiver = WeightReceiver(self)
@@ -187,8 +207,9 @@ class Receiver(Worker):
 
     async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
         self._kept = {}
-        for path in paths_of_nodes.get(self._cluster_node_rank, []):
-            self._kept.update(weights_checksum(load_file(path).items()))
+        with planted(weights, self._fault):
+            for path in paths_of_nodes.get(self._cluster_node_rank, []):
+                self._kept.update(weights_checksum(weights.read_kept(path)))
         return ""
 
     async def kept(self) -> dict[str, int]:

@@ -64,7 +64,9 @@ def test_a_tail_names_its_trajectories_and_their_engine() -> None:
     events = step(rollout=70, training=20, sync=5, save=0, tail=40, grading=0)
     for lane in range(1, 4):
         events += task(2, lane, 5, 66 + lane)
-    events += task(0, 1, 0, 40) + task(1, 1, 0, 49)  # they end in the first half of the tail (30 to 70 s)
+    events += task(0, 1, 0, 40) + task(
+        1, 1, 0, 49
+    )  # they end before the last quarter of the tail (30 to 70 s)
     found = timeline(events)
     assert bound_sentence(found) == "rollout tail: 40% of the step on 3 trajectories of engine 2"
     assert [t.name for t in tail_tasks(found)] == ["p1#2", "p2#2", "p3#2"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rstar2_megatron.cluster.live_view import export_progress
 from rstar2_megatron.records.step_shares import SHARES
+from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.rollout.progress import EngineLoad, Progress
 from rstar2_megatron.services.metrics_server import LABELS, MetricsServer, PortUnusable
 from rstar2_megatron.services.process import free_port

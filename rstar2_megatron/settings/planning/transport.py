@@ -1,6 +1,7 @@
 """Memory and seconds that a step's trajectories take between engines, driver and actor ranks.
 
-The constants are from `python -m benchmarks.paper_step` (benchmarks/results/paper_step.json).
+`TOKEN_BYTES` follows from the arrays' types. The other constants are estimates, which
+`python -m benchmarks.paper_step` can measure.
 """
 
 from __future__ import annotations

@@ -6,9 +6,13 @@ import io
 
 import pytest
 
-from rstar2_megatron.cluster.live_view import StatusLine
+from rstar2_megatron.rollout import live_view
+from rstar2_megatron.rollout.live_view import StatusLine
+from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.progress import EngineLoad, PhaseProgress, Progress, count, duration
 from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
+from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
+from rstar2_megatron.trajectory import Problem
 
 
 def load(engine: int, tokens: int, *running: int, waiting: int = 0) -> EngineLoad:
@@ -80,3 +84,39 @@ def test_a_terminal_has_one_line_and_a_file_one_a_minute() -> None:
 def test_a_progress_counts_over_engines() -> None:
     progress = Progress("", 0, 1, 0, 0.0, None, [load(0, 0, 1, 2), load(1, 0, 3)])
     assert progress.running == 3 and progress.tool_calls == 2
+
+
+def test_the_view_asks_and_never_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that is not answered yet, one that is, one whose worker died."""
+    answers: list[list[EngineLoad | None] | Exception | None] = [
+        None,
+        [load(0, 70, 7), None],
+        RuntimeError("gone"),
+    ]
+    asked: list[int] = []
+    clock = 0.0
+    monkeypatch.setattr(live_view.time, "monotonic", lambda: clock)
+
+    class Asked:
+        def result_if_ended(self) -> list[EngineLoad | None] | None:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    def ask() -> Asked:
+        asked.append(round(clock))
+        return Asked()
+
+    phase = RolloutPhase(WorkQueue("kv_adaptive", 1, 2), group_size=2)
+    phase.add_problems([Problem("a", [], []), Problem("b", [], [])])
+    seen: list[Progress] = []
+    view = live_view.LiveView(ask, phase, PhaseProgress("step 1", LengthSurvival(100)), seen.append)
+    while answers:
+        clock += 0.1
+        view.poll()
+    view.close()
+    assert asked == [2, 4] and len(seen) == 1
+    assert (seen[0].groups_done, seen[0].groups, seen[0].tokens, seen[0].running) == (0, 2, 70, 1)

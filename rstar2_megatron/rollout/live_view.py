@@ -6,11 +6,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Protocol, TextIO
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, PendingCall, WorkerFailed, WorkerGroup, WorkerLost
 from rstar2_megatron.rollout.phase import RolloutPhase
-from rstar2_megatron.rollout.progress import PhaseProgress, Progress
+from rstar2_megatron.rollout.progress import EngineLoad, PhaseProgress, Progress
 from rstar2_megatron.services.metrics_server import MetricsServer
 
 _POLL_S = 2.0  # between two questions
@@ -20,15 +19,21 @@ _LINE_S = 60.0  # between lines where the output is no terminal
 ShowProgress = Callable[[Progress], None]
 
 
+class Question(Protocol):
+    """A call in flight on all workers (`PendingCall`)."""
+
+    def result_if_ended(self) -> list[EngineLoad | None] | None: ...
+
+
 class LiveView:
-    """Of one phase. `poll` is called often and never waits."""
+    """Of one phase. `poll` is called often and never waits. `ask` starts a question for the loads of all engines."""
 
     def __init__(
-        self, rollout: WorkerGroup, phase: RolloutPhase, progress: PhaseProgress, show: ShowProgress
+        self, ask: Callable[[], Question], phase: RolloutPhase, progress: PhaseProgress, show: ShowProgress
     ) -> None:
-        self._rollout, self._phase, self._progress, self._show = rollout, phase, progress, show
+        self._ask, self._phase, self._progress, self._show = ask, phase, progress, show
         self._line = StatusLine(sys.stderr)
-        self._call: PendingCall | None = None
+        self._question: Question | None = None
         self._next = time.monotonic() + _POLL_S
 
     def poll(self) -> None:
@@ -36,19 +41,18 @@ class LiveView:
         if now < self._next:
             return
         self._next = now + _LOOK_S
-        if self._call is None:
-            self._call = self._rollout.start("load")
-        elif self._call.wait_for_end(0):
-            call, self._call = self._call, None
-            self._next = now + _POLL_S
-            try:
-                loads = [load for load in call.result(1.0) if load is not None]
-            except (
-                WorkerFailed,
-                WorkerLost,
-                DeadlineExceeded,
-            ):  # the phase itself sees the same and reports it
-                return
+        if self._question is None:
+            self._question = self._ask()
+            return
+        try:
+            answers = self._question.result_if_ended()
+        except RuntimeError:  # a worker failed: the phase sees the same and reports it
+            answers = []
+        if answers is None:
+            return
+        self._question, self._next = None, now + _POLL_S
+        loads = [load for load in answers if load is not None]
+        if loads:
             done, still_open = self._phase.num_closed, self._phase.num_open
             progress = self._progress.at(now, done, done + still_open, self._phase.queue.left, loads)
             self._line.show(str(progress), now)
