@@ -177,8 +177,10 @@ def test_blocks_of_a_dead_worker_are_a_clear_error(holders: WorkerGroup, readers
     there, _ = held(holders, 2)
     batch = TokenSource(holders, 60.0).put_batch(there, [0.0, 0.0])
     holders.kill()
+    deadline = time.monotonic() + 60
     with pytest.raises(WorkerFailed, match="rollout worker that put them has died"):
-        readers.call("train_step", batch, timeout_s=120)
+        while time.monotonic() < deadline:  # the store keeps the blocks until it hears of the death
+            readers.call("train_step", batch, timeout_s=120)
 
 
 def test_a_rank_that_dies_while_it_unpacks_is_reported_and_the_batch_stays(readers: WorkerGroup) -> None:
@@ -186,19 +188,19 @@ def test_a_rank_that_dies_while_it_unpacks_is_reported_and_the_batch_stays(reade
     sequences = [train_sequence(trajectory(index=i), 0.0) for i in range(4)]
     batch = put_sequences(sequences)
     started = time.monotonic()
-    with pytest.raises(WorkerLost, match=r"Readers\.die_reading: the worker process died"):
+    with pytest.raises(WorkerLost, match=r"Readers\.die_reading, call 1 of 2: the worker process died"):
         readers.call("die_reading", batch, timeout_s=120)
     assert time.monotonic() - started < 60
     assert readers.call("train_step", batch, ranks=[0], timeout_s=60) == [sequences]
 
 
 def test_a_killed_channel_ends_the_wait(cluster: TrainingCluster) -> None:
-    """Last in this file: nothing goes through the channel afterwards."""
     import ray  # not before rstar2_megatron.cluster, which sets its environment
 
     reader = ChannelReader(cluster.channel, "out")
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["name"].startswith("rollout"):
-            ray.kill(ray.get_actor(**actor))
+    channels = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith("rollout")]
+    assert channels
+    for channel in channels:
+        ray.kill(ray.get_actor(**channel))
     with pytest.raises(WorkerLost, match="the channel is gone"):
         reader.get(timeout_s=60)

@@ -198,7 +198,9 @@ def fine_tune(
     start: int,
 ) -> tuple[list[float], float]:
     """Losses of an SFT phase from step `start`, with a checkpoint after step 2; the validation loss at its end."""
-    from rstar2_megatron.sft.training import run_sft_phase, validation_loss
+    from rstar2_megatron.sft import training
+
+    training.put_sequences = list  # type: ignore[assignment]  # without Ray: this process trains on them itself
 
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
         actor.reset_optimizer(OptimSettings(lr=phase.lr), LrSchedSettings(lr_warmup_iters=0), phase.steps)
@@ -210,5 +212,5 @@ def fine_tune(
                 actor.save_checkpoint(checkpoint)
 
         group: Any = _LocalGroup(actor)
-        history = run_sft_phase(group, phase, rows, 5, 60.0, start=start, pauses=(2,), after=after)
-        return [step["sft/loss"] for step in history], validation_loss(group, rows, 4, 60.0)
+        history = training.run_sft_phase(group, phase, rows, 5, 60.0, start=start, pauses=(2,), after=after)
+        return [step["sft/loss"] for step in history], training.validation_loss(group, rows, 4, 60.0)
