@@ -241,8 +241,8 @@ def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: P
         ).start()
 
         def calls() -> int:
-            """INCR counts the jobs that wait: one call of it a tool call."""
-            return int(client.info("commandstats").get("cmdstat_incr", {}).get("calls", 0))
+            """INCRBY counts the jobs that wait, up and down: two calls of it a tool call."""
+            return int(client.info("commandstats").get("cmdstat_incrby", {}).get("calls", 0)) // 2
 
         run.wait_for(lambda: calls() > 5, LIMIT_S, "tool calls through the Redis that the YAML names")
         ports = listening_ports(run) - {redis_server.port}
