@@ -173,4 +173,4 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
     capsys.readouterr()
     assert main(words) == 0 and capsys.readouterr().out.count("done before") == 3
     assert main([*words, "rl/runner.max_steps=8"]) == 2
-    assert "stage rl in" in (message := capsys.readouterr().err) and "was done with other settings" in message
+    assert "stage rl in" in (message := capsys.readouterr().err) and "was run with other settings" in message
