@@ -151,8 +151,8 @@ class TrainingCluster:
         self._groups.clear()
         with contextlib.suppress(Exception):
             ray.shutdown()
-        if hasattr(Cluster, "_instance"):  # RLinf gives a process one cluster: the next one would be this one
-            del Cluster._instance
+        if Cluster.has_initialized():  # RLinf gives a process one cluster: the next one would be this one
+            delattr(Cluster, "_instance")
         if self._head is not None:
             self._head.stop()
             self._head = None

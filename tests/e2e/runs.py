@@ -18,7 +18,7 @@ from typing import Self
 
 import psutil
 
-from tests.processes import command_line, files_of_dead_engines
+from tests.processes import command_line, engine_files, files_of_dead_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "run_rstar2.sh"
@@ -41,8 +41,8 @@ class ProgramRun:
     # Short, because Ray's socket paths lie below it; the run's own, so that what is left there is the run's.
     temporary: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp")))
     process: subprocess.Popen[bytes] | None = None
-    shared: set[str] = field(default_factory=files_of_dead_engines)
-    """What others had left in /dev/shm before this run."""
+    shared: set[str] = field(default_factory=engine_files)
+    """What was in /dev/shm before this run; a new process may have the pid of a dead owner."""
 
     def start(self) -> Self:
         self.output.parent.mkdir(parents=True, exist_ok=True)
