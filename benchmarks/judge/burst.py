@@ -28,12 +28,11 @@ from typing import Any
 import aiohttp
 from redis import Redis
 
-from benchmarks.judge.calls import Tree, quantile
+from benchmarks.judge.calls import Tree, quantile, serving
 from benchmarks.judge.programs import in_public_template, program
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.sandbox.linux import raise_open_files
-from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
 BRIDGE, NETWORK = "judge-burst", "10.213.7"
@@ -80,20 +79,8 @@ def service(workers: int) -> Iterator[tuple[str, Tree]]:
         commands = [[sys.executable, "-m", JUDGE, *serve]]
         # ip-netns-exec would hide the control groups.
         commands += [["nsenter", f"--net=/run/netns/{n}", sys.executable, "-m", JUDGE, *work] for n in names]
-        started = [subprocess.Popen(command) for command in commands]
-        try:
-            deadline = time.monotonic() + 60
-            while not port_file.exists() or len(_alive(redis)) < workers:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"of {workers} workers {len(_alive(redis))} are there after 60 s")
-                time.sleep(0.05)
-            assert redis.process is not None
-            pids = [process.pid for process in (*started, redis.process)]
-            yield json.loads(port_file.read_text())["url"], Tree(*pids)
-        finally:
-            for process in started:
-                terminate_tree(process.pid)
-                process.wait()
+        with serving(redis, port_file, commands, lambda: len(_alive(redis)) >= workers) as served:
+            yield served
 
 
 def _alive(redis: RedisServer) -> list[Any]:

@@ -22,7 +22,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,26 +194,36 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
 
 
 @contextlib.contextmanager
+def serving(
+    redis: RedisServer, port_file: Path, commands: list[list[str]], ready: Callable[[], bool]
+) -> Iterator[tuple[str, Tree]]:
+    """A server, which writes `port_file`, and its workers, once they are `ready`: URL and processes, Redis included."""
+    started = [subprocess.Popen(command) for command in commands]
+    try:
+        deadline = time.monotonic() + 60
+        while not (port_file.exists() and ready()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not ready after 60 s: {commands}")
+            time.sleep(0.02)
+        assert redis.process is not None
+        pids = [process.pid for process in (*started, redis.process)]
+        yield json.loads(port_file.read_text())["url"], Tree(*pids)
+    finally:
+        for process in started:
+            terminate_tree(process.pid)
+            process.wait()
+
+
+@contextlib.contextmanager
 def service_without_sandbox() -> Iterator[tuple[str, Tree]]:
     """HTTP server, Redis and a worker that answers at once: URL and processes."""
     with RedisServer() as redis, tempfile.TemporaryDirectory() as directory:
         port_file = Path(directory) / "port.json"
         serve = ["rstar2_megatron.judge", "serve", "--redis-uri", redis.uri, "--port-file", str(port_file)]
         echo = ["benchmarks.judge.echo_worker", redis.uri]
-        started = [subprocess.Popen([sys.executable, "-m", *command]) for command in (serve, echo)]
-        try:
-            deadline = time.monotonic() + 60
-            while not port_file.exists():
-                if time.monotonic() > deadline:
-                    raise RuntimeError("the server without a sandbox did not start in 60 s")
-                time.sleep(0.02)
-            assert redis.process is not None
-            pids = [process.pid for process in (*started, redis.process)]
-            yield json.loads(port_file.read_text())["url"], Tree(*pids)
-        finally:
-            for process in started:
-                terminate_tree(process.pid)
-                process.wait()
+        commands = [[sys.executable, "-m", *words] for words in (serve, echo)]
+        with serving(redis, port_file, commands, lambda: True) as served:
+            yield served
 
 
 def main() -> int:
