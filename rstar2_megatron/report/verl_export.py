@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import yaml
 
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.records.whole_file import write_json
-from rstar2_megatron.rollout.chat import GENERATION_PREFIX, SYSTEM_PROMPT, TURN_END, TURN_START, USER_PREFIX
+from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording
 from rstar2_megatron.settings.load import CONFIG_DIR
 from rstar2_megatron.settings.rlinf_keys import put
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.tools import render_schemas, tool_schemas
+from rstar2_megatron.tools import tool_schemas
 from rstar2_megatron.trajectory import Problem
 
 VERSION = "0.9.1"
@@ -170,10 +170,9 @@ def chat_template(settings: Settings) -> str:
     agentloop = settings.agentloop
     if agentloop.chat_template is not None:
         return agentloop.chat_template
-    system = SYSTEM_PROMPT if agentloop.system_prompt is None else agentloop.system_prompt
-    schemas = render_schemas(tool_schemas(agentloop.tools, agentloop.tool_descriptions))
-    system = system.replace("{tools}", schemas)
-    opening = GENERATION_PREFIX if agentloop.generation_prefix is None else agentloop.generation_prefix
+    wording = _wording(settings)
+    system = wording.system_prompt
+    opening = json.dumps(wording.generation_prefix)
     head = f"{TURN_START}system\n{system}{TURN_END}\n" if system else ""
     # json.dumps writes literals that Jinja reads back
     answer = json.dumps(f"{TURN_START}user\n<tool_response>\n"), json.dumps(f"\n</tool_response>{TURN_END}\n")
@@ -183,16 +182,22 @@ def chat_template(settings: Settings) -> str:
         f"{{%- if m.role == 'tool' %}}{{{{- {answer[0]} + m.content + {answer[1]} }}}}"
         "{%- elif m.role in ('user', 'assistant') %}"
         f"{{{{- {turn[0]} + m.role + {turn[1]} + m.content + {turn[2]} }}}}"
-        f"{{%- endif %}}{{%- endfor %}}{{%- if add_generation_prompt %}}{{{{- {json.dumps(opening)} }}}}{{%- endif %}}"
+        f"{{%- endif %}}{{%- endfor %}}{{%- if add_generation_prompt %}}{{{{- {opening} }}}}{{%- endif %}}"
     )
 
 
-def verl_row(problem: Problem, settings: Settings) -> dict[str, Any]:
-    """A row of verl's parquet files; the prefix of the problem is part of the prompt, the rest of the template."""
+def _wording(settings: Settings) -> Wording:
     agentloop = settings.agentloop
-    prefix = USER_PREFIX if agentloop.user_prefix is None else agentloop.user_prefix
-    if agentloop.chat_template is not None:
-        prefix = ""
+    return Wording.of(agentloop, tool_schemas(agentloop.tools, agentloop.tool_descriptions))
+
+
+def verl_rows(problems: Sequence[Problem], settings: Settings) -> list[dict[str, Any]]:
+    """Rows of verl's parquet files; the prefix of a problem is part of the prompt, the rest of the template."""
+    prefix = _wording(settings).user_prefix if settings.agentloop.chat_template is None else ""
+    return [_row(problem, prefix) for problem in problems]
+
+
+def _row(problem: Problem, prefix: str) -> dict[str, Any]:
     messages = [dict(m) for m in problem.prompt if m["role"] != "system"]
     last = max(i for i, m in enumerate(messages) if m["role"] == "user")
     messages[last]["content"] = prefix + messages[last]["content"]
@@ -220,7 +225,7 @@ def export(settings: Settings, directory: Path) -> list[str]:
         ("val", data.val_data_paths or data.train_data_paths),
     ):
         problems = read_problems(paths, data.prompt_key, data.answer_key)
-        rows = [verl_row(problem, settings) for problem in problems]
+        rows = verl_rows(problems, settings)
         pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")
     for file in ("code_judge_tool.py", "reward.py"):
         shutil.copyfile(CODE / file, directory / file)

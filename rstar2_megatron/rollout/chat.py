@@ -22,7 +22,7 @@ Every piece of the wording can be replaced by `agentloop.*` keys of the YAML, or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -76,6 +76,26 @@ _PROMPTS_KEPT = 256
 Tokenizer = Any  # a Hugging Face tokenizer: encode, decode
 
 
+class Wording(NamedTuple):
+    """The texts around problems and turns; this project's own where the settings name none."""
+
+    system_prompt: str
+    user_prefix: str
+    generation_prefix: str
+
+    @classmethod
+    def of(cls, settings: AgentLoopSettings, schemas: list[ToolSchema]) -> Self:
+        """`schemas` are rendered into the system prompt's {tools}."""
+        system, prefix, opening = settings.system_prompt, settings.user_prefix, settings.generation_prefix
+        system = SYSTEM_PROMPT if system is None else system
+        return cls(
+            # replace, not format: the wording itself contains JSON braces
+            system.replace("{tools}", render_schemas(schemas)),
+            USER_PREFIX if prefix is None else prefix,
+            GENERATION_PREFIX if opening is None else opening,
+        )
+
+
 class ChatTemplate:
     """Renders problems and tool responses for one tokenizer and one wording.
 
@@ -86,13 +106,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.settings = settings
         self.schemas: list[ToolSchema] = tool_schemas(settings.tools, settings.tool_descriptions)
-        system = SYSTEM_PROMPT if settings.system_prompt is None else settings.system_prompt
-        # replace, not format: the wording itself contains JSON braces
-        self.system_prompt = system.replace("{tools}", render_schemas(self.schemas))
-        self.user_prefix = USER_PREFIX if settings.user_prefix is None else settings.user_prefix
-        self.generation_prefix = (
-            GENERATION_PREFIX if settings.generation_prefix is None else settings.generation_prefix
-        )
+        self.system_prompt, self.user_prefix, self.generation_prefix = Wording.of(settings, self.schemas)
         if settings.chat_template is not None:
             self.generation_prefix = self._generation_prefix_of_template()
         self._prompts: dict[str, list[int]] = {}

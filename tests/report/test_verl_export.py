@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rstar2_megatron.report.verl_export import VERSION, chat_template, differences, export, verl_row
+from rstar2_megatron.report.verl_export import VERSION, chat_template, differences, export, verl_rows
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import Settings
@@ -48,7 +48,7 @@ class OneToken:
 def test_verl_renders_the_prompt_and_the_tool_response_that_we_train_on(settings: Settings) -> None:
     template = jinja2.Environment().from_string(chat_template(settings))
     ours = ChatTemplate(OneToken(), settings.agentloop)
-    row = verl_row(PROBLEM, settings)
+    (row,) = verl_rows([PROBLEM], settings)
     prompt = template.render(messages=row["prompt"], add_generation_prompt=True)
     assert prompt == ours.prompt_text(PROBLEM)
     assert json.loads(row["reward_model"]["ground_truth"]) == PROBLEM.solutions
