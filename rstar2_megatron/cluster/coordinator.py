@@ -154,9 +154,8 @@ class _PhaseServer:
         self._refill = refill
         self._pending_requests: list[WorkRequest] = []  # not answered yet
         self._tail_since: float | None = None  # when an engine first had room and no work was left
-        self._last_token = (
-            time.monotonic()
-        )  # when the last trajectory ended on its engine, before it was graded
+        # when the last trajectory ended on its engine, before it was graded
+        self._last_token = time.monotonic()
         self._refilled = 0
         self._gone: dict[int, str] = {}  # reasons by lost engine
 

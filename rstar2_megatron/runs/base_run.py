@@ -55,7 +55,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def ignore(self) -> None:
-        """Raise `Stopped` no more: the clean-up has begun."""
+        """Raise `Stopped` no more, and ignore later signals, because the clean-up has begun or is about to."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
@@ -70,8 +70,7 @@ class StopSignals:
         return Stopped(self.received)
 
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:
-        for number in self._previous:
-            signal.signal(number, signal.SIG_IGN)
+        self.ignore()
         self.received = signal_number
         signal.signal(signal.SIGALRM, functools.partial(self._raise, signal_number))
         signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S, _RAISE_AGAIN_S)

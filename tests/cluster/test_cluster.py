@@ -196,15 +196,14 @@ def test_the_last_routes_failure_is_raised_and_the_workers_go_on(
 # Every function that a bucket passes, in order. On a route with a host copy also its reading after the sync.
 SENDER_STEPS = {
     "cuda_ipc": [
-        *(
-            "_targets",
-            "WeightSender._send_bucket",
-            "flatten",
-            "handle_of",
-            "WeightSender._deliver",
-            "_fits_host",
-        ),
-        *("SharedBucket", "_demand_loaded"),
+        "_targets",
+        "WeightSender._send_bucket",
+        "flatten",
+        "handle_of",
+        "WeightSender._deliver",
+        "_fits_host",
+        "SharedBucket",
+        "_demand_loaded",
     ],
     "shared_memory": ["WeightSender._send_bucket", "SharedBucket", "WeightSender._deliver", "_demand_loaded"],
     "broadcast": ["WeightSender._send_bucket", "WeightSender._deliver", "_within", "_demand_loaded"],
@@ -225,13 +224,11 @@ BEFORE_JOINING = [
 ]
 RECEIVER_STEPS = {
     "cuda_ipc": [
-        *(
-            "WeightReceiver._transfer_of",
-            "_Transfer.add_part",
-            "DeviceBucket",
-            "read_bucket",
-            "read_kept",
-        ),
+        "WeightReceiver._transfer_of",
+        "_Transfer.add_part",
+        "DeviceBucket",
+        "read_bucket",
+        "read_kept",
     ],
     "shared_memory": ["WeightReceiver._transfer_of", "OpenedBucket", "_Transfer.put", "read_bucket"],
     "broadcast": ["SharedBucket", "OpenedBucket", "_Transfer.put", "read_bucket"],
