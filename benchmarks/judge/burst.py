@@ -2,8 +2,8 @@
 
 Each worker runs in a network namespace of its own, connected to Redis by a bridge. A third of the calls goes by `/run/batch`, a
 third by `/run/long-batch` (both as the public clients send them: in their template, 32 a request, only queue_timeout is sent
-again), a third by JudgeClient. Half of them print, half use sympy, each its own numbers. Exit code 1 when an answer is wrong or
-missing, or when the workers have run another number of calls than was sent.
+again), a third by JudgeClient at its defaults (128 in flight). Half of them print, half use sympy, each its own numbers. Exit
+code 1 when an answer is wrong or missing, or when the workers have run another number of calls than was sent.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from benchmarks.judge.calls import Tree, quantile, serving
 from benchmarks.judge.programs import in_public_template, program
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.commands import go_before_calls
 from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.redis_server import RedisServer
 
 BRIDGE, NETWORK = "judge-burst", "10.213.7"
 SUBMISSIONS = 32  # a request
+_JSON = {"Content-Type": "application/json"}
 JUDGE = "rstar2_megatron.judge"
 
 
@@ -69,6 +71,7 @@ def namespaces(count: int) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def service(workers: int) -> Iterator[tuple[str, Tree]]:
     """HTTP server, Redis and workers at default settings: URL and processes."""
+    go_before_calls()  # Redis too: all "nodes" share this machine
     with RedisServer() as redis, namespaces(workers) as names, tempfile.TemporaryDirectory() as directory:
         with Redis(port=redis.port) as client:
             client.config_set("protected-mode", "no")
@@ -99,6 +102,13 @@ def expected(number: int) -> str:
     return f"{sorted(roots)}\n"
 
 
+def request_body(numbers: list[int]) -> bytes:
+    """The JSON that the public clients send for these calls."""
+    codes = [program("print" if n % 2 else "sympy", n) for n in numbers]
+    items = [{"type": "python", "solution": in_public_template(code)} for code in codes]
+    return json.dumps({"submissions": items}).encode()
+
+
 class Burst:
     """Sends calls and checks their answers."""
 
@@ -114,11 +124,12 @@ class Burst:
         if outcome != "ok" or stdout != expected(number):
             self.wrong[outcome if outcome != "ok" else f"{number}: {stdout!r}"] += 1
 
-    async def by_route(self, http: aiohttp.ClientSession, route: str, numbers: list[int]) -> None:
+    async def by_route(
+        self, http: aiohttp.ClientSession, route: str, numbers: list[int], body: bytes
+    ) -> None:
+        """`body` is `request_body(numbers)`."""
         while numbers:
-            codes = [program("print" if n % 2 else "sympy", n) for n in numbers]
-            items = [{"type": "python", "solution": in_public_template(code)} for code in codes]
-            async with http.post(f"{self.url}{route}", json={"submissions": items}) as response:
+            async with http.post(f"{self.url}{route}", data=body, headers=_JSON) as response:
                 if response.status == 429:
                     await asyncio.sleep(1.0)
                     continue
@@ -130,7 +141,7 @@ class Burst:
                 else:
                     self.check(number, result["outcome"], result["stdout"])
             self.again += len(late)
-            numbers = late
+            numbers, body = late, request_body(late)
 
     async def by_client(self, client: JudgeClient, number: int) -> None:
         result = await client.run(program("print" if number % 2 else "sympy", number))
@@ -144,18 +155,21 @@ class Burst:
         unlimited = aiohttp.ClientTimeout(total=3600)
         async with (
             aiohttp.ClientSession(timeout=unlimited, connector=aiohttp.TCPConnector(limit=0)) as http,
-            JudgeClient(self.url, max_concurrency=calls, max_overload_s=3600) as client,
+            JudgeClient(self.url) as client,
         ):
             await client.run("1")
-            self.started = time.monotonic()
-            tasks = [
-                self.by_route(http, route, part[i : i + SUBMISSIONS])
-                for route, part in {
-                    "/run/batch": numbers[:third],
-                    "/run/long-batch": numbers[third : 2 * third],
-                }.items()
-                for i in range(0, third, SUBMISSIONS)
+            parts = {"/run/batch": numbers[:third], "/run/long-batch": numbers[third : 2 * third]}
+            requests = [
+                (
+                    route,
+                    group,
+                    request_body(group),
+                )  # made before the first is sent: this process has one thread
+                for route, part in parts.items()
+                for group in (part[i : i + SUBMISSIONS] for i in range(0, third, SUBMISSIONS))
             ]
+            self.started = time.monotonic()
+            tasks = [self.by_route(http, *request) for request in requests]
             await asyncio.gather(*tasks, *(self.by_client(client, n) for n in numbers[2 * third :]))
             seconds = time.monotonic() - self.started
             await asyncio.sleep(2.0)  # the next heartbeats tell the workers' counts

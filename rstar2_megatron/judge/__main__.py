@@ -116,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.workers = slots_of(arguments)
             check_counts(arguments)
         limits = limits_of(arguments)
+        commands.go_before_calls()
         with contextlib.suppress(ImportError):
             import uvloop  # optional: absent where it cannot be built
 

@@ -19,6 +19,7 @@ from typing import Any
 from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.services.process import end_child, is_loopback, listen
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
@@ -26,6 +27,7 @@ from rstar2_megatron.services.redis_server import RedisServer, check_redis
 log = logging.getLogger("judge")
 _READY_TIMEOUT_S = 60.0
 _DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
+_NICENESS = -10  # of the service's own processes
 
 
 async def watch_parent(stop: Callable[[], None]) -> None:
@@ -42,6 +44,17 @@ def on_signals(stop: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         with contextlib.suppress(NotImplementedError, RuntimeError):
             loop.add_signal_handler(number, stop)
+
+
+def go_before_calls() -> None:
+    """As root: let this process and its children have a core as soon as they need one, however busy the calls keep it.
+
+    They use little, and a call, an answer or a heartbeat passes through several of them. Calls themselves run at niceness 0.
+    A niceness that the user has chosen stays.
+    """
+    with contextlib.suppress(PermissionError):
+        if os.getpriority(os.PRIO_PROCESS, 0) == 0:
+            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
 
 
 def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
@@ -79,10 +92,9 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
     drain_s = limits.time_limit_s if arguments.drain_s is None else arguments.drain_s
     await worker.stop(drain_s)
-    work.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
-    stopped.cancel()
+    await cancel_and_wait(work, stopped)
+    if not work.cancelled():
+        work.result()  # raises what has ended it
 
 
 async def _run_workers(arguments: argparse.Namespace, limits: CallLimits) -> None:

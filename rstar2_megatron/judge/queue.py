@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,14 +28,25 @@ HEARTBEAT_TTL_S = 6  # a worker without a heartbeat for so long has lost its job
 MAX_TRIES = 2  # a job whose worker dies runs once more, then fails as poison
 KEEP_ANSWER_S = 600
 _CELLS_BYTES, _CELLS_S = 1 << 20, 3600  # kept of a session that can be rebuilt, after its last call
+_READ_AT_ONCE = 256  # answers
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
 _CONNECTIONS = 32
+_AT_ONCE, _BYTES_AT_ONCE = (
+    256,
+    1 << 22,
+)  # jobs, bytes: a round trip with many more would exceed its deadline on a busy machine
 # What the scripts answer in place of a result: the job's worker died twice; its session is open nowhere.
 POISON, LOST = b"!poison", b"!lost"
 
 # Refusals of Redis that pass: it loads its data, runs a long script, lacks disk, memory or a replica.
 _PASSING_STATES = ("LOADING", "BUSY", "UNKILLABLE", "MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN")
+
+
+def _parts(items: list[T]) -> Iterator[list[T]]:
+    """The items in pieces of which none keeps Redis for long."""
+    for start in range(0, len(items), _AT_ONCE):
+        yield items[start : start + _AT_ONCE]
 
 
 class QueueFull(Exception):
@@ -83,6 +95,11 @@ class JobQueue:
             raise QueueFull
         return queued
 
+    async def enqueue_again(self, reply: str, jobs: Jobs) -> None:
+        """Add jobs that the queue may know already: it ignores those."""
+        for part in _parts(jobs):
+            await self.enqueue(reply, part)
+
     async def withdraw(self, keys: list[str]) -> list[bool]:
         """Remove jobs that have not started. True for each that was removed."""
         return [bool(n) for n in await self._run("WITHDRAW", *keys)]
@@ -93,29 +110,27 @@ class JobQueue:
 
     async def unknown(self, keys: list[str]) -> list[str]:
         """The keys that the queue does not know."""
-        if not keys:
-            return []
-        known = await self.redis.hmget(f"{self.prefix}jobs", keys)
-        return [key for key, payload in zip(keys, known, strict=True) if payload is None]
+        missing: list[bytes] = []
+        for part in _parts(keys):
+            missing += await self._run("UNKNOWN", *part)
+        return [key.decode() for key in missing]
 
     async def end_session(self, session: str) -> bool:
         """Ask the worker of a session to end it. False when the session is open nowhere."""
         return bool(await self._run("END_SESSION", session))
 
-    async def replies(self, reply: str, many: bool) -> list[tuple[str, bytes]]:
-        """Wait up to 2 s for answers: (job key, result JSON or POISON or LOST)."""
+    async def replies(self, reply: str, many: bool) -> tuple[list[tuple[str, bytes]], bool]:
+        """Wait up to 2 s for answers: (job key, result JSON or POISON or LOST). True with them: no answer is left in Redis."""
         name = f"{self.prefix}replies:{reply}"
         first = await self.redis.blpop([name], timeout=_BLOCK_S)
         if first is None:
-            return []
-        raw = [first[1]]
-        if many:
-            raw += await self.redis.lpop(name, 256) or []
+            return [], True
+        more = (await self.redis.lpop(name, _READ_AT_ONCE) or []) if many else []
         answers = []
-        for item in raw:
+        for item in (first[1], *more):
             key, _, body = item.partition(b"\n")
             answers.append((key.decode(), body))
-        return answers
+        return answers, many and len(more) < _READ_AT_ONCE
 
     async def cached(self, names: list[str]) -> list[bytes | None]:
         """The kept result of each named program, or None."""
@@ -250,7 +265,7 @@ class Sender:
     def __init__(self, queue: JobQueue, reply: str) -> None:
         self._queue = queue
         self._reply = reply
-        self._unsent: list[Request] = []
+        self._unsent: deque[Request] = deque()
         self._is_sending = False
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -267,8 +282,12 @@ class Sender:
 
     async def _send_all(self) -> None:
         while self._unsent:
-            taken, self._unsent = self._unsent, []
-            requests = [request for request in taken if not request[1].done()]  # the client may have left
+            requests, size = [], 0
+            while self._unsent and size < _BYTES_AT_ONCE:
+                request = self._unsent.popleft()
+                if not request[1].done():  # the client may have left
+                    requests.append(request)
+                    size += sum(len(payload) for _, payload in request[0])
             try:
                 if requests:
                     await self._send_together(requests)

@@ -371,4 +371,13 @@ return {back, failed}
 """
 )
 
+# ARGV: prefix, then job keys. Returns those of no job.
+UNKNOWN = """
+local missing = {}
+for i = 2, #ARGV do
+  if redis.call('HEXISTS', ARGV[1]..'jobs', ARGV[i]) == 0 then missing[#missing + 1] = ARGV[i] end
+end
+return missing
+"""
+
 ALL = {name: text for name, text in list(globals().items()) if name.isupper() and not name.startswith("_")}

@@ -13,6 +13,7 @@ import orjson
 from rstar2_megatron.judge.limits import CallLimits, Submission
 from rstar2_megatron.judge.queue import JobQueue, LeasedJob
 from rstar2_megatron.judge.server.broker import Broker, Ticket
+from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.judge.worker.worker import Worker
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -75,7 +76,5 @@ async def judge(redis: RedisServer, *, permits: int, sessions: int = 0) -> Async
     finally:
         await broker.stop()
         await runner.stop()
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        await cancel_and_wait(running)
         await queue.close()

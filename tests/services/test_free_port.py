@@ -26,3 +26,10 @@ def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", port)):
         monkeypatch.setattr(process, "_PORTS", [port] * 100)
         assert process.free_port() != port
+
+
+def test_several_ports_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is random, so the same port may come twice while nobody listens on it yet."""
+    drawn = iter([7001, 7001, 7002, 7001, 7003])
+    monkeypatch.setattr(process, "free_port", lambda: next(drawn))
+    assert process.free_ports(3) == [7001, 7002, 7003]

@@ -1,35 +1,73 @@
-"""Control groups (version 1 or 2) of the slots' calls: a hard memory limit and a share of the cores for each slot.
+"""Control groups (version 1 or 2) of the slots' calls: a hard memory limit, a share of the cores, and a freezer for each slot.
 
 memfd and many processes escape an address-space limit; a memory group counts their memory too. A CPU group weighs all
 processes of a call as one. The slots' own processes are in no group: what a call does must not slow its watcher.
+
+Version 2 allows a controller in a group's children only when the group itself has no process. So the processes of this
+process's group, other programs' too, move to a child of it, where all its limits still hold.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
 _NAME = "rstar2-judge"
+_OTHERS = "rstar2-judge-others"  # the child group for the processes of a group that must have none
+_MOUNT = Path("/sys/fs/cgroup")
 _LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _WEIGHT, _DEMOTED = 100, 25  # of a call, of one that has used its slice of CPU
 _SHARES = {1: "cpu.shares", 2: "cpu.weight"}
 _QUOTA = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
 _NO_QUOTA, _PAUSED = {1: b"-1", 2: b"max 100000"}, {1: b"1000", 2: b"1000 100000"}  # 1% of a core
+_CONTROLLERS = "cgroup.subtree_control"  # those that the children of a group of version 2 have
+_FREEZE = "cgroup.freeze"  # of version 2 only: SIGKILL does not end what the freezer of version 1 has stopped
 
 
 def _own_directory(controller: str) -> tuple[Path, int]:
     """Directory of this process's control group for a controller, and the hierarchy's version."""
-    unified: Path | None = None
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            unified = Path("/sys/fs/cgroup") / path.lstrip("/")
-        elif controller in controllers.split(","):
-            return Path("/sys/fs/cgroup") / controller / path.lstrip("/"), 1
-    if unified is None:
-        raise OSError(2, f"no {controller} control group hierarchy")
-    return unified, 2
+        if controller in controllers.split(","):
+            return _MOUNT / controller / path.lstrip("/"), 1
+    return _own_unified_directory(), 2
+
+
+def _own_unified_directory() -> Path:
+    """This process's group of version 2, which is also mounted beside hierarchies of version 1."""
+    for mount in (_MOUNT, _MOUNT / "unified"):
+        if (mount / "cgroup.controllers").exists():
+            for line in Path("/proc/self/cgroup").read_text().splitlines():
+                if line.startswith("0::"):
+                    own = mount / line[3:].lstrip("/")
+                    return own.parent if own.name == _OTHERS else own
+    raise OSError(errno.ENOENT, "no control groups of version 2")
+
+
+def _enable(controller: str, directory: Path) -> None:
+    """Let the children of a group of version 2 have a controller. Raises OSError."""
+    for ancestor in (*reversed(directory.parents), directory):
+        try:
+            if controller not in (ancestor / _CONTROLLERS).read_text().split():
+                (ancestor / _CONTROLLERS).write_text(f"+{controller}")
+        except OSError as error:
+            if ancestor == directory and error.errno == errno.EBUSY:
+                _empty(directory)
+                (ancestor / _CONTROLLERS).write_text(f"+{controller}")
+            elif ancestor == directory:
+                raise
+
+
+def _empty(directory: Path) -> None:
+    """Move the processes of a group to a child of it."""
+    others = directory / _OTHERS
+    others.mkdir(exist_ok=True)
+    for _ in range(10):  # a process may be started while others move
+        for pid in (directory / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (others / "cgroup.procs").write_text(pid)
 
 
 def _sweep_stale(parent: Path) -> None:
@@ -49,8 +87,8 @@ def _remove_tree(path: Path) -> None:
 class SlotGroup:
     """One slot's group, reached through descriptors that stay valid after the file system is hidden."""
 
-    def __init__(self, memory: Path, cpu: Path | None, version: int) -> None:
-        """`memory`, `cpu`: new directories in the controllers' hierarchies, the same one for version 2."""
+    def __init__(self, memory: Path, cpu: Path | None, freezer: Path | None, version: int) -> None:
+        """New directories in the hierarchies; `version` is that of memory and CPU, and 2 needs one directory for all."""
         self.descriptors: set[int] = set()
         self._version = version
         self._size = 0
@@ -64,11 +102,15 @@ class SlotGroup:
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
                 (memory / "memory.swap.max").write_text("0")
-        self._shares = self._quota = -1
+        self._shares = self._quota = self._freeze = -1
+        for path in (cpu, freezer):
+            if path is not None and path != memory:
+                path.mkdir()
+                self._members.append(self._open(path / "cgroup.procs"))
+        if freezer is not None:
+            with contextlib.suppress(OSError):  # a kernel before 5.2
+                self._freeze = self._open(freezer / _FREEZE)
         if cpu is not None:
-            if version == 1:
-                cpu.mkdir()
-                self._members.append(self._open(cpu / "cgroup.procs"))
             self._shares = self._open(cpu / _SHARES[version])
             with contextlib.suppress(OSError):  # a kernel without CFS bandwidth control
                 self._quota = self._open(cpu / _QUOTA[version])
@@ -104,11 +146,19 @@ class SlotGroup:
             self._weight = weight
         return self._shares >= 0
 
+    @property
+    def has_freezer(self) -> bool:
+        return self._freeze >= 0
+
     def pause(self, paused: bool = True) -> None:
-        """Leave the group next to no CPU, or lift that."""
-        if self._quota >= 0 and paused != self._is_paused:
+        """Stop the group's processes, or let them continue; without a freezer, leave them next to no CPU."""
+        if paused == self._is_paused:
+            return
+        if self.has_freezer:
+            os.write(self._freeze, b"1" if paused else b"0")
+        elif self._quota >= 0:
             os.write(self._quota, (_PAUSED if paused else _NO_QUOTA)[self._version])
-            self._is_paused = paused
+        self._is_paused = paused
 
 
 def _shares(weight: int, version: int) -> bytes:
@@ -126,33 +176,46 @@ class GroupTree:
         base, version = _own_directory("memory")
         self.without_cpu: OSError | None = None  # why there are no CPU groups
         self._version = version
+        if version == 2:
+            _enable("memory", base)
         self.roots = [_make_root(base)]
-        _share_memory(base, version)
         self.slots: list[SlotGroup] = []
         try:
             if version == 2:
-                (self.roots[0] / "cgroup.subtree_control").write_text("+memory")
+                _enable("memory", self.roots[0])
+            _share_memory(base, version)
             try:
                 cpu = self._cpu_root(version)
                 (cpu / _SHARES[version]).write_bytes(_shares(weight * _WEIGHT, version))
             except OSError as error:
                 self.without_cpu = error
+            freezer = self._freezer_root(version)
             for name in (f"slot-{index}" for index in range(slots)):
                 cpu_group = None if self.without_cpu else cpu / name
-                self.slots.append(SlotGroup(self.roots[0] / name, cpu_group, version))
+                freezer_group = None if freezer is None else freezer / name
+                self.slots.append(SlotGroup(self.roots[0] / name, cpu_group, freezer_group, version))
         except OSError:
             self.remove()
             raise
 
     def _cpu_root(self, memory_version: int) -> Path:
         if memory_version == 2:
-            (self.roots[0] / "cgroup.subtree_control").write_text("+cpu")
+            for directory in (self.roots[0].parent, self.roots[0]):
+                _enable("cpu", directory)
             return self.roots[0]
         base, version = _own_directory("cpu")
         if version != 1:
-            raise OSError(95, "memory groups are of version 1, CPU groups of version 2")
+            raise OSError(errno.EOPNOTSUPP, "memory groups are of version 1, CPU groups of version 2")
         self.roots.append(_make_root(base))
         return self.roots[-1]
+
+    def _freezer_root(self, memory_version: int) -> Path | None:
+        if memory_version == 2:
+            return self.roots[0]
+        with contextlib.suppress(OSError):
+            self.roots.append(_make_root(_own_unified_directory()))
+            return self.roots[-1]
+        return None
 
     def remove(self) -> None:
         """Remove the groups; their processes must have ended."""

@@ -1,8 +1,8 @@
 """A session's live interpreter: one isolated process that runs cell after cell. Runs in a slot process.
 
-Between two cells all processes of the session are stopped (SIGSTOP), so that an idle session uses no CPU. A cell that
-passes its time limit is interrupted as by Ctrl-C, and the session keeps its names. An interpreter that cannot be
-interrupted ends, and the session with it.
+Between two cells all processes of the session are stopped (by the freezer of its control group, else by SIGSTOP), so that
+an idle session uses no CPU. A cell that passes its time limit is interrupted as by Ctrl-C, and the session keeps its names.
+An interpreter that cannot be interrupted ends, and the session with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rstar2_megatron.judge.sandbox.process_tree import (
     Supervision,
     end_group,
     family,
+    leave_priority,
     resident_bytes,
     usage_of,
 )
@@ -70,9 +71,7 @@ class SessionRunner(Runner):
             self._tell_demotion,
             usage_of(self.pid),
         )
-        if self.group is not None:
-            self.group.pause(False)
-        self._signal_all(signal.SIGCONT)
+        self._continue()
         code = 0
         verdict = self._send(job)
         if verdict is None:
@@ -81,8 +80,7 @@ class SessionRunner(Runner):
                 verdict = self._watch(ends, self.out, self.err, limits, supervision, self.resident_at_start)
             supervision.promote()
         done = self._collect(0.0 if verdict is None else self._interrupt())
-        if self._signal_all(signal.SIGSTOP) > 1 and self.group is not None:
-            self.group.pause()  # its processes might send SIGCONT to each other for ever
+        self._stop()
         cost = time.monotonic() - started
         for stream in (self.out, self.err):
             stream.drain()
@@ -126,6 +124,7 @@ class SessionRunner(Runner):
             def begin() -> NoReturn:
                 if self.group is not None:
                     self.group.join()
+                leave_priority()
                 self.sandbox.become(program, descriptors)
 
             self.pid = self.sandbox.fork(begin)
@@ -180,6 +179,18 @@ class SessionRunner(Runner):
             self.channel.settimeout(_SEND_S)
         # The program can write to the channel too: anything but one exit code ends its session.
         return CELL_DONE.unpack(told)[0] & 0xFF if len(told) == CELL_DONE.size else None
+
+    def _stop(self) -> None:
+        if self.group is not None and self.group.has_freezer:
+            self.group.pause()
+        elif self._signal_all(signal.SIGSTOP) > 1 and self.group is not None:
+            self.group.pause()  # its processes might send SIGCONT to each other for ever
+
+    def _continue(self) -> None:
+        if self.group is not None:
+            self.group.pause(False)
+        if self.group is None or not self.group.has_freezer:
+            self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: int) -> int:
         """Signal every process of the session, parents first; SIGSTOP twice, for processes forked meanwhile.

@@ -19,7 +19,8 @@ from rstar2_megatron.judge.limits import WALL_FACTOR
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
 
-SLICE_S = 0.1  # CPU time after which a call is demoted
+SLICE_S = 0.03  # CPU time after which a call is demoted
+_PERMIT_S = 0.1  # wall time after which another call may begin: a call that gets so little CPU must not hold others back
 # Of a demoted call, where there are no CPU groups: its share of a core is a quarter, as that of a demoted group.
 NICENESS = 6
 _FIRST_LOOK_S = 0.01  # most calls have ended by then
@@ -55,6 +56,12 @@ def family(pid: int) -> Iterator[int]:
         yield current
         with contextlib.suppress(OSError):
             stack += children(current)
+
+
+def leave_priority() -> None:
+    """In a process of a call: no higher priority than others have, which the service's own processes may have."""
+    if os.getpriority(os.PRIO_PROCESS, 0) < 0:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def end_group(pid: int) -> None:
@@ -125,7 +132,8 @@ class Supervision:
         before: Usage = _NOTHING,
     ) -> None:
         """`find_pid` is called at the first look; most calls end before it. `on_demotion` is called once, when the call
-        sleeps, waits, or has used its slice of CPU: another call may begin. `before`: by a session's earlier calls."""
+        sleeps, waits, has run for `_PERMIT_S`, or has used its slice of CPU: another call may begin. `before`: by a session's
+        earlier calls."""
         self.find_pid = find_pid
         self.started = started
         self.limit_s = limit_s
@@ -154,7 +162,8 @@ class Supervision:
             if is_running and account and account == last:
                 waiting_s = max(waiting_s, now - since)
         self._waited_s = self._ended_waits_s() - self._waited_before_s + waiting_s
-        if not self._is_demoted and (self.cpu_s >= SLICE_S or not usage.is_running):
+        is_late = now - self.started >= _PERMIT_S
+        if not self._is_demoted and (self.cpu_s >= SLICE_S or is_late or not usage.is_running):
             self._is_demoted = True
             self.on_demotion()
         if self.cpu_s >= SLICE_S:

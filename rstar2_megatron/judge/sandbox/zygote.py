@@ -36,7 +36,7 @@ from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, ma
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
 from rstar2_megatron.judge.sandbox.interpreter import SessionRunner
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
-from rstar2_megatron.judge.sandbox.process_tree import children
+from rstar2_megatron.judge.sandbox.process_tree import children, leave_priority
 from rstar2_megatron.services.parent_death import die_with_parent
 
 _SCRATCH = "rstar2-judge-"
@@ -114,6 +114,7 @@ class Forker:
         """In a call parent: it and its calls are in the slot's group."""
         if group is not None:
             group.join()
+        leave_priority()
         linux.close_all_but({connection.messages.fileno(), connection.pids})
         serve_calls(connection, self.layers, slot)
 
@@ -307,6 +308,10 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
             layers.activate("cpu_cgroup")
         else:
             layers.record_missing("cpu_cgroup", f"{tree.without_cpu}: {_WITHOUT_CPU_GROUPS}")
+        if all(group.has_freezer for group in tree.slots):
+            layers.activate("freezer")
+        else:
+            layers.record_missing("freezer", "no control groups of version 2, or Linux before 5.2")
     except OSError as error:
         layers.record_missing(
             "memory_cgroup", f"{error}: limits on address space and a watch on resident memory"

@@ -24,9 +24,18 @@ from rstar2_megatron.judge.limits import (
     check_text,
 )
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Sender, until_redis_answers
+from rstar2_megatron.judge.queue import (
+    HEARTBEAT_TTL_S,
+    LOST,
+    POISON,
+    JobQueue,
+    Jobs,
+    Sender,
+    until_redis_answers,
+)
 from rstar2_megatron.judge.scheduling import ReplyCoalescing
 from rstar2_megatron.judge.server.math_answers import MathJudge
+from rstar2_megatron.judge.tasks import cancel_and_wait
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
@@ -65,6 +74,8 @@ class Broker:
         self.name = uuid.uuid4().hex
         self.waiting: dict[str, list[asyncio.Future[bytes]]] = {}
         self.payloads: dict[str, bytes] = {}
+        self._unsent: set[str] = set()  # keys of jobs on their way into the queue
+        self._all_read_at = 0.0  # a monotonic time at which Redis held no answer that is not read by now
         self.outcomes: Counter[str] = Counter()
         self._sender = Sender(queue, self.name)
         self._withdrawing: tuple[list[str], asyncio.Task[set[str]]] | None = None  # keys of the next request
@@ -77,10 +88,7 @@ class Broker:
         self._tasks = [asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())]
 
     async def stop(self) -> None:
-        tasks = [*self._tasks, *self._grading, *self._sender.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks, *self._grading, *self._sender.tasks)
         if self._math is not None:
             await asyncio.to_thread(self._math.close)
         await self.queue.close()
@@ -104,6 +112,8 @@ class Broker:
         except BaseException:
             self._forget(tickets)
             raise
+        finally:
+            self._unsent.difference_update(ticket.key for ticket in tickets if ticket.key)
         return tickets
 
     def _ticket(self, submission: Submission, client: str) -> Ticket:
@@ -147,7 +157,9 @@ class Broker:
             self._cached_as[key] = hashlib.blake2b(program, digest_size=16).hexdigest()
         request["queued_at"] = time.time()
         self.waiting.setdefault(key, []).append(answer)
-        self.payloads.setdefault(key, orjson.dumps(request))
+        if key not in self.payloads:
+            self.payloads[key] = orjson.dumps(request)
+            self._unsent.add(key)
         return Ticket(sub_id, key, answer, limits.longest_s(submission.type))
 
     def _grade(self, submission: Submission, sub_id: str, answer: asyncio.Future[bytes]) -> None:
@@ -266,8 +278,9 @@ class Broker:
     async def _read_replies(self) -> None:
         coalescing = ReplyCoalescing(time.monotonic())
         while True:
+            asked_at = time.monotonic()
             try:
-                answers = await self.queue.replies(self.name, many=len(self.waiting) > 1)
+                answers, are_all = await self.queue.replies(self.name, many=len(self.waiting) > 1)
                 coalescing.read(len(answers), time.monotonic())
                 if self._cached_as:
                     await self._remember(answers)
@@ -276,7 +289,7 @@ class Broker:
                 await asyncio.sleep(0.05)
                 with contextlib.suppress(Exception):
                     await until_redis_answers("answers", self.queue.redis.ping)
-                    await self._submit_pending_again()
+                    await self._submit_again(list(self.payloads.items()))
                 continue
             for key, answer in answers:
                 if answer == POISON:
@@ -286,6 +299,8 @@ class Broker:
                     why = "the session is open on no worker: its time to live is over, or its worker ended"
                     answer = self._make(self._sub_id(key), Outcome.SESSION_LOST, why)
                 self._settle(key, answer)
+            if are_all:
+                self._all_read_at = asked_at
             if pause_s := coalescing.pause_s(len(self.waiting)):
                 await asyncio.sleep(pause_s)
 
@@ -293,28 +308,27 @@ class Broker:
         payload = self.payloads.get(key)
         return orjson.loads(payload)["sub_id"] if payload else None
 
-    async def _submit_pending_again(self) -> None:
-        """Submit all unanswered jobs again. Redis ignores those that it knows, because job keys are unique."""
-        jobs = list(self.payloads.items())
-        for start in range(0, len(jobs), 256):
-            part = jobs[start : start + 256]
-            try:
-                await self.queue.enqueue(self.name, part)
-            except Exception as error:
-                log.warning("submitting %d pending jobs again failed: %s", len(part), error)
+    async def _submit_again(self, jobs: Jobs) -> None:
+        try:
+            await self.queue.enqueue_again(self.name, jobs)
+        except Exception as error:
+            log.warning("submitting %d pending jobs again failed: %s", len(jobs), error)
 
     async def _check_pending(self) -> None:
-        """A pending job that Redis does not know at two checks in a row has lost its answer: submit it again."""
-        missing_before: set[str] = set()
+        """A pending job that Redis does not know has lost its answer when all of that time are read: send it again."""
+        unknown: set[str] = set()
+        seen_at = 0.0
         while True:
             await asyncio.sleep(_CHECK_S)
+            if unknown and self._all_read_at < seen_at:
+                continue  # their answers may be among those that wait to be read
             try:
-                missing = set(await self.queue.unknown(list(self.payloads)))
-                lost = [(k, self.payloads[k]) for k in missing & missing_before if k in self.payloads]
+                now = set(await self.queue.unknown([key for key in self.payloads if key not in self._unsent]))
+                lost = [(key, self.payloads[key]) for key in unknown & now if key in self.payloads]
                 if lost:
                     log.warning("%d jobs were lost by Redis and are queued again", len(lost))
-                    await self.queue.enqueue(self.name, lost)
-                missing_before = missing
+                    await self._submit_again(lost)
+                unknown, seen_at = now, time.monotonic()
             except Exception as error:  # Redis is away: `_read_replies` logs that and waits
                 log.debug("checking pending jobs failed: %s", error)
 

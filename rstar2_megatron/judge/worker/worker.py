@@ -22,6 +22,7 @@ from rstar2_megatron.judge.limits import CallLimits, default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, until_redis_answers
 from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, Permit, Permits, PrefetchedJobs
+from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.judge.worker.sessions import SessionGone, Sessions
 from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
@@ -113,9 +114,7 @@ class Worker:
                 self._wake.clear()
                 await self._exchange()
         finally:
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            await cancel_and_wait(*helpers)
 
     def _begin_jobs(self) -> None:
         """Called when a slot or permit is free, or a call has ended: begin leased jobs, schedule an exchange."""
@@ -313,7 +312,8 @@ class Worker:
                 await self.queue.reap()
             except (RedisError, OSError) as error:
                 log.warning("heartbeat failed: %s", error)
-            if not self.pool.alive:
+            # a worker that stops ends its sandbox itself
+            if not self.pool.alive and not self.stopping.is_set():
                 log.error("the sandbox is gone: this worker ends")
                 self.stopping.set()
                 await self.queue.retire(self.name)

@@ -15,8 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+from omegaconf import OmegaConf
+from rlinf.agents.rstar2.http_code_judge_tool import PythonTool
+from rlinf.data.tool_call.tool_io_struct import ToolChannelRequest
 
 from benchmarks.judge.programs import in_public_template
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -65,6 +69,29 @@ def test_programs_in_the_public_clients_template_do_what_they_do_in_plain_python
         plain = subprocess.run([sys.executable, "-c", program], input="12", capture_output=True, text=True)
         assert (result["stdout"], result["stderr"]) == (plain.stdout, plain.stderr)
         assert result["run_success"] == result["success"] == (plain.returncode == 0)
+
+
+async def test_rlinfs_own_tool_works_unchanged(judge: JudgeService) -> None:
+    host, _, port = judge.url.removeprefix("http://").rpartition(":")
+    tool = PythonTool(OmegaConf.create({"tools": {"codejudge": {"host_addr": host, "host_port": int(port)}}}))
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+
+        async def send(url: str, data: dict[str, Any]) -> Any:
+            return (await client.post(url, json=data)).json()
+
+        for code, told in (
+            ("x = int(input())\nx * 7", "Tool call success\nstdout: 42\n\nexecution time: "),
+            (
+                "import sympy\nsympy.factorint(12)",
+                "Tool call success\nstdout: {2: 2, 3: 1}\n\nexecution time: ",
+            ),
+            ("1 / 0", "Tool call failure\nreason: \nstderr: ZeroDivisionError at line 1: division by zero\n"),
+            ("while True: pass", "Tool call failure\nreason: worker_timeout\n"),
+        ):
+            request = ToolChannelRequest("session", "execute", tool.name, {"code": code, "input": "6"})
+            answer = await tool.execute(request, send)
+            assert answer.result.startswith(told), answer.result
+            assert answer.success == told.startswith("Tool call success")
 
 
 def test_documented_start_lines(tmp_path: Path) -> None:

@@ -181,3 +181,21 @@ async def test_an_answer_for_lack_of_cpu_is_not_kept_for_a_retry(redis: RedisSer
             answer = json.dumps({"outcome": outcome}).encode()
             await there.exchange("worker", [(job.key, answer) for job in jobs], 0)
     await there.close()
+
+
+async def test_a_burst_reaches_redis_in_pieces(redis: RedisServer) -> None:
+    """One command with all of it would pass the deadline of a command on a busy machine."""
+    sizes = []
+
+    class Seen(queue.JobQueue):
+        async def enqueue(self, reply: str, jobs: queue.Jobs) -> int:
+            sizes.append(sum(len(payload) for _, payload in jobs))
+            return await super().enqueue(reply, jobs)
+
+    there = Seen(redis.uri, prefix="burst:")
+    sender = queue.Sender(there, "server")
+    await asyncio.gather(*(sender.send([(f"client/k{n}", bytes(1 << 20))]) for n in range(12)))
+    assert sum(sizes) == 12 << 20 and max(sizes) <= 5 << 20
+    keys = [f"client/k{n}" for n in range(600)]
+    assert await there.unknown(keys) == keys[12:]
+    await there.close()
