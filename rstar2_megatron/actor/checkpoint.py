@@ -11,6 +11,8 @@ import queue
 import random
 import shutil
 import threading
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -25,10 +29,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rstar2_megatron.actor.network.model import unwrap
 from rstar2_megatron.actor.optimizer_state import (
+    PutState,
     check_state_fits_weights,
     local_checksums,
     positions_without_padding,
+    states_without_data,
+    take_held_states,
 )
+from rstar2_megatron.settings.planning.host_memory import LOAD_PIECE_BYTES
 from rstar2_megatron.settings.schema import ActorSettings
 
 # megatron-core writes a process group into this dict, so callers pass copies. With the memory-efficient flag the first rank
@@ -37,6 +45,7 @@ _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
+_PIECE = "piece"
 _COUNTERS = "counters"
 _RANDOM = "random"
 
@@ -246,21 +255,88 @@ def check_format(directory: str | Path, counters: dict[str, Any], actor: ActorSe
 
 
 def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
-    """Restore model and optimizer in place; collective.
+    """Restore model and optimizer in place, piece by piece; collective.
 
-    Raises ValueError when the optimizer state does not match the weights. Random states are restored only when the
-    number of ranks is that of the save.
+    A rank reads the optimizer state of those parameters of which it updates a part. Raises ValueError when the optimizer
+    state does not match the weights. Random states are restored only when the number of ranks is that of the save.
     """
     path = Path(directory)
-    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(path))
+    with states_without_data(optimizer):
+        state = _sharded_state(chunks, optimizer, loading=True)
     for number, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(state[_model_key(chunks, number)])
+        weights = state.pop(_model_key(chunks, number))
+        _load_in_pieces(
+            path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()]
+        )
     loaded = local_checksums(chunks)
-    optimizer.load_state_dict(state["optimizer"])
+    held = take_held_states(optimizer, state["optimizer"])
+    optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
+    _load_in_pieces(path, held)
     check_state_fits_weights(str(path), chunks, optimizer, loaded)
     file = path / _RANDOM / _random_file()
     if file.exists():
         _restore_random_states(torch.load(file, weights_only=False))
+
+
+def _put_weight(chunk: Any, name: str, weight: Any) -> None:
+    unwrap(chunk).load_state_dict({name: weight}, strict=False)
+
+
+def _load_in_pieces(path: Path, items: Iterable[tuple[PutState, Any]]) -> None:
+    """Read the tensors of each item and pass them to its function; collective.
+
+    Ranks may read different items, but the same number of pieces, because the read of a piece is collective. megatron-core's
+    check that all ranks together read everything exactly once does not apply to a piece.
+    """
+    pieces: list[list[tuple[PutState, Any]]] = []
+    size = 0
+    for together in _inseparable(items):
+        more = sum(_bytes_to_read(tensor) for _, tensors in together for tensor in nested_values([tensors]))
+        if not pieces or size + more > LOAD_PIECE_BYTES:
+            pieces.append([])
+            size = 0
+        pieces[-1] += together
+        size += more
+    count = torch.tensor([len(pieces)])
+    dist.all_reduce(count, dist.ReduceOp.MAX, group=_host_group())
+    pieces += [[] for _ in range(int(count) - len(pieces))]
+    for piece in pieces:
+        wanted = {
+            str(n): dict_list_map_outplace(_with_memory, tensors) for n, (_, tensors) in enumerate(piece)
+        }
+        read = dist_checkpointing.load({_PIECE: wanted}, str(path), validate_access_integrity=False)
+        del wanted
+        for n, (put, _) in enumerate(piece):
+            put(read[_PIECE].pop(str(n)))
+
+
+def _inseparable(items: Iterable[tuple[PutState, Any]]) -> list[list[tuple[PutState, Any]]]:
+    """Items that one piece must hold together.
+
+    megatron-core gives the layers of one key a common tensor. It takes layers that are not read for another rank's, so a
+    single rank reads all layers of a key in one piece.
+    """
+    if dist.get_world_size() > 1:
+        return [[item] for item in items]
+    by_keys: dict[tuple[str, ...], list[tuple[PutState, Any]]] = {}
+    for item in items:
+        keys = tuple(getattr(tensor, "key", "") for tensor in nested_values([item[1]]))
+        by_keys.setdefault(keys, []).append(item)
+    return list(by_keys.values())
+
+
+def _bytes_to_read(tensor: Any) -> int:
+    """Bytes to hold while this is read. megatron-core joins what a factory has split into a second copy."""
+    if not torch.is_tensor(getattr(tensor, "data", None)):
+        return 0
+    split, here = isinstance(tensor, ShardedTensorFactory), tensor.data.is_meta
+    return int(tensor.data.nbytes) * (split + here)
+
+
+def _with_memory(tensor: Any) -> Any:
+    if torch.is_tensor(getattr(tensor, "data", None)) and tensor.data.is_meta:
+        return replace(tensor, data=torch.empty_like(tensor.data, device="cpu"))
+    return tensor
 
 
 def _random_file() -> str:

@@ -58,16 +58,25 @@ class _Slice(DefaultLoadPlanner):
         return self.target
 
 
+def _metadata(checkpoint: Path) -> dict[str, Any]:
+    """What each key of the checkpoint holds. Raises ValueError when the directory is no checkpoint."""
+    try:
+        return torch_checkpoint.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{checkpoint} is not a complete checkpoint of the actor ({error})") from None
+
+
+def holds_reward_model(checkpoint: Path) -> bool:
+    """Whether the checkpoint has a score head. Raises ValueError when the directory is no checkpoint."""
+    return "score.weight" in _metadata(checkpoint)
+
+
 def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, tensor) from a checkpoint written by `MegatronActor.save_checkpoint`.
 
     Raises ValueError when the directory is no checkpoint, a weight is missing, or a checksum differs from the saved one.
     """
-    try:
-        reader = torch_checkpoint.FileSystemReader(checkpoint)
-        metadata = reader.read_metadata().state_dict_metadata
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint} is not a complete checkpoint of the actor ({error})") from None
+    metadata = _metadata(checkpoint)
 
     def read(key: str, *leading: int) -> Tensor:
         entry = metadata[key]
@@ -116,8 +125,9 @@ def _parameters(config: ModelConfig, metadata: Any, read: Any) -> Iterator[tuple
 
 def convert(checkpoint: Path, model: Path, output: Path) -> None:
     """Write the Hugging Face directory `output` atomically. Raises ValueError as `checkpoint_weights` does."""
-    config = ModelConfig.from_directory(model)
-    write_hf_directory(checkpoint_weights(checkpoint, config), output, model, dtype=None, write=True)
+    config = ModelConfig.from_directory(model, scores=holds_reward_model(checkpoint))
+    weights = checkpoint_weights(checkpoint, config)
+    write_hf_directory(weights, output, model, dtype=None, write=True, keys=config.exported_keys)
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ OUTER_NAMES: dict[str, tuple[str, Kind]] = {
     "embedding.word_embeddings.weight": ("model.embed_tokens.weight", "rows"),
     "decoder.final_layernorm.weight": ("model.norm.weight", "whole"),
     "output_layer.weight": ("lm_head.weight", "rows"),
+    "score.weight": ("score.weight", "whole"),
 }
 
 
@@ -166,6 +167,9 @@ def load_hf_weights(chunks: list[Any], config: ModelConfig, directory: str | Pat
     for chunk in chunks:
         for mapping, parameter in _parameters(chunk):
             names = mapping.names(first_expert)
+            if names == ("score.weight",) and names[0] not in reader:
+                parameter.zero_()  # a reward model begins at a policy, without an opinion: its loss is ln 2
+                continue
             if names == ("lm_head.weight",) and (config.tie_word_embeddings or names[0] not in reader):
                 names = ("model.embed_tokens.weight",)
             pieces = [reader.read(name, mapping.kind, part, parts) for name in names]
@@ -242,11 +246,12 @@ def write_hf_directory(
     source: str | Path,
     dtype: str | None,
     write: bool,
+    keys: dict[str, Any] | None = None,
 ) -> None:
     """Write a Hugging Face directory: safetensors shards of at most 2 GB, config and tokenizer of `source`.
 
     Collective, because reading `weights` is; only the rank with `write` writes files. The directory appears by a rename.
-    `dtype` ("float32", "bfloat16"; None: that of the first weight) is written to config.json.
+    `dtype` ("float32", "bfloat16"; None: that of the first weight) is written to config.json, and `keys` over its own.
     """
     final, source = Path(directory), Path(source)
     partial = final.with_name(final.name + ".tmp")
@@ -292,16 +297,16 @@ def write_hf_directory(
         shard.rename(partial / name)
     if dtype is None:
         raise ValueError(f"there is no weight to write to {final}")
-    _copy_config(source, partial, dtype)
+    _copy_config(source, partial, {**(keys or {}), "dtype": dtype})
     replace_directory(partial, final)
 
 
-def _copy_config(source: Path, target: Path, dtype: str) -> None:
+def _copy_config(source: Path, target: Path, keys: dict[str, Any]) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name not in _NOT_COPIED:
                 shutil.copy(file, target / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
-    config["dtype"] = dtype
+    config.update(keys)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

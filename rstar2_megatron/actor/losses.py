@@ -7,6 +7,7 @@ micro-batches and ranks, those of MAXIMA are reduced by maximum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
 # A rank without a value contributes zero.
 SUMS = (
     "loss", "tokens", "ratio", "clipped", "dual_clipped", "approx_kl", "pg_loss", "entropy",
-    "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl", "reference_kl",
+    "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl", "reference_kl", "pair_accuracy", "pair_margin",
 )  # fmt: skip
 MAXIMA = ("tis_ratio_max", "logprob_diff_max")
 
@@ -84,9 +85,8 @@ def rl_loss(
         log_probs, entropy = output[0], output[1]
         trained = torch.ones_like(log_probs, dtype=torch.bool)
         before = log_probs.detach() if old is None else old.of(batch.sequence + first, batch.place)
-        correction, sums = tis_weights(
-            before, batch.rollout_logprobs, trained, algorithm.importance_sampling_clip
-        )
+        clip = math.inf if algorithm.decoupled_loss else algorithm.importance_sampling_clip
+        correction, sums = tis_weights(before, batch.rollout_logprobs, trained, clip)
         token_weights = per_sequence[batch.sequence.to(device)]
         value, loss_sums = policy_loss(
             log_probs,
@@ -98,7 +98,7 @@ def rl_loss(
             clip_high=algorithm.clip_ratio_high,
             clip_c=algorithm.clip_ratio_c,
             token_weights=token_weights,
-            tis_weights=correction if algorithm.importance_sampling_fix else None,
+            tis_weights=correction if algorithm.importance_sampling_fix or algorithm.decoupled_loss else None,
             entropy=entropy if algorithm.entropy_bonus else entropy.detach(),
             entropy_bonus=algorithm.entropy_bonus,
         )

@@ -30,6 +30,7 @@ from rstar2_megatron.actor.offload import DeviceMemory
 from rstar2_megatron.actor.packing import MicroBatchPlan, plan_microbatches, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.loss import aggregate
+from rstar2_megatron.algorithm.mismatch import MismatchRules, mismatch_by_turn, without_mismatch
 from rstar2_megatron.model.flops import peak_tflops
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import (
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 class MegatronActor:
     """Trains, scores, exports and checkpoints the policy under one parallel layout."""
 
+    scores = False  # True: the model has a reward model's head (`preference.score_actor.ScoreActor`)
+
     def __init__(
         self,
         actor: ActorSettings,
@@ -71,7 +74,7 @@ class MegatronActor:
         self.actor, self.runner, self.algorithm = actor, runner, algorithm
         self.model_path, self.rank, self.world_size = model_path, rank, world_size
         self.init_method, self.device = init_method, device
-        self.model_config = ModelConfig.from_directory(model_path)
+        self.model_config = ModelConfig.from_directory(model_path, scores=self.scores)
         self.layout: Layout = check_layout(actor, self.model_config, world_size, runner)
         self.optim, self.lr_sched = actor.optim, actor.lr_sched
         self.max_optimizer_steps = runner.max_steps * algorithm.n_minibatches
@@ -167,12 +170,20 @@ class MegatronActor:
         if not sequences:
             raise ValueError("train_step got no sequences: skip the step when every group was rejected")
         started = time.monotonic()
-        algorithm = self.algorithm
+        algorithm, rules = self.algorithm, MismatchRules.of(self.algorithm)
         minibatches = split_minibatches(len(sequences), algorithm.n_minibatches)
         old: FlatLogProbs | None = None
-        if algorithm.recompute_logprobs and len(minibatches) > 1:
+        mismatch: dict[str, float] = {}
+        if rules.any or (algorithm.recompute_logprobs and len(minibatches) > 1):
             # A single mini-batch needs no separate scoring pass: see rl_loss.
             old = self._score(sequences, "trained")
+            actor = old.to_arrays()
+            turns = mismatch_by_turn(sequences, actor)
+            mismatch = {f"actor/logprob_diff_turn/{turn}": value for turn, value in turns.items()}
+            sequences, shares = without_mismatch(sequences, actor, rules)
+            mismatch |= {f"actor/{name}": value for name, value in shares.items()}
+            if not any(s.num_trained_tokens for s in sequences):
+                return {**mismatch, "actor/trained_tokens": 0.0, "actor/skipped_update": 1.0}
         reference = self._score_reference(sequences)
 
         steps: list[dict[str, float]] = []
@@ -193,16 +204,14 @@ class MegatronActor:
         self._finish_written_checkpoint()
         return {
             **rl_metrics(steps, with_reference=reference is not None),
+            **mismatch,
             "actor/optimizer_steps": float(self.optimizer_steps),
             "actor/skipped_steps": float(self.skipped_steps),
             **self._speed(sequences, plans, time.monotonic() - started),
         }
 
     def sft_step(self, sequences: Sequence[TrainSequence], lr: float | None = None) -> dict[str, float]:
-        """One optimizer step of mean cross entropy over the tokens of `loss_mask`; collective.
-
-        lr: None uses the schedule's rate.
-        """
+        """One optimizer step of mean cross entropy over `loss_mask`, at `lr` (None: the schedule's); collective."""
         started = time.monotonic()
         trained = sum(s.num_trained_tokens for s in sequences)
         if not trained:
@@ -232,9 +241,12 @@ class MegatronActor:
         return self.algorithm.sampling_params.temperature or 1.0
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
+        return self._plan_lengths([s.length for s in sequences])
+
+    def _plan_lengths(self, lengths: list[int]) -> MicroBatchPlan:
         dynamic = self.runner.enable_dynamic_batch_size
         return plan_microbatches(
-            [s.length for s in sequences],
+            lengths,
             self.layout.data,
             max_tokens=self.runner.max_tokens_per_mbs * self.layout.context if dynamic else None,
             count=self.algorithm.training_batch_size_per_gpu,
@@ -332,7 +344,8 @@ class MegatronActor:
         from rstar2_megatron.actor.hf_weights import write_hf_directory
 
         dtype = "bfloat16" if self.actor.model.precision == "bf16" else "float32"
-        write_hf_directory(self.iter_hf_weights(), directory, self.model_path, dtype, write=self.rank == 0)
+        weights, keys = self.iter_hf_weights(), self.model_config.exported_keys
+        write_hf_directory(weights, directory, self.model_path, dtype, write=self.rank == 0, keys=keys)
         dist.barrier()
 
     def save_checkpoint(self, directory: str | Path, *, wait: bool = True) -> None:

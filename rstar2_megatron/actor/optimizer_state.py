@@ -5,7 +5,9 @@ Line numbers refer to megatron-core 0.16.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from rstar2_megatron.actor.network.model import unwrap
 from rstar2_megatron.weights.checksum import tensor_checksum
 
+_STATES = ("param", "exp_avg", "exp_avg_sq")
 Position = tuple[int, int, int]
 """(start, end, bucket) of a parameter in its buffer, in elements."""
 
@@ -50,6 +53,75 @@ def _unpadded_positions(buffer: Any) -> dict[Any, Position]:
         parameter: (start - padding_before[bucket], end - padding_before[bucket], bucket)
         for parameter, (start, end, bucket) in buffer.param_index_map.items()
     }
+
+
+@contextmanager
+def states_without_data(optimizer: Any) -> Iterator[None]:
+    """Context in which the sharded state dict for a load has gathered states on the meta device.
+
+    megatron-core would allocate masters and moments of all parameters, 12 bytes each, on every rank (:1033).
+    """
+    parts = [part for part in optimizer.chained_optimizers if _is_distributed(part)]
+    for part in parts:
+        part.get_parameter_state_dp_zero = functools.partial(_shapes, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_parameter_state_dp_zero
+
+
+def _is_distributed(part: Any) -> bool:
+    return hasattr(part, "gbuf_ranges")
+
+
+def _shapes(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, Tensor]]]:
+    """What `get_parameter_state_dp_zero` returns, without data."""
+    return {
+        number: {
+            dtype: {name: torch.empty(part.buffers[number].numel_unpadded, device="meta") for name in _STATES}
+            for dtype in ranges
+        }
+        for number, ranges in enumerate(part.gbuf_ranges)
+    }
+
+
+PutState = Callable[[Any], None]
+
+
+def take_held_states(optimizer: Any, state: dict[Any, Any]) -> list[tuple[PutState, Any]]:
+    """Take the parameter states out of the optimizer's sharded state dict.
+
+    Returns those of parameters of which this rank updates a part: (function that puts the read state in place, what to read).
+    """
+    parts = optimizer.chained_optimizers
+    held: list[tuple[PutState, Any]] = []
+    for number, part in enumerate(parts):
+        if _is_distributed(part):
+            states = (state if len(parts) == 1 else state[number]).pop("param_state")
+            held += [
+                (functools.partial(_put, part, parameter, place), states[index])
+                for index, parameter, place in _held_parameters(part)
+            ]
+    return held
+
+
+def _held_parameters(part: Any) -> Iterator[tuple[int, Tensor, Any]]:
+    """(index in the state, parameter, range of it that this rank updates); in megatron-core's order (:2089)."""
+    index = itertools.count()
+    for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
+        maps = [bucket["param_map"] for buckets in ranges.values() for bucket in buckets]
+        places = {parameter: place["param"] for each in maps for parameter, place in each.items()}
+        for parameter in buffer.param_index_map:
+            number = next(index)
+            if parameter in places:
+                yield number, parameter, places[parameter]
+
+
+def _put(part: Any, parameter: Tensor, place: Any, state: dict[str, Tensor]) -> None:
+    own = {name: tensor.flatten()[place.start : place.end] for name, tensor in state.items()}
+    with torch.no_grad():
+        part._set_main_param_and_optimizer_states(parameter, own)
 
 
 def local_checksums(chunks: list[Any]) -> dict[str, int]:

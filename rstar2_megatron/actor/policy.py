@@ -1,4 +1,4 @@
-"""One rank's share of the policy: model chunks, optimizer, forward and backward passes.
+"""One rank's share of the policy, or of a reward model: model chunks, optimizer, forward and backward passes.
 
 Methods are collective over the actor's ranks unless their docstring says "Local".
 """
@@ -6,7 +6,7 @@ Methods are collective over the actor's ranks unless their docstring says "Local
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,16 @@ from torch import Tensor
 from rstar2_megatron.actor.hf_weights import iter_hf_weights, load_hf_weights
 from rstar2_megatron.actor.layout import Layout
 from rstar2_megatron.actor.losses import MAXIMA, SUMS, FlatLogProbs, LossFunction
+from rstar2_megatron.actor.network.attention import rotary_frequencies
 from rstar2_megatron.actor.network.layer_spec import choose_implementation
-from rstar2_megatron.actor.network.microbatch import PackContext, build_microbatch
-from rstar2_megatron.actor.network.model import build_chunks, forward_log_probs, unwrap
+from rstar2_megatron.actor.network.microbatch import PackContext, Wanted, build_microbatch
+from rstar2_megatron.actor.network.model import build_chunks, forward_wanted, unwrap
 from rstar2_megatron.actor.optimizer import build_optimizer, optimizer_step, wrap_ddp
 from rstar2_megatron.actor.packing import MicroBatchPlan
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.cpu import megatron as cpu_megatron
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import ActorSettings, OptimSettings
-
-Wanted = Literal["trained", "all"]
 
 
 class Policy:
@@ -38,6 +37,7 @@ class Policy:
     ) -> None:
         """Build this rank's chunks, read their weights from the Hugging Face directory, build the optimizer."""
         self.model, self.layout, self.device = model, layout, device
+        self._trained: Wanted = "last" if model.scores else "trained"
         self.precision, self.chunk_tokens = (
             actor.model.precision,
             actor.head_chunk_tokens(cpu=device == "cpu"),
@@ -50,8 +50,7 @@ class Policy:
         self.chunks = wrap_ddp(config, chunks, actor.optim)
         self.reset_optimizer(actor.optim)
         self.context = PackContext(
-            head_dim=model.head_dim,
-            rope_theta=model.rope_theta,
+            frequencies=rotary_frequencies(model).to(device),
             dtype=config.params_dtype,
             device=device,
             tensor_parallel=layout.tensor,
@@ -92,7 +91,8 @@ class Policy:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        result = self._reduced(self._run(sequences, plan, loss, "trained", temperature, forward_only=False))
+        results = self._run(sequences, plan, loss, self._trained, temperature, forward_only=False)
+        result = self._reduced(results)
         stepped, result["grad_norm"] = optimizer_step(self.optimizer, lr, self.optim)
         result["lr"] = lr
         return stepped, result
@@ -109,13 +109,13 @@ class Policy:
         """The loss function's reduced sums and maxima under the current weights; nothing is updated."""
         for chunk in self.chunks:
             chunk.eval()
-        return self._reduced(self._run(sequences, plan, loss, "trained", temperature, forward_only=True))
+        return self._reduced(self._run(sequences, plan, loss, self._trained, temperature, forward_only=True))
 
     @torch.no_grad()
     def score(
         self, sequences: Sequence[TrainSequence], plan: MicroBatchPlan, wanted: Wanted, *, temperature: float
     ) -> FlatLogProbs:
-        """Log-probs of the wanted tokens, 0.0 for other tokens, identical on all ranks."""
+        """Log-probs (of a reward model: scores) of the wanted tokens, 0.0 for other tokens, identical on all ranks."""
         scores = FlatLogProbs([s.length for s in sequences], self.device)
         for chunk in self.chunks:
             chunk.eval()
@@ -152,7 +152,7 @@ class Policy:
                 value, sums = loss(batch, output)
                 return value, no_tokens, sums
 
-            return forward_log_probs(chunk, batch, temperature, self.chunk_tokens), normalised
+            return forward_wanted(chunk, batch, temperature, self.chunk_tokens), normalised
 
         iterators = [iter(batches) for _ in self.chunks]
         virtual = len(self.chunks) > 1

@@ -37,6 +37,18 @@ def install() -> None:
     _replace_sgl_kernel()
 
 
+def allow_seeded_sampling() -> None:
+    """Let SGLang sample by the seeds of requests (`enable_deterministic_inference`) with the attention of a CPU.
+
+    Call after `install`. Batches of other sizes may still differ in the last bits of their logits.
+    """
+    if torch.cuda.is_available():
+        return
+    arguments = importlib.import_module("sglang.srt.server_args")
+    arguments.add_deterministic_attention_backend_choices(["torch_native"])
+    arguments.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
 def prepare_scheduler() -> None:
     """Set up the process that runs the model: batched attention, no torch.compile (it needs a compiler)."""
     if torch.cuda.is_available():

@@ -25,6 +25,43 @@ _QWEN3 = {
     "14b": (5120, 17408, 40, 40, 8, 151936, False),
     "32b": (5120, 25600, 64, 64, 8, 151936, False),
 }
+_LLAMA3 = {
+    "1b": (2048, 8192, 16, 32, 8, 128256, True),
+    "3b": (3072, 8192, 28, 24, 8, 128256, True),
+    "8b": (4096, 14336, 32, 32, 8, 128256, False),
+    "70b": (8192, 28672, 80, 64, 8, 128256, False),
+}
+_SMOLLM2 = {
+    "135m": (576, 1536, 30, 9, 3, 49152, True),
+    "360m": (960, 2560, 32, 15, 5, 49152, True),
+    "1.7b": (2048, 8192, 24, 32, 32, 49152, True),
+}
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# words of the name: (sizes, keys that differ from Qwen's)
+_LLAMA: dict[tuple[str, ...], tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
+    ("llama", "3.1"): (
+        _LLAMA3,
+        {
+            "rope_theta": 5e5,
+            "max_position_embeddings": 131072,
+            "rope_scaling": {**_LLAMA3_SCALING, "factor": 8.0},
+        },
+    ),
+    ("llama", "3.2"): (
+        _LLAMA3,
+        {
+            "rope_theta": 5e5,
+            "max_position_embeddings": 131072,
+            "rope_scaling": {**_LLAMA3_SCALING, "factor": 32.0},
+        },
+    ),
+    ("smollm2",): (_SMOLLM2, {"rope_theta": 1e5, "max_position_embeddings": 8192}),
+}
 # name: (hidden, expert width, layers, heads, KV heads, experts, experts a token, dense width)
 _QWEN3_MOE = {
     "30b": (2048, 768, 48, 32, 4, 128, 8, 6144),
@@ -33,7 +70,7 @@ _QWEN3_MOE = {
 
 
 def known_model(model_path: str) -> ModelConfig | None:
-    """The shape of a Qwen2.5 or Qwen3 model by its directory's name, e.g. Qwen2.5-7B-Instruct; None when unknown."""
+    """The shape of a model by its directory's name, e.g. Qwen2.5-7B-Instruct, Llama-3.2-1B; None when unknown."""
     words = Path(model_path).name.lower().replace("_", "-").split("-")
     if "qwen3" in words and any(re.fullmatch(r"a\d+b", word) for word in words):
         for size, moe_shape in _QWEN3_MOE.items():
@@ -46,6 +83,11 @@ def known_model(model_path: str) -> ModelConfig | None:
         for size, shape in sizes.items():
             if size in words:
                 return ModelConfig.from_dict(_as_config(family, shape), where=model_path)
+    for family_words, (sizes, keys) in _LLAMA.items():
+        for size, shape in sizes.items():
+            if {*family_words, size} <= set(words):
+                raw = _as_config("llama", shape) | {"architectures": ["LlamaForCausalLM"], **keys}
+                return ModelConfig.from_dict(raw, where=model_path)
     return None
 
 

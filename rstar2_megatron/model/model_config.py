@@ -6,11 +6,29 @@ Pure: no torch, no transformers, so that `--dry-run` takes milliseconds.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+)
+_CLASSIFIER = "ForSequenceClassification"
+_NEEDED = ("num_attention_heads", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's stretch of the rotary embedding beyond the length of pretraining (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +53,69 @@ class ModelConfig:
     """Experts of every layer; 0 for a dense model, whose MLP width is `intermediate_size`."""
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
+    rope_scaling: RopeScaling | None = None
     norm_topk_prob: bool = True
     """Whether the weights of a token's experts are scaled to sum to one."""
+    scores: bool = False
+    """A reward model: a head of one row at the last token (`score.weight`) in place of the vocabulary's."""
 
     @classmethod
-    def from_directory(cls, model_path: str | Path) -> ModelConfig:
-        """Read `{model_path}/config.json`. Raises ValueError when it is missing or not supported."""
+    def from_directory(cls, model_path: str | Path, *, scores: bool = False) -> ModelConfig:
+        """Read `{model_path}/config.json`. Raises ValueError when it is missing or not supported.
+
+        scores: the shape as a reward model; the directory may hold one, or a policy from which one is trained.
+        """
         path = Path(model_path) / "config.json"
         try:
-            raw = json.loads(path.read_text())
+            raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(
                 f"{path} does not exist: give a Hugging Face model directory "
                 "(config.json, *.safetensors, tokenizer)"
             ) from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        return cls.from_dict(raw, where=str(path))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} is not JSON: {error}; copy it again from where the model came"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path} is not a JSON object; copy it again from where the model came")
+        return cls.from_dict(raw, where=str(path), scores=scores)
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    def from_dict(
+        cls, raw: dict[str, Any], where: str = "config.json", *, scores: bool = False
+    ) -> ModelConfig:
         """Read the keys of a config.json. Raises ValueError for a model that the actor cannot train exactly."""
         architecture = (raw.get("architectures") or ["(none)"])[0]
+        if scores and architecture.endswith(_CLASSIFIER):
+            if len(raw.get("id2label") or (0, 1)) != 1:  # without the key transformers has two labels
+                raise ValueError(f"{where}: a reward model has one label, this classifier has others")
+            architecture = architecture.removesuffix(_CLASSIFIER) + "ForCausalLM"
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise ValueError(
                 f"{where}: architecture {architecture} is not supported; "
-                f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+                f"supported: {', '.join(SUPPORTED_ARCHITECTURES)} (docs/add_a_model.md adds one)"
+            )
+        missing = [key for key in _NEEDED if not isinstance(raw.get(key), int) or raw[key] < 1]
+        if missing:
+            raise ValueError(
+                f"{where}: {', '.join(f'{key}={raw.get(key)}' for key in missing)}, expected a whole number from 1 on; copy "
+                "the config.json again from where the model came"
             )
         if raw.get("use_sliding_window"):
             raise ValueError(f"{where}: use_sliding_window is true; only full causal attention is supported")
+        if architecture == "MistralForCausalLM" and raw.get("sliding_window") is not None:
+            raise ValueError(
+                f"{where}: sliding_window={raw['sliding_window']}; only full causal attention is supported: take a version of "
+                "the model without a window (Mistral 7B from v0.2 on), or set it to null if runner.seq_length stays below it"
+            )
+        if architecture == "LlamaForCausalLM" and (raw.get("attention_bias") or raw.get("mlp_bias")):
+            raise ValueError(
+                f"{where}: attention_bias={raw.get('attention_bias')}, mlp_bias={raw.get('mlp_bias')}; Llama models are "
+                "supported without biases"
+            )
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"{where}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
         heads = int(raw["num_attention_heads"])
@@ -77,12 +129,14 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or heads),
             head_dim=int(raw.get("head_dim") or (128 if qwen3 else int(raw["hidden_size"]) // heads)),
-            rope_theta=_rope_theta(raw, where),
+            rope_theta=_rope_theta(raw),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=bool(raw.get("attention_bias", False)) if qwen3 else True,
+            qkv_bias=bool(raw.get("attention_bias", False)) if qwen3 else architecture == "Qwen2ForCausalLM",
             qk_norm=qwen3,
+            rope_scaling=_rope_scaling(raw, where),
+            scores=scores,
             **(_experts(raw, where) if architecture == "Qwen3MoeForCausalLM" else {}),
         )
 
@@ -96,15 +150,30 @@ class ModelConfig:
         return self.num_layers * self.num_experts * 3 * self.hidden_size * self.expert_intermediate_size
 
     @property
+    def exported_keys(self) -> dict[str, Any]:
+        """Keys of config.json in which an exported reward model differs from the policy that it was trained from."""
+        if not self.scores:
+            return {}
+        return {
+            "architectures": [self.architecture.removesuffix("ForCausalLM") + _CLASSIFIER],
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
+
+    @property
+    def head_parameters(self) -> int:
+        return self.hidden_size * (1 if self.scores else self.vocab_size)
+
+    @property
     def matmul_parameters(self) -> int:
-        """Matrix weights that one token uses: projections, MLP or the token's experts, vocabulary head."""
+        """Matrix weights that one token uses: projections, MLP or the token's experts, head."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q + 2 * kv)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.is_moe:
             expert = 3 * self.hidden_size * self.expert_intermediate_size
             mlp = self.hidden_size * self.num_experts + self.experts_per_token * expert
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+        return self.num_layers * (attention + mlp) + self.head_parameters
 
     @property
     def num_parameters(self) -> int:
@@ -116,18 +185,19 @@ class ModelConfig:
         if self.is_moe:
             idle = self.num_experts - self.experts_per_token
             per_layer += idle * 3 * self.hidden_size * self.expert_intermediate_size
-        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        shared = self.tie_word_embeddings and not self.scores
+        embedding = 0 if shared else self.vocab_size * self.hidden_size
         return self.matmul_parameters + embedding + self.num_layers * per_layer + self.hidden_size
 
     def train_flops(self, lengths: list[int], trained_tokens: int | None = None) -> float:
         """FLOPs of one forward and backward over causal segments of `lengths` tokens (no recompute).
 
         6 per token and matrix weight that the token uses. Attention: 6 * h_q * d * S per token and layer at segment
-        length S, which counts only the causal half. `trained_tokens`: number of tokens that the vocabulary head runs
+        length S, which counts only the causal half. `trained_tokens`: number of tokens that the head runs
         on; None means all.
         """
         tokens = sum(lengths)
-        head = self.vocab_size * self.hidden_size
+        head = self.head_parameters
         body = self.matmul_parameters - head
         attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * sum(n * n for n in lengths)
         return (
@@ -152,10 +222,27 @@ def _experts(raw: dict[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _rope_theta(raw: dict[str, Any], where: str) -> float:
-    """rope_theta of a config.json, in the flat form (transformers 4) or inside rope_parameters (5)."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    """The flat form of a config.json's rotary embedding (transformers 4) has rope_scaling, transformers 5 rope_parameters."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _rope_theta(raw: dict[str, Any]) -> float:
+    return float(_rope_parameters(raw).get("rope_theta", raw.get("rope_theta", 10000.0)))
+
+
+def _rope_scaling(raw: dict[str, Any], where: str) -> RopeScaling | None:
+    parameters = _rope_parameters(raw)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"{where}: rope type {kind} is not supported; supported: default")
-    return float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"{where}: rope type {kind} is not supported; supported: default, llama3")
+    if missing := [field.name for field in fields(RopeScaling) if field.name not in parameters]:
+        raise ValueError(f"{where}: rope type llama3 lacks {', '.join(missing)}")
+    return RopeScaling(
+        factor=float(parameters["factor"]),
+        low_freq_factor=float(parameters["low_freq_factor"]),
+        high_freq_factor=float(parameters["high_freq_factor"]),
+        original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
+    )

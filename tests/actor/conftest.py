@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from tests.actor.ranks import RankPool
-from tests.actor.tiny import write_model
+from tests.actor.tiny import LLAMA3_ROPE, write_model
 
 hypothesis_settings.register_profile("actor", deadline=None)  # cores are shared; time is no property
 hypothesis_settings.load_profile("actor")
@@ -30,6 +30,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2": write_model(root / "qwen2"),
         "qwen2-tied": write_model(root / "qwen2-tied", tie=True),
         "qwen3": write_model(root / "qwen3", qwen3=True),
+        "llama": write_model(root / "llama", llama=LLAMA3_ROPE),
+        "llama-tied": write_model(
+            root / "llama-tied", tie=True, llama={"rope_type": "default", "rope_theta": 1e4}
+        ),
+        "mistral": write_model(root / "mistral", mistral=True),
         "moe": write_model(root / "moe", experts={}),
         "moe-tied": write_model(root / "moe-tied", tie=True, experts={"norm_topk_prob": False}),
     }

@@ -166,9 +166,19 @@ def test_rope_theta_in_both_forms() -> None:
     "change, message",
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            r"LlamaForCausalLM is not supported; supported: Qwen2ForCausalLM",
+            {"architectures": ["GemmaForCausalLM"]},
+            r"GemmaForCausalLM is not supported; supported: Qwen2ForCausalLM.*LlamaForCausalLM.*add_a_model",
         ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            r"sliding_window=4096; only full",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"], "mlp_bias": True},
+            r"mlp_bias=True; Llama .* without biases",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope type llama3 lacks low_freq_factor"),
+        ({"num_attention_heads": None}, r"config.json: num_attention_heads=None, expected a whole number"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, r"rope type yarn"),
         ({"use_sliding_window": True}, r"use_sliding_window"),
         ({"hidden_act": "gelu"}, r"hidden_act gelu"),
@@ -187,7 +197,9 @@ def test_missing_model_directory(tmp_path: Path) -> None:
         ModelConfig.from_directory(tmp_path)
 
 
-@pytest.mark.parametrize("which", ["qwen2", "qwen2-tied", "qwen3", "moe", "moe-tied"])
+@pytest.mark.parametrize(
+    "which", ["qwen2", "qwen2-tied", "qwen3", "moe", "moe-tied", "llama", "llama-tied", "mistral"]
+)
 def test_parameter_count_is_transformers(models: dict[str, Path], which: str) -> None:
     config = ModelConfig.from_directory(models[which])
     assert config.num_parameters == sum(p.numel() for p in load(models[which]).parameters())

@@ -57,6 +57,14 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("TP2, SP, PP2, interleaved, Qwen3", 4, {**TP2, **SP, **PP2, **VP2}, {}, "qwen3"),
     ("PP2, interleaved, CP2, tied", 4, {**PP2, **VP2, **CP2}, {}, "qwen2-tied"),
     ("TP2, DP2, selective recompute, tied", 4, {**TP2, **SELECTIVE_RECOMPUTE}, {}, "qwen2-tied"),
+    ("Llama 3", 1, {}, {}, "llama"),
+    ("Llama, tied, DP2, overlap", 2, {}, OVERLAP, "llama-tied"),
+    ("Llama 3: TP2, SP", 2, {**TP2, **SP}, {}, "llama"),
+    ("Llama 3: CP2", 2, CP2, {}, "llama"),
+    ("Llama 3: PP2, interleaved", 2, {**PP2, **VP2}, {}, "llama"),
+    ("Llama, tied: PP2, CP2", 4, {**PP2, **CP2}, {}, "llama-tied"),
+    ("Llama, tied: TP2, SP, PP2", 4, {**TP2, **SP, **PP2}, {}, "llama-tied"),
+    ("Mistral: TP2", 2, TP2, {}, "mistral"),
     ("host optimizer, tied", 1, {}, HOST, "qwen2-tied"),
     ("host optimizer: TP2, SP", 2, {**TP2, **SP}, HOST, "qwen2"),
     ("host optimizer: PP2, interleaved, DP2, overlap", 4, {**PP2, **VP2}, {**OVERLAP, **HOST}, "qwen2"),
@@ -110,6 +118,7 @@ def test_layout_matches_transformers(
         (4, {**TP2, **SP, **PP2}, {}, "qwen2-tied"),
         (4, {**CP2, **FULL_RECOMPUTE}, OVERLAP, "qwen2"),
         (2, EP2, {}, "moe"),
+        (2, {**TP2, **SP}, {}, "llama"),
     ],
     ids=[
         "single",
@@ -120,6 +129,7 @@ def test_layout_matches_transformers(
         "TP2, SP, PP2, tied",
         "CP2, DP2, overlap, full recompute",
         "experts, EP2",
+        "Llama 3, TP2, SP",
     ],
 )
 def test_bf16_stays_near_fp32(

@@ -17,8 +17,7 @@ LENGTHS = st.lists(st.integers(1, 400), max_size=60)
 
 def context(**changes: object) -> PackContext:
     values: dict[str, object] = {
-        "head_dim": 16,
-        "rope_theta": 1e4,
+        "frequencies": 1e4 ** -(torch.arange(8) / 8),
         "dtype": torch.float32,
         "device": "cpu",
         "tensor_parallel": 1,

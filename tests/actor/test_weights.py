@@ -30,6 +30,8 @@ VP2 = {"virtual_pipeline_model_parallel_size": 2}
         (2, {**PP2, **VP2}, {}, "qwen2-tied"),
         (2, {}, {"overlap_grad_reduce": True, "overlap_param_gather": True}, "qwen2"),
         (4, {**TP2, **PP2}, {}, "qwen2"),
+        (4, {**TP2, **PP2}, {}, "llama-tied"),
+        (2, TP2, {}, "mistral"),
         (4, {**PP2, "expert_model_parallel_size": 2}, {}, "moe-tied"),
     ],
 )

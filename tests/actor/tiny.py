@@ -21,6 +21,15 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
 }
+# Low enough that the short trajectories of the tests lie on both sides of the original length.
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 EXPERTS: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -36,11 +45,20 @@ def write_model(
     tie: bool = False,
     qwen3: bool = False,
     experts: dict[str, Any] | None = None,
+    llama: dict[str, Any] | None = None,
+    mistral: bool = False,
     seed: int = 0,
     **shape: Any,
 ) -> Path:
-    """A Hugging Face directory with random weights; biases and norms too, so that a wrong mapping shows."""
+    """A Hugging Face directory with random weights; biases and norms too, so that a wrong mapping shows.
+
+    llama: the rope_parameters of a Llama.
+    """
     from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen3Config,
@@ -58,6 +76,10 @@ def write_model(
     model: Any
     if experts is not None:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **common, **{**EXPERTS, **experts}, head_dim=24))
+    elif llama is not None:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tie, rope_parameters=llama))
+    elif mistral:
+        model = MistralForCausalLM(MistralConfig(**sizes, **common, head_dim=24, sliding_window=None))
     elif qwen3:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, **common, head_dim=24))
     else:

@@ -9,6 +9,7 @@ heads of this rank, d head size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from rstar2_megatron.model.model_config import ModelConfig
 
 
 @dataclass
@@ -36,13 +39,27 @@ class PackedBatch(PackedSeqParams):
     context_mask: Tensor | None = None  # [t, t * cp] True where a query sees a key (CP only)
 
 
-def rotary_tables(
-    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin [t, 1, 1, d/2] of the rotary angles at `positions` [t], computed in fp32."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float()[:, None] * (1.0 / theta**exponent)
-    shape = (-1, 1, 1, head_dim // 2)
+def rotary_frequencies(model: ModelConfig) -> Tensor:
+    """Angle per position [d/2] of each pair of dimensions, fp32.
+
+    With Llama 3's scaling, pairs whose wave is longer than original length / low_freq_factor turn `factor` times slower,
+    those shorter than original length / high_freq_factor as before, those between by a linear mix over
+    original length / wave length.
+    """
+    exponent = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
+    plain = 1.0 / model.rope_theta**exponent
+    scaling = model.rope_scaling
+    if scaling is None:
+        return plain
+    waves = plain * (scaling.original_max_position_embeddings / (2 * math.pi))  # in the original length
+    share = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(plain / scaling.factor, plain, share.clamp(0.0, 1.0))
+
+
+def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [t, 1, 1, d/2] of the rotary angles at `positions` [t] by `frequencies` [d/2], computed in fp32."""
+    angles = positions.float()[:, None] * frequencies.to(positions.device)
+    shape = (-1, 1, 1, frequencies.numel())
     return angles.cos().view(shape).to(dtype), angles.sin().view(shape).to(dtype)
 
 

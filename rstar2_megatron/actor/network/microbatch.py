@@ -1,4 +1,4 @@
-"""A packed micro-batch as tensors: tokens, segment layout, and the wanted tokens, whose log-probs are computed.
+"""A packed micro-batch as tensors: tokens, segment layout, and the wanted tokens, whose log-probs or scores are computed.
 
 Shapes: t tokens on this rank (t * cp on all CP ranks), n wanted tokens on this rank.
 """
@@ -17,6 +17,9 @@ from torch import Tensor
 from rstar2_megatron.actor.network.attention import PackedBatch, rotary_tables
 from rstar2_megatron.algorithm.batch import TrainSequence
 
+Wanted = Literal["trained", "all", "last"]
+"""Log-probs of the tokens of `loss_mask`, or of every token with a predecessor; the scores of the last tokens."""
+
 
 @dataclass(slots=True)
 class MicroBatch:
@@ -25,20 +28,21 @@ class MicroBatch:
     input_ids: Tensor  # [1, t]
     positions: Tensor  # [1, t]
     packed: PackedSeqParams
-    rows: Tensor  # [n] row in [t] whose output predicts the wanted token
+    rows: Tensor  # [n] row in [t] whose output predicts the wanted token; "last": the token's own
     targets: Tensor  # [n] the wanted token's id
     sequence: Tensor  # [n] index of the token's sequence in the list of sequences
     place: Tensor  # [n] index of the token in its sequence
     advantages: Tensor  # [n]
     rollout_logprobs: Tensor  # [n]
+    members: tuple[int, ...]
+    """The sequences of the micro-batch, also those whose wanted tokens other CP ranks have."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackContext:
     """Model and layout settings that determine how a micro-batch is built."""
 
-    head_dim: int
-    rope_theta: float
+    frequencies: Tensor  # [d/2] of the rotary embedding
     dtype: torch.dtype
     device: str
     tensor_parallel: int
@@ -85,9 +89,9 @@ def build_microbatch(
     sequences: Sequence[TrainSequence],
     indices: Sequence[int],
     context: PackContext,
-    wanted: Literal["trained", "all"] = "trained",
+    wanted: Wanted = "trained",
 ) -> MicroBatch:
-    """Pack `sequences[i] for i in indices`; `wanted` "all" asks for every token that has a predecessor.
+    """Pack `sequences[i] for i in indices`.
 
     Without indices the result is the smallest valid micro-batch without wanted tokens. A rank without work runs it to take
     part in the collectives of the other ranks.
@@ -107,12 +111,14 @@ def build_microbatch(
         ids.append(flat[places])
         positions.append(places)
         if members:
+            ahead = 0 if wanted == "last" else 1
             mask = torch.zeros(full + 1, dtype=torch.bool)
-            mask[1:length] = (
-                torch.tensor(members[number].loss_mask[1:], dtype=torch.bool) if wanted == "trained" else True
-            )
-            local = torch.nonzero(mask[places + 1]).squeeze(-1)
-            predicted = places[local] + 1
+            if wanted == "trained":
+                mask[1:length] = torch.tensor(members[number].loss_mask[1:], dtype=torch.bool)
+            else:
+                mask[length - 1 if wanted == "last" else 1 : length] = True
+            local = torch.nonzero(mask[places + ahead]).squeeze(-1)
+            predicted = places[local] + ahead
             rows.append(local + first_row)
             targets.append(flat[predicted])
             owner.append(torch.full((len(local),), indices[number], dtype=torch.long))
@@ -138,6 +144,7 @@ def build_microbatch(
         place=places_,
         advantages=advantages.repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device),
         rollout_logprobs=(torch.cat(rollout) if rollout else torch.zeros(0)).to(device),
+        members=tuple(indices),
     )
 
 
@@ -155,7 +162,7 @@ def _layout(lengths: list[int], positions: Tensor, context: PackContext) -> Pack
             max_seqlen_kv=max(lengths),
         )
     device = context.device
-    cos, sin = rotary_tables(positions.to(device), context.head_dim, context.rope_theta, context.dtype)
+    cos, sin = rotary_tables(positions.to(device), context.frequencies, context.dtype)
     packed = PackedBatch(
         qkv_format="sbhd", cos=cos, sin=sin, lengths=tuple(lengths), max_seqlen_q=max(lengths)
     )

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
+from rstar2_megatron.actor.network.attention import rotary_frequencies
 from rstar2_megatron.actor.network.layer_spec import Implementation, block_spec
 from rstar2_megatron.actor.network.logprob import LogProbHead
 from rstar2_megatron.actor.network.microbatch import MicroBatch
+from rstar2_megatron.actor.network.score_head import ScoreHead
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import ActorModelSettings
 
@@ -45,6 +49,30 @@ class PolicyModel(GPTModel):
         result = self.output_layer(hidden_states, weight, **head)
         assert isinstance(result, Tensor)
         return result
+
+
+class ScoreModel(PolicyModel):
+    """A reward model: the last stage has a score head in place of the vocabulary's and returns scores of the wanted tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            del self.output_layer  # GPTModel cannot be built without it
+            self.score = ScoreHead(self.config, self.pg_collection.tp)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        result = self.score(hidden_states, kwargs["loss_mask"]["rows"])
+        assert isinstance(result, Tensor)
+        return result
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """The modules' own, because those of GPTModel and LanguageModule demand a vocabulary head."""
+        whole = ensure_metadata_has_dp_cp_group(metadata)
+        return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, whole)
 
 
 @contextmanager
@@ -164,20 +192,24 @@ def build_chunks(
     for stage in range(virtual or 1):
         vp_stage = stage if virtual else None
         where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage} if virtual else {}
-        chunk = PolicyModel(
+        chunk = (ScoreModel if model.scores else PolicyModel)(
             config,
             block_spec(config, implementation, vp_stage),
             vocab_size=model.vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=model.tie_word_embeddings,
+            share_embeddings_and_output_weights=model.tie_word_embeddings and not model.scores,
             # In the local spec PackedAttention applies the rotary embedding.
             position_embedding_type="rope" if implementation == "transformer_engine" else "none",
             rotary_base=model.rope_theta,  # type: ignore[arg-type]
             vp_stage=vp_stage,
         )
         chunk.to(device)
+        if hasattr(
+            chunk, "rotary_pos_emb"
+        ):  # its own rope_scaling fixes all numbers of Llama 3's but the factor
+            chunk.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." in name:
                 # The gradients of experts are summed over the expert data-parallel group. megatron-core marks experts so
@@ -194,8 +226,11 @@ def unwrap(chunk: Any) -> Any:
     return chunk
 
 
-def forward_log_probs(chunk: Any, batch: MicroBatch, temperature: float, chunk_tokens: int) -> Tensor:
-    """Run a pipeline stage. Returns hidden states, or on the last stage fp32 [2, n]: log-probs and entropies."""
+def forward_wanted(chunk: Any, batch: MicroBatch, temperature: float, chunk_tokens: int) -> Tensor:
+    """Run a pipeline stage. Returns hidden states, or on the last stage fp32 [2, n]: log-probs and entropies.
+
+    Of a reward model the last stage returns fp32 [1, n]: scores.
+    """
     head = {
         "rows": batch.rows,
         "targets": batch.targets,

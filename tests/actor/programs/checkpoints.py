@@ -7,11 +7,13 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rstar2_megatron.actor import checkpoint
 from tests.actor.programs.training import Batch, open_actor
 
 
@@ -128,7 +130,8 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in inputs and storage._cdata not in self._live:
+                new = storage._cdata not in inputs and storage._cdata not in self._live
+                if new and not tensor.is_meta:
                     self._live[storage._cdata] = storage.nbytes()
                     weakref.finalize(storage, self._live.pop, storage._cdata, None)
         self.peak = max(self.peak, sum(self._live.values()))
@@ -144,10 +147,14 @@ def save_and_count(
     directory: Path,
     batch: Batch,
     bucket_size: int,
+    piece_bytes: int,
 ) -> tuple[int, int]:
-    """Bytes that a save and a load took at most on this rank, beside model and optimizer."""
+    """Bytes that a save, and a load in pieces, took at most on this rank, beside model and optimizer."""
     buckets = bucket_size if config[0].optim.overlap_grad_reduce else None
-    with open_actor(rank, world_size, init_method, config, model_path, buckets) as actor:
+    with (
+        mock.patch.object(checkpoint, "LOAD_PIECE_BYTES", piece_bytes),
+        open_actor(rank, world_size, init_method, config, model_path, buckets) as actor,
+    ):
         actor.train_step(batch)
         with _LiveBytes() as count:
             actor.save_checkpoint(directory, wait=False)
@@ -166,10 +173,14 @@ def load_each(
     directories: list[Path],
     batch: Batch,
     bucket_size: int | None = None,
+    piece_bytes: int = checkpoint.LOAD_PIECE_BYTES,
 ) -> list[tuple[dict[str, int], dict[str, float]]]:
     """For each checkpoint, loaded into a new process group: (checksums of the weights, metrics of the next step)."""
     results = []
-    with open_actor(rank, world_size, init_method, config, model_path, bucket_size) as actor:
+    with (
+        mock.patch.object(checkpoint, "LOAD_PIECE_BYTES", piece_bytes),
+        open_actor(rank, world_size, init_method, config, model_path, bucket_size) as actor,
+    ):
         for directory in directories:
             actor.load_checkpoint(directory)
             results.append((actor.weights_checksum(), actor.train_step(batch)))

@@ -1,0 +1,3 @@
+from sglang.srt.models.mistral import MistralForCausalLM
+
+EntryClass = MistralForCausalLM
