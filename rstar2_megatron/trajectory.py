@@ -10,6 +10,7 @@ bytes; lists of numbers, which earlier versions wrote, are read too.
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
@@ -248,6 +249,12 @@ class Trajectory(PerToken):
             )
         if not self.prompt_tokens and (self.response_tokens or self.usable):
             raise ValueError(f"trajectory {self.query_id}#{self.rollout_index}: empty prompt")
+
+
+def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
+    """Weight version of the oldest tokens of all; None before the first."""
+    versions = [t.oldest_version for t in trajectories]
+    return min((version for version in versions if version is not None), default=None)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,14 @@ import numpy as np
 
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.rollout.engine.protocol import (
+    INTERRUPTED,
+    EngineError,
+    EngineLost,
+    GenerateResult,
+    GenerationTimeout,
+)
+from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
@@ -73,11 +80,20 @@ class Preemption:
     at_tool: bool = False  # a tool call is running
 
 
+@dataclass(frozen=True, slots=True)
+class OneTurn:
+    """Lets `AgentLoop.run` end after one assistant turn and its tool calls: a step of a search."""
+
+    max_tokens: int  # longest turn; a turn that reaches it ends the trajectory as LENGTH_LIMIT
+    seed: int  # of the turn's sampling; it counts in an engine with enable_deterministic_inference
+
+
 class AgentLoop:
     """Runs trajectories on one engine. Any number of `run` calls may run concurrently.
 
     `max_context_tokens` bounds prompt and response together (runner.seq_length). `timeout_s` is the deadline of one
-    trajectory with all its turns and tool calls. `stats` collects counters and may be replaced at any time.
+    trajectory with all its turns and tool calls. With `seed` every request has a seed (`engine.seeds`). `stats` collects
+    counters and may be replaced at any time.
     """
 
     def __init__(
@@ -90,6 +106,7 @@ class AgentLoop:
         *,
         max_context_tokens: int,
         timeout_s: float,
+        seed: int | None = None,
     ) -> None:
         self.engine = engine
         self.tools = ToolRunner(judge, settings)
@@ -98,6 +115,7 @@ class AgentLoop:
         self.sampling = sampling
         self.max_context_tokens = max_context_tokens
         self.timeout_s = timeout_s
+        self.seed = seed
         self.stats = RolloutStats()
         self.parking = False  # set before aborting the engine's requests: every running trajectory is parked
         self.cutting = False  # with `parking`: a parked trajectory ends as CUT
@@ -115,8 +133,12 @@ class AgentLoop:
         on_progress: LengthCallback | None = None,
         resume: Trajectory | None = None,
         preemption: Preemption | None = None,
+        one_turn: OneTurn | None = None,
+        number: int = 0,
     ) -> Trajectory:
-        """One attempt at `problem`, or the rest of `resume`. Raises only when it is cancelled.
+        """One attempt at `problem`, or the rest of `resume`. Raises only when it is cancelled. number: of `request_seed`.
+
+        With `one_turn` it ends after one more turn, without a finish reason when another turn may follow.
 
         `on_progress` gets the trajectory's length in tokens after every turn, and about once a second within a turn.
         A trajectory that the judge or a deadline spoiled ends as INFRASTRUCTURE, with the reason in `error`.
@@ -133,8 +155,8 @@ class AgentLoop:
             if trajectory.session:
                 self.tools.judge.expect_session(trajectory.session)
             deadline = started + self.timeout_s - trajectory.seconds
-            turns = Turns(self, trajectory, deadline, on_progress, preemption)
-            trajectory.finish_reason = await turns.until_end()
+            turns = Turns(self, trajectory, deadline, on_progress, preemption, one_turn, number)
+            trajectory.finish_reason = await (turns.until_end() if one_turn is None else turns.turn())
         except Parked:
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
@@ -155,7 +177,7 @@ class AgentLoop:
         trajectory.seconds += time.monotonic() - started
         if parked and not self.parking and not self.engine_gone:
             self.stats.preemptions += 1
-        else:
+        elif one_turn is None:  # a step is no trajectory
             self.stats.finish(trajectory)
         return trajectory
 
@@ -176,8 +198,12 @@ class Turns:
         deadline: float,
         on_progress: LengthCallback | None,
         preemption: Preemption,
+        one_turn: OneTurn | None = None,
+        number: int = 0,
     ) -> None:
         self.loop = loop
+        self.number = number
+        self.one_turn = one_turn
         self.trajectory = trajectory
         self.tokens = TokenBuffer(trajectory)
         self.deadline = deadline
@@ -200,22 +226,28 @@ class Turns:
         return self.loop.parking or self.preemption.asked
 
     async def until_end(self) -> FinishReason:
+        while (ending := await self.turn()) is None:
+            pass
+        return ending
+
+    async def turn(self) -> FinishReason | None:
+        """Generate one turn, run its tool calls and append their responses. Returns the ending, None when it goes on."""
         trajectory, settings, template = self.trajectory, self.loop.settings, self.loop.template
-        while True:
-            if await self._assistant_turn() == "length":
-                return FinishReason.LENGTH_LIMIT
-            calls = parse_tool_calls(trajectory.assistant_texts[-1], template.schemas)
-            if not calls:
-                return FinishReason.ANSWERED
-            if trajectory.num_turns >= settings.max_assistant_turns:
-                return FinishReason.TURN_LIMIT
-            if (ending := self._degenerate_ending(calls)) is not None:
-                return ending
-            ids = template.tool_response_ids(await self._run_tools(calls))
-            if len(trajectory.response_ids) + len(ids) >= self.budget:  # at least one token must follow
-                return FinishReason.TOOL_RESPONSE_TOO_LONG
-            self.tokens.append(ids, None)
-            self._report_progress(0)
+        if await self._assistant_turn() == "length":
+            return FinishReason.LENGTH_LIMIT
+        calls = parse_tool_calls(trajectory.assistant_texts[-1], template.schemas)
+        if not calls:
+            return FinishReason.ANSWERED
+        if trajectory.num_turns >= settings.max_assistant_turns:
+            return FinishReason.TURN_LIMIT
+        if (ending := self._degenerate_ending(calls)) is not None:
+            return ending
+        ids = template.tool_response_ids(await self._run_tools(calls))
+        if len(trajectory.response_ids) + len(ids) >= self.budget:  # at least one token must follow
+            return FinishReason.TOOL_RESPONSE_TOO_LONG
+        self.tokens.append(ids, None)
+        self._report_progress(0)
+        return None
 
     def _degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:
         """The ending of a model that repeats itself, if any. Both rules are off unless the YAML sets them."""
@@ -247,27 +279,47 @@ class Turns:
         trajectory = self.trajectory
         if trajectory.open_turn is None:
             trajectory.open_turn = len(trajectory.response_ids)
-        with TRACE.span("generate") as span:
-            result = await self._generate()
-            span.update(tokens=len(result.token_ids), cached=result.cached_tokens)
-        self._append_generated(result)
-        if result.finish_reason == "abort":
+        reason = INTERRUPTED
+        while reason == INTERRUPTED:  # by a weight update: go on from these tokens with the new weights
+            with TRACE.span("generate") as span:
+                result = await self._generate()
+                span.update(tokens=len(result.token_ids), cached=result.cached_tokens)
+            self._append_generated(result)
+            reason = self._reason(result)
+        if reason == "abort":
             raise Parked if self.parking else Interrupted("the engine aborted the request")
         turn = trajectory.response_ids[trajectory.open_turn :]
         trajectory.assistant_texts.append(self.loop.template.decode(turn))
         trajectory.open_turn = None
+        return reason
+
+    def _reason(self, result: GenerateResult) -> str:
+        """Why generation ended. SGLang does not say of an aborted request that its last token had ended the turn."""
+        if result.finish_reason in ("abort", INTERRUPTED) and len(result.token_ids):
+            if int(result.token_ids[-1]) in self.loop.template.stop_token_ids:
+                return "stop"
+            if len(self.trajectory.response_ids) >= self.budget:
+                return "length"
         return result.finish_reason
 
     async def _generate(self) -> GenerateResult:
         """Generate from the current tokens. After an engine loss the request is repeated from the same tokens."""
         sampling = self.loop.sampling
-        parameters = {
+        parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "max_new_tokens": self.budget - len(self.trajectory.response_ids),
             "stop_token_ids": self.loop.template.stop_token_ids,
         }
+        if self.one_turn is not None:
+            parameters["max_new_tokens"] = min(parameters["max_new_tokens"], self.one_turn.max_tokens)
+            parameters["sampling_seed"] = self.one_turn.seed
+        elif self.loop.seed is not None:
+            t = self.trajectory
+            parameters["sampling_seed"] = request_seed(
+                self.loop.seed, self.number, t.query_id, t.rollout_index, t.num_turns
+            )
         input_ids = np.concatenate([self.trajectory.prompt_ids, self.trajectory.response_ids])
         stats = self.loop.stats
         while True:
@@ -313,7 +365,8 @@ class Turns:
     async def _recover(self, error: EngineLost) -> None:
         log.warning("trajectory %s#%d: %s", self.trajectory.query_id, self.trajectory.rollout_index, error)
         try:
-            await asyncio.wait_for(self.loop.engine.recover(), self._seconds_left())
+            async with asyncio.timeout(self._seconds_left()):
+                await self.loop.engine.recover()
         except TimeoutError:
             raise Interrupted(f"no engine came back within the trajectory's deadline: {error}") from error
         except EngineLost as still:

@@ -34,6 +34,7 @@ def make_agent_loop(
         ),
         max_context_tokens=max_context_tokens,
         timeout_s=rollout.trajectory_timeout_s,
+        seed=spec.seed,
     )
 
 

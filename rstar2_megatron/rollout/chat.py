@@ -16,17 +16,21 @@ A conversation on the wire is
 
 The model's turn ends with the generated `<|im_end|>`. The newline after it belongs to the format, so every
 tool response starts with it. Public code drops that newline, so its training and serving render different ids.
-Every piece of the wording can be replaced by `agentloop.*` keys of the YAML, or all of it by a Jinja chat template.
+Every piece of the wording can be replaced by `agentloop.*` keys of the YAML, or all of it by a Jinja chat template. A
+tokenizer without these two tokens (Llama 3, Mistral) keeps the wording, and its own chat template writes the turns around it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+import jinja2
 import numpy as np
 
 from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.tools import (
     ToolSchema,
     render_schemas,
@@ -68,8 +72,12 @@ only what stands in \\boxed{} is graded.
 Problem:
 """
 
-GENERATION_PREFIX = f"{TURN_START}assistant\n<reason>"
-
+REASON = "<reason>"
+GENERATION_PREFIX = f"{TURN_START}assistant\n{REASON}"
+_DATE = (
+    "26 Jul 2024"  # Llama 3's templates write today's date; with its default a prompt is the same every day
+)
+_ASKED, _SAID, _TOLD = "Question0", "Reply1", "Result2"  # found again in a rendered conversation
 
 _PROMPTS_KEPT = 256
 
@@ -96,10 +104,21 @@ class Wording(NamedTuple):
         )
 
 
+class Turns(NamedTuple):
+    """The texts that a tokenizer's format has around what is said."""
+
+    end: str
+    """The generated token that ends an assistant's turn."""
+    before_response: str
+    """From behind `end` to a tool response."""
+    after_response: str
+    """From behind a tool response to the opening of the next assistant's turn."""
+
+
 class ChatTemplate:
     """Renders problems and tool responses for one tokenizer and one wording.
 
-    Raises ValueError when the tokenizer does not hold `<|im_start|>` and `<|im_end|>` as single tokens.
+    Raises ValueError when the tokenizer has neither `<|im_start|>` and `<|im_end|>` as single tokens nor a chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, settings: AgentLoopSettings) -> None:
@@ -107,20 +126,55 @@ class ChatTemplate:
         self.settings = settings
         self.schemas: list[ToolSchema] = tool_schemas(settings.tools, settings.tool_descriptions)
         self.system_prompt, self.user_prefix, self.generation_prefix = Wording.of(settings, self.schemas)
-        if settings.chat_template is not None:
-            self.generation_prefix = self._generation_prefix_of_template()
-        self._prompts: dict[str, list[int]] = {}
-        self.start_id = self._single_token(TURN_START)
-        self.end_id = self._single_token(TURN_END)
-
-    def _single_token(self, token: str) -> int:
-        ids = self._encode(token)
-        if len(ids) != 1:
-            raise ValueError(
-                f"the tokenizer splits {token} into {len(ids)} tokens; rollout.model.model_path needs a "
-                f"tokenizer with Qwen's special tokens {TURN_START} and {TURN_END}"
+        self._wholly = settings.chat_template is not None  # the template writes the wording too
+        self._template: str | None = settings.chat_template
+        chatml = all(len(self._encode(token)) == 1 for token in (TURN_START, TURN_END))
+        if settings.chat_template == OWN_TEMPLATE or not (chatml or self._wholly):
+            self._template = self._own_template()
+        if self._template is not None:
+            opening = self._generation_prefix_of_template()
+            self.generation_prefix = (
+                opening if self._wholly else settings.generation_prefix or opening + REASON
             )
-        return ids[0]
+        self.turns = (
+            Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
+        )
+        self.end_id = self._encode(self.turns.end)[0]
+        self._prompts: dict[str, list[int]] = {}
+        others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
+        self._specials = re.compile("|".join(map(re.escape, others))) if others else None
+
+    def _own_template(self) -> str:
+        """The tokenizer's chat template. Raises ValueError when there is none, or it has no tools and writes the wording."""
+        own = getattr(self.tokenizer, "chat_template", None)
+        if isinstance(own, Mapping):
+            own = own.get("tool_use" if self._wholly else "default", own.get("default"))
+        if not own:
+            raise ValueError(
+                f"the tokenizer has neither {TURN_START} and {TURN_END} as single tokens nor a chat template; rollout."
+                "model.model_path needs the tokenizer of an instruct model, or a chat_template.jinja beside it"
+            )
+        if self._wholly and not ("tools" in own and "<tool_call>" in own):
+            raise ValueError(
+                "agentloop.chat_template=tokenizer, but the tokenizer's chat template has no tools called between <tool_call> "
+                "tags; set it to null: then the system message describes them"
+            )
+        return str(own)
+
+    def _turns_of_template(self) -> Turns:
+        said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
+        told = [*said, {"role": "user", "content": _TOLD}]
+        ended = self._render(said, opened=False).rpartition(_SAID)[2]
+        end = str(self.tokenizer.decode(self._encode(ended)[:1])) if ended else ""
+        after_reply = self._render(told, opened=True).rpartition(_SAID)[2]
+        before, found, after = after_reply.removeprefix(end).partition(_TOLD)
+        opening = self._generation_prefix_of_template()
+        if not end or len(self._encode(end)) != 1 or not after_reply.startswith(end) or not found:
+            raise ValueError(
+                f"the chat template ends an assistant's turn by {ended!r}, which does not begin with one token that a "
+                "tool's response can follow; give agentloop.chat_template a template that does"
+            )
+        return Turns(end, before, after.removesuffix(opening))
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -129,6 +183,11 @@ class ChatTemplate:
     def stop_token_ids(self) -> list[int]:
         """Tokens that end an assistant turn."""
         return [self.end_id]
+
+    @property
+    def start_id(self) -> int:
+        """The first token of a generation prefix."""
+        return self._encode(self.generation_prefix)[0]
 
     def prompt_text(self, problem: Problem) -> str:
         """The whole prompt, generation prefix included.
@@ -144,33 +203,53 @@ class ChatTemplate:
         system = self.system_prompt
         if self.settings.use_data_system_prompt:
             system = next((m["content"] for m in problem.prompt if m["role"] == "system"), system)
-        if self.settings.chat_template is not None:
+        if self._wholly:
             return self._render(
                 problem.prompt if self.settings.use_data_system_prompt else messages, opened=True
             )
+        if self._template is not None:
+            return self._prompt_in_template(system, messages, users[-1])
         parts = [self._message("system", system)] if system else []
         for i, message in enumerate(messages):
             prefix = self.user_prefix if i == users[-1] else ""
             parts.append(self._message(message["role"], prefix + message["content"]))
         return "".join(parts) + self.generation_prefix
 
+    def _prompt_in_template(self, system: str, messages: list[dict[str, str]], last: int) -> str:
+        """The wording in the turns of the tokenizer's template; without a system role the first user message begins with it."""
+        worded = [dict(message) for message in messages]
+        worded[last]["content"] = self.user_prefix + worded[last]["content"]
+        if system:
+            whole = [{"role": "system", "content": system}, *worded]
+            try:
+                text = self._render(whole, opened=False)
+            except jinja2.TemplateError:
+                text = ""
+            if system.strip() not in text:
+                worded[0]["content"] = f"{system}\n\n{worded[0]['content']}"
+                text = self._render(worded, opened=False)
+        else:
+            text = self._render(worded, opened=False)
+        return text + self.generation_prefix
+
     def _render(self, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
         """Text of the messages by the Jinja template; opened: with the opening of the next assistant turn."""
         text = self.tokenizer.apply_chat_template(
             list(messages),
-            tools=self.schemas,
-            chat_template=self.settings.chat_template,
+            tools=self.schemas if self._wholly else None,
+            chat_template=self._template,
+            date_string=_DATE,
             add_generation_prompt=opened,
             tokenize=False,
         )
         return str(text)
 
     def _generation_prefix_of_template(self) -> str:
-        messages = [{"role": "user", "content": "?"}]
+        messages = [{"role": "user", "content": _ASKED}]
         closed, opened = (self._render(messages, opened=value) for value in (False, True))
         if not opened.startswith(closed):
             raise ValueError(
-                "agentloop.chat_template changes earlier text when add_generation_prompt is set, so it has no generation prefix"
+                "the chat template changes earlier text when add_generation_prompt is set, so it has no generation prefix"
             )
         return opened.removeprefix(closed)
 
@@ -188,12 +267,20 @@ class ChatTemplate:
         return list(self._prompts[text])
 
     def tool_response_text(self, responses: Sequence[str]) -> str:
-        """Text after a generated `<|im_end|>`: the tool responses and the next turn's opening.
+        """Text after a generated turn end: the tool responses and the next turn's opening.
 
         Special tags inside a program's output are broken up, so that the output cannot open or close a turn.
         """
-        body = "\n".join(f"<tool_response>\n{defuse(text)}\n</tool_response>" for text in responses)
-        return f"\n{self._message('user', body)}{self.generation_prefix}"
+        body = "\n".join(f"<tool_response>\n{self._defused(text)}\n</tool_response>" for text in responses)
+        return f"{self.turns.before_response}{body}{self.turns.after_response}{self.generation_prefix}"
+
+    def _defused(self, text: str) -> str:
+        text = defuse(text)
+        return (
+            self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            if self._specials
+            else text
+        )
 
     def tool_response_ids(self, responses: Sequence[str]) -> list[int]:
         """Token ids of `tool_response_text`. They are never trained on."""
@@ -214,7 +301,7 @@ class ChatTemplate:
             )
         segments = [(self.prompt_text(problem), False)]
         for i, text in enumerate(assistant_texts):
-            segments.append((text + TURN_END, True))
+            segments.append((text + self.turns.end, True))
             if i < len(tool_responses):
                 segments.append((self.tool_response_text(tool_responses[i]), False))
         return segments
@@ -222,7 +309,7 @@ class ChatTemplate:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of generated tokens with special tokens, without the closing turn end."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text.removesuffix(TURN_END)
+        return text.removesuffix(self.turns.end)
 
 
 def defuse(text: str) -> str:

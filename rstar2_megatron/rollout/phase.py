@@ -6,12 +6,13 @@ Pure: engines take work by `take`, results arrive by `ended`, time is an argumen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
-from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory, oldest_version
 
 Tail = Literal["wait", "cut", "carry"]
 # arguments: a group's graded trajectories, and how many are missing; True if the missing ones may be cut
@@ -27,10 +28,16 @@ class OpenGroup:
     ended: dict[int, Trajectory] = field(default_factory=dict)
     parked: dict[int, Trajectory] = field(default_factory=dict)
     carried: int = 0  # phases that ended before this group did
+    number: int = 0  # for the seeds of its requests (`engine.seeds`)
 
     @property
     def missing(self) -> list[int]:
         return [index for index in range(self.size) if index not in self.ended]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Weight version of its oldest tokens; None before the first."""
+        return oldest_version([*self.ended.values(), *self.parked.values()])
 
     def close(self) -> Group:
         """The group in rollout order. Missing trajectories end as CUT and keep the tokens of an earlier phase."""
@@ -39,6 +46,21 @@ class OpenGroup:
             cut.finish_reason = FinishReason.CUT
             self.ended[index] = cut
         return Group(self.problem, [self.ended[index] for index in sorted(self.ended)])
+
+
+@dataclass
+class Unfinished:
+    """Everything that was rolled out, or begun, and not trained on: the part of a checkpoint that no loader can repeat."""
+
+    open: list[OpenGroup] = field(default_factory=list)
+    complete: list[Group] = field(default_factory=list)
+    """The buffer: groups that wait to be trained on."""
+    rejected: list[Group] = field(default_factory=list)
+    """Rejected since the last step, whose metrics have not counted them."""
+    again: list[Problem] = field(default_factory=list)
+    """Problems whose groups became too old, to be rolled out again."""
+    begun: int = 0
+    """Groups that were begun in the run so far."""
 
 
 class RolloutPhase:
@@ -53,27 +75,47 @@ class RolloutPhase:
         may_cut: MayCut = lambda ended, missing: False,
         carry_share: float = 0.1,
         max_carry_age: int = 1,
+        first: int = 0,
     ) -> None:
+        """first: number of the first group; the others follow."""
         self.queue = queue
         self.group_size = group_size
         self.tail = tail
         self._may_cut = may_cut
         self._carry_share = carry_share
         self._max_carry_age = max_carry_age
+        self._next = first
         self._open: dict[int, OpenGroup] = {}
-        self._closed: dict[int, Group] = {}
-        self.reported = 0  # trajectories that came back, parked ones included
+        self._closed: dict[int, OpenGroup] = {}
+        self.reported: Counter[int] = Counter()
+        """Trajectories that came back from each engine, parked ones included."""
         self.handed_out = False  # the phase is ending: engines get no more work
 
-    def add(self, groups: Sequence[OpenGroup]) -> None:
-        """Add groups to roll out. A group of an earlier phase keeps its trajectories."""
-        first = len(self._open) + len(self._closed)
-        numbers = range(first, first + len(groups))
+    def add(self, groups: Sequence[OpenGroup]) -> range:
+        """Add groups to roll out; returns their numbers. A group of an earlier phase keeps its trajectories."""
+        numbers = range(self._next, self._next + len(groups))
+        self._next += len(groups)
         self._open |= dict(zip(numbers, groups, strict=True))
         self.queue.add([(number, group.missing) for number, group in zip(numbers, groups, strict=True)])
+        return numbers
 
-    def add_problems(self, problems: Sequence[Problem]) -> None:
-        self.add([OpenGroup(problem, self.group_size) for problem in problems])
+    def add_problems(self, problems: Sequence[Problem], number: int = 0) -> range:
+        return self.add([OpenGroup(problem, self.group_size, number=number) for problem in problems])
+
+    def forget(self, number: int) -> None:
+        """Remove a complete group, if it is of this phase: `finish` does not return it, no worker's death opens it again."""
+        if self._closed.pop(number, None) is not None:
+            self.queue.forget(number)
+
+    @property
+    def next_number(self) -> int:
+        """Number of the group that will be added next."""
+        return self._next
+
+    @property
+    def open_groups(self) -> dict[int, OpenGroup]:
+        """By number."""
+        return dict(self._open)
 
     def take(self, engine: int, room: int, now: float) -> list[Slice]:
         """Work for `engine`: one slice, or several if it has room and enough is left for the others."""
@@ -83,7 +125,8 @@ class RolloutPhase:
             number, indices = taken
             group = self._open[number]
             parked = {index: group.parked.pop(index) for index in indices if index in group.parked}
-            slices.append(Slice(number, group.problem, indices, parked))
+            seeds = getattr(group, "number", 0)  # groups of older checkpoints have none
+            slices.append(Slice(number, group.problem, indices, parked, seeds))
             wanted -= len(indices)
             if wanted <= 0 and self.queue.policy != "static":
                 break
@@ -95,7 +138,7 @@ class RolloutPhase:
         A trajectory without a finish reason was parked at the end of the phase, or its engine was lost. After an engine
         loss it is queued again.
         """
-        self.reported += 1
+        self.reported[engine] += 1
         group = self._open[number]
         self.queue.ended(engine, number, trajectory.rollout_index, now)
         if trajectory.finish_reason is None:
@@ -106,8 +149,33 @@ class RolloutPhase:
         group.ended[trajectory.rollout_index] = trajectory
         if group.missing:
             return None
-        self._closed[number] = self._open.pop(number).close()
-        return self._closed[number]
+        self._closed[number] = self._open.pop(number)
+        return group.close()
+
+    def lose_worker(self, engine: int) -> list[int]:
+        """The worker of `engine` died: what it ran is queued again, and what it ended too, because it held those tokens.
+
+        When a phase is ending that no later one goes on from, what it ended in complete groups is dropped as INFRASTRUCTURE.
+        Returns the numbers of complete groups that are open again.
+        """
+        self.reported.pop(engine, None)
+        reopened: list[int] = []
+        last = self.handed_out and not self.queue.endless
+        if not self.handed_out:
+            self.queue.take_back(engine)
+        for number, group in {**self._open, **self._closed}.items():
+            held = [i for i, t in group.ended.items() if t.held and t.held.worker == engine]
+            if held and number in self._closed and last:
+                drop_held([group.ended[index] for index in held], engine)
+                continue
+            for index in held:
+                del group.ended[index]
+                if not self.handed_out:
+                    self.queue.give_back(number, index)
+            if held and number in self._closed:
+                self._open[number] = self._closed.pop(number)
+                reopened.append(number)
+        return reopened
 
     @property
     def num_open(self) -> int:
@@ -140,8 +208,17 @@ class RolloutPhase:
             for group in carried:
                 group.carried += 1
         else:
-            self._closed |= {number: group.close() for number, group in self._open.items()}
-        return [self._closed[number] for number in sorted(self._closed)], carried
+            self._closed |= self._open
+        return [self._closed[number].close() for number in sorted(self._closed)], carried
+
+
+def drop_held(trajectories: Iterable[Trajectory], worker: int) -> None:
+    """Drop as INFRASTRUCTURE those whose tokens the dead rollout worker `worker` held."""
+    for trajectory in trajectories:
+        if trajectory.held and trajectory.held.worker == worker:
+            trajectory.held = None
+            trajectory.finish_reason = FinishReason.INFRASTRUCTURE
+            trajectory.error = f"rollout worker {worker} died with its tokens"
 
 
 def problems_to_refill(survivors: int, open_groups: int, target: int, min_share: float, left: int) -> int:

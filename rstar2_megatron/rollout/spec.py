@@ -21,9 +21,11 @@ class RolloutSpec:
     tail: Tail = "wait"
     resume_carried: bool = False  # resume the groups that the last training phase carried over
     phase: int = 0  # set by the driver, increases by one each phase
+    seed: int | None = None  # of the run, with rollout.request_seeds
+    number: int = 0  # of the step, for the seeds of groups that begin in this phase; 0: evaluation
 
     @classmethod
-    def training(cls, settings: Settings) -> RolloutSpec:
+    def training(cls, settings: Settings, step: int = 0) -> RolloutSpec:
         sampling = settings.algorithm.sampling_params
         return cls(
             samples=settings.algorithm.group_size,
@@ -34,6 +36,8 @@ class RolloutSpec:
             max_assistant_turns=settings.agentloop.max_assistant_turns,
             tail=settings.rollout.tail,
             resume_carried=True,
+            seed=_seed(settings),
+            number=step,
         )
 
     @classmethod
@@ -46,4 +50,9 @@ class RolloutSpec:
             top_k=-1,
             max_new_tokens=evaluation.max_new_tokens or sampling.max_new_tokens,
             max_assistant_turns=evaluation.max_assistant_turns or settings.agentloop.max_assistant_turns,
+            seed=_seed(settings),
         )
+
+
+def _seed(settings: Settings) -> int | None:
+    return settings.actor.seed if settings.rollout.request_seeds else None

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from rstar2_megatron.rollout.engine.protocol import EngineReport
 from rstar2_megatron.trajectory import Group, Trajectory
 
+_OF_RUN = "engine_restarts"
+
 
 @dataclass(slots=True)
 class RolloutStats:
@@ -76,9 +78,47 @@ class RolloutStats:
             for f in fields(self)
             if f.name not in ("tool_calls", "endings") and not f.name.startswith("_")
         }
+        if self._at_engine:
+            values["engine_busy_seconds"] += time.monotonic() - self._busy_since
         values |= {f"tool_calls/{name}": float(n) for name, n in sorted(self.tool_calls.items())}
         values |= {f"endings/{name}": float(n) for name, n in sorted(self.endings.items())}
         return values
+
+
+class StatsByStep:
+    """Splits counters that grow through a phase into steps; a phase may end within a step.
+
+    `engine_restarts` grows through the run, and stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Mapping[str, float]] = {}  # by engine
+        self._of_ended: dict[int, Counter[str]] = {}  # of phases that ended in this step
+
+    def phase_ended(self, sums: Mapping[int, Mapping[str, float]]) -> None:
+        """sums: all counters of the phase, by engine."""
+        for engine, growth in self._growth(sums).items():
+            self._of_ended.setdefault(engine, Counter()).update(growth)
+        self._before = {}
+
+    def step_ended(self, sums: Mapping[int, Mapping[str, float]]) -> list[dict[str, float]]:
+        """The growth of this step, an entry for each engine. sums: counters of the phase under way."""
+        growths = self._growth(sums)
+        steps = []
+        for engine in sorted({*growths, *self._of_ended}):
+            total = Counter(growths.get(engine, {}))
+            total.update(self._of_ended.get(engine, {}))
+            restarts = sums.get(engine, total).get(_OF_RUN, 0.0)
+            steps.append({**total, _OF_RUN: restarts})
+        self._before, self._of_ended = dict(sums), {}
+        return steps
+
+    def _growth(self, sums: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+        growth = {}
+        for engine, now in sums.items():
+            before = self._before.get(engine, {})
+            growth[engine] = {name: value - before.get(name, 0.0) for name, value in now.items()}
+        return growth
 
 
 def combine(workers: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ the driver.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rstar2_megatron.algorithm.batch import TokenBlock, train_sequence
 from rstar2_megatron.trajectory import HeldTokens, Trajectory
@@ -51,6 +51,10 @@ class TokenStore:
     def block(self, numbers: Sequence[int]) -> TokenBlock:
         """The training sequences of `numbers`. Raises ValueError for a trajectory that cannot be trained on."""
         return TokenBlock.of([train_sequence(self._kept[number], 0.0) for number in numbers])
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._kept.pop(number, None)
 
     def clear(self) -> None:
         self._kept.clear()

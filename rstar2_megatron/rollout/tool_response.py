@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 TruncateSide = Literal["left", "middle", "right"]
 CUT_MARK = "...(truncated)..."
+SUCCESS = "Tool call success"
 
 
 class ToolRun(Protocol):
@@ -24,15 +25,15 @@ class ToolRun(Protocol):
     def seconds(self) -> float: ...
 
 
-def format_tool_response(run: ToolRun) -> str:
-    """The tool response for one run. Empty streams are left out."""
+def format_tool_response(run: ToolRun, seconds: float | None = None) -> str:
+    """The tool response for one run. Empty streams are left out. `seconds` is shown in place of the measured time."""
     failed = str(run.outcome) != "ok"
-    lines = ["Tool call failure", f"reason: {run.outcome}"] if failed else ["Tool call success"]
+    lines = ["Tool call failure", f"reason: {run.outcome}"] if failed else [SUCCESS]
     if run.stdout:
         lines.append(f"stdout: {run.stdout}")
     if run.stderr:
         lines.append(f"stderr: {run.stderr}")
-    lines.append(f"execution time: {run.seconds:.2f}s")
+    lines.append(f"execution time: {run.seconds if seconds is None else seconds:.2f}s")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rstar2_megatron.records.trace import TOOLS, TRACE
 from rstar2_megatron.rollout.stats import RolloutStats
-from rstar2_megatron.rollout.tool_call import ParsedCall
+from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall
 from rstar2_megatron.rollout.tool_response import ToolRun, format_refusal, format_tool_response, truncate
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import JUPYTER
@@ -48,6 +48,8 @@ class ToolRunner:
     def __init__(self, judge: Judge, settings: AgentLoopSettings) -> None:
         self.judge = judge
         self.settings = settings
+        self.shown_seconds: float | None = None
+        """Shown to the model as every execution time, so that equal calls give equal tokens; None: the measured time."""
 
     async def run(
         self,
@@ -63,7 +65,10 @@ class ToolRunner:
         """
         limit = self.settings.max_parallel_calls
         begun = time.monotonic()
+        cells = any(call.valid and call.name == JUPYTER for call in calls[:limit])
         try:
+            if cells and (lost := await self._replay(trajectory, seconds_left)) is not None:
+                return [lost], []
             done = await asyncio.gather(
                 *(self._run_one(trajectory, c, seconds_left()) for c in calls[:limit])
             )
@@ -76,6 +81,22 @@ class ToolRunner:
                 format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn.")
             )
         return done, responses
+
+    async def _replay(self, trajectory: Trajectory, seconds_left: Callable[[], float]) -> ToolCall | None:
+        """Run the cells of earlier turns in a new interpreter, for a trajectory that continues another one's turns.
+
+        A trajectory that runs from its beginning keeps its interpreter, so nothing is replayed. Returns the call that the
+        infrastructure lost, if any.
+        """
+        if trajectory.session:
+            return None
+        for done in trajectory.tool_calls:
+            if done.name == JUPYTER and done.outcome is not ToolOutcome.MALFORMED:
+                call = ParsedCall(CallStatus.VALID, done.name, done.arguments)
+                again = await self._run_one(trajectory, call, seconds_left())
+                if again.outcome is ToolOutcome.INFRASTRUCTURE:
+                    return again
+        return None
 
     async def close(self, trajectory: Trajectory) -> None:
         """Close the trajectory's interpreter session, if it has one."""
@@ -106,7 +127,7 @@ class ToolRunner:
             outcome, text = ToolOutcome.INFRASTRUCTURE, f"{type(error).__name__}: {error}"
         else:
             outcome = _OUTCOMES.get(str(run.outcome), ToolOutcome.INFRASTRUCTURE)
-            text = self._shown(format_tool_response(run))
+            text = self._shown(format_tool_response(run, self.shown_seconds))
         return ToolCall(call.name, call.arguments, outcome, text, time.monotonic() - begun)
 
     def _shown(self, text: str) -> str:

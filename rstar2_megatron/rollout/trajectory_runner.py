@@ -220,6 +220,7 @@ class TrajectoryRunner:
                     on_progress=progress,
                     resume=work.parked.get(key[1]),
                     preemption=self._preemptions[key],
+                    number=work.number,
                 )
                 span.update(tokens=trajectory.length, ended=str(trajectory.finish_reason or "parked"))
             finished = trajectory.usable

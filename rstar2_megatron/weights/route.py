@@ -21,21 +21,23 @@ RouteKind = Literal["cuda_ipc", "shared_memory", "broadcast", "disk"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Placement of a worker: its node, and the cluster-wide numbers of its accelerators."""
+    """Placement of a worker: its node, the cluster-wide numbers of its accelerators, its group and rank in RLinf."""
 
     node: int
     devices: tuple[int, ...] = ()
+    address: tuple[str, int] = ("", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRoute:
-    """Parameters of one weight sync, equal for all workers."""
+    """Parameters of one weight sync, equal for all workers. A lost engine takes no part."""
 
     kind: RouteKind
     actor_group: str
-    rollout_group: str
-    leader_of: tuple[int, ...]
-    """For each engine, the engine of its node that receives the broadcast."""
+    leader_of: tuple[int | None, ...]
+    """For each engine, the engine of its node that receives the broadcast; None for a lost one."""
+    addresses: tuple[tuple[str, int], ...] = ()
+    """For each engine, group and rank of its worker in RLinf."""
     actor_ranks: tuple[tuple[int, ...], ...] = ()
     """For each engine, the actor rank on each of its devices (cuda_ipc)."""
     bucket_bytes: int = 512 << 20
@@ -47,7 +49,12 @@ class WeightRoute:
 
     @property
     def leaders(self) -> list[int]:
-        return sorted(set(self.leader_of))
+        return sorted({leader for leader in self.leader_of if leader is not None})
+
+    @property
+    def engines(self) -> list[int]:
+        """Engines that are not lost."""
+        return [engine for engine, leader in enumerate(self.leader_of) if leader is not None]
 
     def followers(self, leader: int) -> list[int]:
         return [rank for rank, other in enumerate(self.leader_of) if other == leader and rank != leader]
@@ -97,26 +104,28 @@ def possible_routes(
 def make_route(
     kind: RouteKind,
     actor_group: str,
-    rollout_group: str,
     actor: Sequence[Place],
-    rollout: Sequence[Place],
+    rollout: Sequence[Place | None],
     *,
     bucket_bytes: int,
     directory: str,
 ) -> WeightRoute:
-    """The route of this kind for one attempt at a weight sync."""
+    """The route of this kind for one attempt at a weight sync. rollout: None for a lost engine."""
     first_on: dict[int, int] = {}
     for rank, place in enumerate(rollout):
-        first_on.setdefault(place.node, rank)
+        if place is not None:
+            first_on.setdefault(place.node, rank)
     rank_on = {(place.node, d): rank for rank, place in enumerate(actor) for d in place.devices[:1]}
     actor_ranks: tuple[tuple[int, ...], ...] = ()
     if kind == "cuda_ipc":
-        actor_ranks = tuple(tuple(rank_on[place.node, d] for d in place.devices) for place in rollout)
+        actor_ranks = tuple(
+            () if place is None else tuple(rank_on[place.node, d] for d in place.devices) for place in rollout
+        )
     return WeightRoute(
         kind,
         actor_group,
-        rollout_group,
-        leader_of=tuple(first_on[place.node] for place in rollout),
+        leader_of=tuple(None if place is None else first_on[place.node] for place in rollout),
+        addresses=tuple(("", 0) if place is None else place.address for place in rollout),
         actor_ranks=actor_ranks,
         bucket_bytes=bucket_bytes,
         directory=directory,

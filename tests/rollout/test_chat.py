@@ -143,5 +143,5 @@ def test_tokenizer_without_turn_tokens() -> None:
         def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
             return [ord(c) for c in text]
 
-    with pytest.raises(ValueError, match=r"<\|im_start\|>"):
+    with pytest.raises(ValueError, match=r"neither <\|im_start\|> and .* nor a chat template"):
         ChatTemplate(Letters(), AgentLoopSettings())  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from tests.rollout.written import (
     ANSWER,
     CELL,
     PROBLEM,
+    InterruptedEngine,
     ParkableEngine,
     WrittenEngine,
     WrittenJudge,
@@ -96,6 +97,39 @@ async def test_preempted_anywhere_and_resumed_gives_the_same_tokens(tokenizer, p
     assert_same_tokens(done, expected)
     assert done.assistant_texts == expected.assistant_texts and len(judge.codes) == 1
     assert len(judge.closed) == 1 and loop.stats.endings == {"answered": 1}
+
+
+async def test_a_turn_that_new_weights_interrupt_goes_on_from_its_tokens(tokenizer) -> None:
+    """Three times in one turn; once right after its last token, which SGLang then does not report as the end."""
+    expected, _ = await run(tokenizer, [call(), ANSWER])
+    loop = make_loop(tokenizer, [call(), ANSWER])
+    engine = InterruptedEngine(tokenizer, [call(), ANSWER], cuts=[3, 0, 5], version=7)
+    loop.engine = engine
+    done = await loop.run(PROBLEM, 0)
+    done.check()
+    assert done.finish_reason is FinishReason.ANSWERED and not engine.cuts
+    assert_same_tokens(done, expected)
+    assert done.assistant_texts == expected.assistant_texts
+    assert [span.version for span in done.version_spans[:3]] == [
+        7,
+        9,
+        10,
+    ]  # nothing was generated under version 8
+    covered = [i for span in done.version_spans for i in range(span.start, span.end)]
+    assert covered == [i for i, kept in enumerate(done.loss_mask) if kept]
+
+    whole = len(tokenizer.encode(call() + "<|im_end|>", add_special_tokens=False))
+    engine = InterruptedEngine(tokenizer, [call(), ANSWER], cuts=[whole], version=7)
+    loop = make_loop(tokenizer, [call(), ANSWER])
+    loop.engine = engine
+    assert_same_tokens(await loop.run(PROBLEM, 0), expected)
+
+
+async def test_new_weights_after_the_last_token_of_the_budget_end_the_trajectory(tokenizer) -> None:
+    loop = make_loop(tokenizer, [ANSWER], max_new_tokens=4)
+    loop.engine = InterruptedEngine(tokenizer, [ANSWER], cuts=[4], version=1)
+    done = await loop.run(PROBLEM, 0)
+    assert done.finish_reason is FinishReason.LENGTH_LIMIT and len(done.response_ids) == 4
 
 
 async def test_repetition_is_counted_across_a_preemption(tokenizer) -> None:

@@ -13,7 +13,7 @@ from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase, Tail, problem
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.settings.schema import DownSamplingConfig, DownSamplingSettings
-from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
+from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, Trajectory
 
 
 def problem(number: int) -> Problem:
@@ -53,12 +53,16 @@ def take_all(phase: RolloutPhase, engines: int = 2, room: int = 1) -> list[tuple
 def test_every_rollout_is_handed_out_once_and_every_group_completes(
     groups: int, size: int, engines: int, policy: str, room: int, seed: int, losses: int
 ) -> None:
-    """Engines ask and finish in any order, some are lost; nothing is lost, given twice, or left over."""
+    """Engines ask and finish in any order, some are lost, some with their workers and all tokens that these held.
+
+    Nothing is lost, given twice, or left over.
+    """
     rng = random.Random(seed)
+    by: dict[tuple[int, int], int] = {}  # engine that ended a rollout
     phase = make_phase(groups, size, policy=policy, engines=engines)
     running: list[tuple[int, int, int]] = []
     seen: set[tuple[int, int]] = set()
-    complete = []
+    complete: set[int] = set()
     now = 0.0
     alive, lost = list(range(engines)), 0
     while not phase.over:
@@ -66,10 +70,17 @@ def test_every_rollout_is_handed_out_once_and_every_group_completes(
         if len(alive) > 1 and lost < losses and rng.random() < 0.1:
             engine, lost = alive.pop(rng.randrange(len(alive))), lost + 1
             phase.queue.lose_engine(engine)
+            died = rng.random() < 0.5
             for one in [one for one in running if one[0] == engine]:
                 running.remove(one)
                 seen.remove(one[1:])
-                assert phase.ended(*one[:2], ended(one[2], reason=None), now) is None
+                assert died or phase.ended(*one[:2], ended(one[2], reason=None), now) is None
+            if died:
+                phase.lose_worker(engine)
+                seen -= {one for one, owner in by.items() if owner == engine}
+                complete = {group for group in complete if all(by[group, i] != engine for i in range(size))}
+                by = {one: owner for one, owner in by.items() if owner != engine}
+                assert engine not in phase.reported
         engine = rng.choice(alive)
         for one in phase.take(engine, room, now):
             for index in one.indices:
@@ -78,12 +89,35 @@ def test_every_rollout_is_handed_out_once_and_every_group_completes(
                 running.append((engine, one.group, index))
         if running and rng.random() < 0.7:
             engine, group, index = running.pop(rng.randrange(len(running)))
-            done = phase.ended(engine, group, ended(index), now)
-            complete += [done] if done else []
+            trajectory = ended(index)
+            trajectory.held = HeldTokens(engine, index, 1, 1, [], 0.0)
+            by[group, index] = engine
+            if phase.ended(engine, group, trajectory, now):
+                complete.add(group)
     assert len(seen) == groups * size and len(complete) == groups
     closed, carried = phase.finish()
     assert [[t.rollout_index for t in g.trajectories] for g in closed] == [list(range(size))] * groups
     assert [g.problem.query_id for g in closed] == [f"q{i}" for i in range(groups)] and not carried
+    assert all(
+        t.held and t.held.worker == by[n, t.rollout_index] for n, g in enumerate(closed) for t in g.usable
+    )
+
+
+def test_tokens_that_die_with_their_worker_after_the_phase_are_dropped() -> None:
+    phase = make_phase(1, 2)
+    (one,) = phase.take(0, 1, 0.0)
+    for engine, index in enumerate([*one.indices, *phase.take(1, 1, 0.0)[0].indices]):
+        trajectory = ended(index)
+        trajectory.held = HeldTokens(engine, 0, 1, 1, [], 0.0)
+        phase.ended(engine, 0, trajectory, 1.0)
+    phase.handed_out = True
+    phase.lose_worker(1)
+    ((group,), _) = phase.finish()
+    assert [t.finish_reason for t in group.trajectories] == [
+        FinishReason.ANSWERED,
+        FinishReason.INFRASTRUCTURE,
+    ]
+    assert "rollout worker 1 died" in group.trajectories[1].error and group.trajectories[1].held is None
 
 
 def test_static_gives_each_engine_its_share_at_once() -> None:

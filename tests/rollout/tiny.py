@@ -16,9 +16,15 @@ TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<
 
 
 def make_model(
-    directory: Path, *, hidden: int = 64, layers: int = 2, vocab_size: int = 512, tied: bool = True
+    directory: Path,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    vocab_size: int = 512,
+    tied: bool = True,
+    words: int = 400,
 ) -> Path:
-    """Write model and tokenizer to `directory` and return it."""
+    """Write model and tokenizer to `directory` and return it. words: tokens of the tokenizer, special ones left out."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -28,7 +34,7 @@ def make_model(
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=words, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     text = [f"What is {a}+{b}? print({a} + {b}) result {a + b}\n" for a in range(30) for b in range(30)]
     core.train_from_iterator(text, trainer)

@@ -12,7 +12,7 @@ import numpy as np
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine.protocol import GenerateResult
+from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, GenerateResult
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import Problem, Trajectory
@@ -88,6 +88,30 @@ class ParkableEngine(WrittenEngine):
             logprobs = whole.logprobs[: len(half)]
             return GenerateResult(half, logprobs, "abort", [(0, len(half), 3)], len(input_ids), 0)
         return whole
+
+
+@dataclass
+class InterruptedEngine(WrittenEngine):
+    """Gets new weights after as many tokens of a request as the next of `cuts` says."""
+
+    cuts: list[int] = field(default_factory=list)
+    version: int = 0
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, **about: Any
+    ) -> GenerateResult:
+        whole = await super().generate(input_ids, sampling, timeout_s=timeout_s)
+        count, reason = len(whole.token_ids), whole.finish_reason
+        version = self.version
+        if self.cuts:
+            count, reason = self.cuts.pop(0), INTERRUPTED
+            self.version += 1
+            if rest := whole.token_ids[count:].tolist():
+                self.turns.insert(0, (self.tokenizer.decode(rest), "stop"))
+        spans = [(0, count, version)] if count else []
+        return GenerateResult(
+            whole.token_ids[:count], whole.logprobs[:count], reason, spans, len(input_ids), 0
+        )
 
 
 class WrittenJudge:

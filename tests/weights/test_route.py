@@ -13,7 +13,7 @@ TWO_NODES = [Place(n, (8 * n + i,)) for n in range(2) for i in range(8)]
 
 def test_collocated_engines_read_the_actor_rank_on_their_gpu() -> None:
     assert possible_routes("auto", EIGHT, STRIDED, "cuda")[0] == "cuda_ipc"
-    route = make_route("cuda_ipc", "A", "R", EIGHT, STRIDED, bucket_bytes=1, directory="")
+    route = make_route("cuda_ipc", "A", EIGHT, STRIDED, bucket_bytes=1, directory="")
     assert route.actor_ranks == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert [route.engine_of(rank) for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
 
@@ -31,7 +31,7 @@ def test_two_nodes() -> None:
     assert possible_routes("auto", actor, rollout, "cuda") == ["broadcast", "disk"]
     with pytest.raises(ValueError, match="engines on node 1, the actor's first is 0; set it to auto"):
         possible_routes("shared_memory", actor, rollout, "cuda")
-    route = make_route("broadcast", "A", "R", actor, rollout, bucket_bytes=1, directory="")
+    route = make_route("broadcast", "A", actor, rollout, bucket_bytes=1, directory="")
     assert route.leaders == [0, 2]  # one for each node receives, the others read its memory
     assert route.followers(0) == [1] and route.followers(2) == [3, 4, 5, 6, 7, 8, 9]
 

@@ -19,6 +19,7 @@ from rstar2_megatron.settings.sections.rollout import CONTEXT_SLACK, RolloutSett
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _CPU_KV_TOKENS = 65536
+REWARD_MODELS = "rstar2_megatron.rollout.engine.reward_models"
 
 
 def engine_arguments(
@@ -27,10 +28,11 @@ def engine_arguments(
     seed: int = 0,
     max_context_tokens: int | None = None,
     memory_saver: bool = False,
+    scores: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `sglang.srt.entrypoints.engine.Engine`; `rollout.sglang.server_args` overrides all others.
 
-    `memory_saver` lets a GPU engine release its memory; it has no effect on a CPU.
+    `memory_saver` lets a GPU engine release its memory; it has no effect on a CPU. `scores`: of a reward model.
     """
     arguments: dict[str, Any] = {
         "model_path": settings.model.model_path,
@@ -48,12 +50,17 @@ def engine_arguments(
         "log_level": "warning",
     }
     if max_context_tokens is not None:  # SGLang refuses more than the model supports
-        longest = ModelConfig.from_directory(settings.model.model_path).max_position_embeddings
+        model = ModelConfig.from_directory(settings.model.model_path, scores=scores)
+        longest = model.max_position_embeddings
         arguments["context_length"] = min(max_context_tokens + CONTEXT_SLACK, longest)
+    if scores:
+        arguments["is_embedding"] = True
     if settings.max_total_tokens is not None:
         arguments["max_total_tokens"] = settings.max_total_tokens
     if settings.sglang.attention_backend != "auto":
         arguments["attention_backend"] = settings.sglang.attention_backend
+    if settings.request_seeds:
+        arguments["enable_deterministic_inference"] = True
     if torch.cuda.is_available():
         arguments["enable_memory_saver"] = memory_saver
     else:
@@ -87,11 +94,18 @@ def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
     return {"PATH": path, "CUDA_HOME": str(home)}
 
 
-def child_environment(settings: RolloutSettings, environment: dict[str, str]) -> dict[str, str]:
-    """The child's environment: this package on its path; on a GPU the compilers, on a CPU the number of threads."""
+def child_environment(
+    settings: RolloutSettings, environment: dict[str, str], *, scores: bool = False
+) -> dict[str, str]:
+    """The child's environment: this package on its path; on a GPU the compilers, on a CPU the number of threads.
+
+    scores: the engine serves a reward model, of the classes in `reward_models/`.
+    """
     root = str(Path(rstar2_megatron.__file__).parents[1])
     paths = [root, *filter(None, environment.get("PYTHONPATH", "").split(":"))]
     environment = environment | {"PYTHONPATH": ":".join(dict.fromkeys(paths))}
+    if scores:
+        environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = REWARD_MODELS
     if torch.cuda.is_available():
         environment |= compiler_environment(environment)
     else:

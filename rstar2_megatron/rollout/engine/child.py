@@ -81,7 +81,9 @@ class EngineChild:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env=child_environment(self.settings, dict(os.environ)),
+                env=child_environment(
+                    self.settings, dict(os.environ), scores=self._arguments.get("is_embedding", False)
+                ),
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
             )
         finally:
@@ -91,7 +93,8 @@ class EngineChild:
         write_message(self._writer, [0, "start", {"server_args": self._arguments}])
         limit = self.settings.engine_start_timeout_s
         try:
-            await asyncio.wait_for(self._ready.wait(), limit)
+            async with asyncio.timeout(limit):
+                await self._ready.wait()
         except TimeoutError:
             self.lose(f"did not start within {limit:.0f} s")
         except asyncio.CancelledError:
@@ -222,6 +225,7 @@ class EngineChild:
             self._writer = None
         if self._process is not None:
             with contextlib.suppress(TimeoutError):  # stuck in the kernel; the signal has been sent
-                await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S)
+                async with asyncio.timeout(_KILL_WAIT_S):
+                    await self._process.wait()
             shared_files.remove(self._process.pid)  # of an engine that ended while it started
         self._log.close()

@@ -19,6 +19,7 @@ import numpy as np
 
 from rstar2_megatron.rollout.engine.arguments import engine_arguments
 from rstar2_megatron.rollout.engine.protocol import (
+    INTERRUPTED,
     EngineError,
     EngineLost,
     EngineReport,
@@ -26,10 +27,11 @@ from rstar2_megatron.rollout.engine.protocol import (
     GenerationTimeout,
 )
 from rstar2_megatron.rollout.engine.supervisor import SupervisedEngine
-from rstar2_megatron.settings.schema import ProfilerSettings, RolloutSettings
+from rstar2_megatron.settings.schema import RolloutSettings
 from rstar2_megatron.weights.shared_memory import WeightBucket
 
 _FLUSH_RETRY_S = 0.05
+_ABORT_RETRY_S = 0.05
 UPDATE_TIMEOUT_S = 30.0
 """Longest wait for one call of a weight update."""
 
@@ -71,6 +73,10 @@ class EngineClient(SupervisedEngine):
         self._keeping = True  # every bucket of this update could be kept
         self._updated = False  # the weights differ from the model's files
         self._released: set[MemoryTag] = set()
+        self._generating = 0  # requests in the engine
+        self._updating = False  # by `update_weights`
+        self._all_arrived = asyncio.Event()  # every bucket of the update under way, or there is none
+        self._all_arrived.set()
 
     async def start(self) -> None:
         """Start the process and wait until it serves. Raises EngineLost with the end of the process's log."""
@@ -90,6 +96,8 @@ class EngineClient(SupervisedEngine):
         `update_weights` must then run before generation.
         """
         await super().recover()
+        await self._all_arrived.wait()  # of an update that will load the restarted engine
+        await super().recover()
         if self._missing_weights and with_weights:
             raise EngineLost(
                 f"{self.name} was restarted without weight version {self.weight_version}: no copy of it was kept on "
@@ -97,7 +105,9 @@ class EngineClient(SupervisedEngine):
             )
 
     async def _restarted(self) -> None:
-        if self._kept:
+        if not self._all_arrived.is_set():  # the update loads its weights when it has all of them
+            self._missing_weights = True
+        elif self._kept:
             again = [(bucket, bucket is self._kept[-1]) for bucket in self._kept]
             await self._send_weights(_stream(again), again=True)
         else:  # the model's files are current only until the first update, whatever its version
@@ -116,7 +126,8 @@ class EngineClient(SupervisedEngine):
     ) -> GenerateResult:
         """Continue `input_ids`. `sampling` holds SGLang's sampling parameters (stop_token_ids, max_new_tokens, ...).
 
-        `on_tokens` gets the number of generated tokens about once a second. `abort(owner)` ends the request early.
+        `on_tokens` gets the number of generated tokens about once a second. `abort(owner)` ends the request early, and so
+        does a weight update: its finish reason is then INTERRUPTED.
 
         Raises EngineLost, or its subclass GenerationTimeout after `timeout_s`, which also aborts the request in the engine.
         Raises EngineError when SGLang refuses the request, for example because it is too long, and when the engine is not
@@ -137,6 +148,7 @@ class EngineClient(SupervisedEngine):
             self._on_tokens[rid] = on_tokens
         if owner is not None:
             self._owned[owner] = rid
+        self._generating += 1
         try:
             result = await child.call(
                 "generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s
@@ -145,9 +157,13 @@ class EngineClient(SupervisedEngine):
             child.post("abort", {"rid": rid})
             raise
         finally:
+            self._generating -= 1
             self._on_tokens.pop(rid, None)
             self._owned.pop(owner, None)
-        return msgspec.convert(result, GenerateResult)
+        answer = msgspec.convert(result, GenerateResult)
+        if self._updating and answer.finish_reason == "abort":
+            answer.finish_reason = INTERRUPTED
+        return answer
 
     def _take_report(self, report: EngineReport) -> None:
         for rid, tokens in report.generated.items():
@@ -169,28 +185,57 @@ class EngineClient(SupervisedEngine):
     async def update_weights(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], version: int) -> None:
         """Load buckets of Hugging Face tensors, then empty the KV cache. Later tokens carry `version`.
 
-        The buckets arrive one by one, the last one flagged. The client closes them. The update waits until running
-        generations have ended. An engine that is lost before or during the update is restarted when all buckets have
-        arrived, if they could be kept.
+        The buckets arrive one by one, the last one flagged. The client closes them. Running requests end as INTERRUPTED. An
+        engine that is lost before or during the update is restarted when all buckets have arrived, if they could be kept.
 
         Raises EngineLost when the restart fails or the buckets could not be kept (`keep_weights` repairs the latter).
-        Raises EngineError when SGLang refuses a tensor, or when the memory of the weights is released.
+        Raises EngineError when SGLang refuses a tensor, or when the memory of the weights is released. Nothing is then
+        generated until an update succeeds.
         """
         self._begin_version(version)
+        self._updating = True
+        self._all_arrived.clear()
+        try:
+            with self._changing():
+                await self._update(buckets)
+        except EngineLost:
+            self._hold(False)
+            raise
+        except Exception:
+            self._hold(True)
+            raise
+        finally:
+            self._updating = False
+            self._all_arrived.set()
+        self._hold(False)
+        self._restarts_in_a_row = 0
+
+    async def _update(self, buckets: AsyncIterable[tuple[WeightBucket, bool]]) -> None:
         try:
             if self.lost:
                 raise EngineLost(f"{self.name} was lost before its weights arrived")
+            await self._interrupt()
             await self._send_weights(buckets)
         except EngineLost:
-            async for (
-                bucket,
-                _,
-            ) in buckets:  # before the restart: senders and other engines wait for each bucket
+            # before the restart: senders and other engines wait for each bucket
+            async for bucket, _ in buckets:
                 self._keep(bucket)
+            self._all_arrived.set()
             if not self._kept:
                 raise
-            await self.recover()
-        self._restarts_in_a_row = 0
+            await super().recover()
+            if self._missing_weights:  # another caller had restarted it before all buckets were here
+                await self._restarted()
+
+    async def _interrupt(self) -> None:
+        """End every running request. One that is on its way into the engine ends at a later attempt."""
+        deadline = time.monotonic() + UPDATE_TIMEOUT_S
+        while self._generating and not self.lost:
+            if time.monotonic() > deadline:
+                self._alive_child().lose(f"its requests did not end within {UPDATE_TIMEOUT_S:.0f} s")
+                raise EngineLost(self._alive_child().lost_message())
+            await self._update_call("abort", {"rid": ""})
+            await asyncio.sleep(_ABORT_RETRY_S)
 
     async def keep_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         """Keep a host copy of the last update's weights. An engine without current weights is restarted or loaded from it.
@@ -274,32 +319,6 @@ class EngineClient(SupervisedEngine):
         """
         sums: dict[str, int] = await self._call("checksums", None)
         return sums
-
-    # -------------------------------------------------------------------------------------- profiles
-
-    async def start_profile(self, profiler: ProfilerSettings, directory: str, prefix: str) -> None:
-        """Record a torch profile of the next `engine_forwards` forward passes into files of `directory`.
-
-        A lost engine records nothing.
-        """
-        kinds = {"cpu": "CPU", "cuda": "GPU"}
-        with contextlib.suppress(EngineLost):
-            await self._call(
-                "start_profile",
-                {
-                    "output_dir": directory,
-                    "num_steps": profiler.engine_forwards,
-                    "activities": [kinds[name] for name in profiler.activities],
-                    "with_stack": profiler.with_stack,
-                    "record_shapes": profiler.record_shapes,
-                    "profile_prefix": prefix,
-                },
-            )
-
-    async def stop_profile(self) -> None:
-        """Write the profile now. Does nothing when it is written already, or the engine is lost."""
-        with contextlib.suppress(EngineLost, EngineError):
-            await self._call("stop_profile", None)
 
     # ----------------------------------------------------------------------------------------- memory
 

@@ -70,7 +70,11 @@ def _end_tree(status: int) -> NoReturn:
 def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
+    from rstar2_megatron.cpu import sglang as shim
     from rstar2_megatron.rollout.engine import scheduler_entry as engine_children
+
+    if server_args.get("enable_deterministic_inference"):
+        shim.allow_seeded_sampling()
 
     class TokenEngine(Engine):
         run_scheduler_process_func = staticmethod(engine_children.run_scheduler)
@@ -100,6 +104,7 @@ class _EngineServer:
         self._rpc_thread = ThreadPoolExecutor(1, thread_name_prefix="rpc")
         self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "generate": self._generate,
+            "score": self._score,
             "abort": self._abort,
             "begin_update": self._begin_update,
             "load_bucket": self._load_bucket,
@@ -185,6 +190,15 @@ class _EngineServer:
             cached_tokens=meta.get("cached_tokens", 0),
             retractions=meta.get("num_retractions", 0),
         )
+
+    async def _score(self, params: dict[str, Any]) -> list[float]:
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        inputs = [np.asarray(ids).tolist() for ids in params["input_ids"]]
+        rids = [f"{params['rid']}{number:06x}" for number in range(len(inputs))]
+        request = EmbeddingReqInput(input_ids=inputs, rid=rids)
+        outputs: list[dict[str, Any]] = await anext(self._manager.generate_request(request, None))
+        return [float(output["embedding"][0]) for output in outputs]
 
     async def _abort(self, params: dict[str, Any]) -> None:
         self._manager.abort_request(rid=params["rid"], abort_all=not params["rid"])

@@ -16,6 +16,8 @@ import numpy as np
 
 _HEADER = struct.Struct("<I")
 REPORT_ID = 0
+INTERRUPTED = "interrupted"
+"""Finish reason of a request that a weight update ended: its caller goes on from the same tokens."""
 
 
 class EngineReport(msgspec.Struct):
@@ -36,7 +38,7 @@ class GenerateResult(msgspec.Struct):
 
     token_ids: np.ndarray
     logprobs: np.ndarray
-    finish_reason: str  # stop | length | abort
+    finish_reason: str  # stop | length | abort | interrupted
     version_spans: list[tuple[int, int, int]]  # (start, end, weight version) of each span of tokens
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in the KV cache

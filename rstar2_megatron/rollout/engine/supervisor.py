@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.rollout.engine.child import EngineChild
-from rstar2_megatron.rollout.engine.protocol import EngineLost, EngineReport
-from rstar2_megatron.settings.schema import RolloutSettings
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
+from rstar2_megatron.settings.schema import ProfilerSettings, RolloutSettings
 
 
 class SupervisedEngine:
@@ -34,6 +34,7 @@ class SupervisedEngine:
         self._recovering = asyncio.Lock()
         self._restarts_in_a_row = 0  # since the last weight update
         self._changes = 0  # starts and updates in progress
+        self._held = False  # nothing is to be generated: an update failed, and another one follows
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -60,23 +61,34 @@ class SupervisedEngine:
         return self._child is None or bool(self._child.lost_reason)
 
     async def wait_until_ready(self) -> None:
-        """Wait while the engine starts or its weights change, when a request could run on old weights.
+        """Wait while the engine starts or its weights change, when a request could run on old weights, or a change failed.
 
         The call has no deadline of its own, so the caller sets one. An engine that is ready may be lost.
         """
-        while self._changes:  # another change may have begun before this task runs again
+        while self._changes or self._held:  # another change may have begun before this task runs again
             await self._settled.wait()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        self._changes += 1
-        self._settled.clear()
+        self._change(1)
         try:
             yield
         finally:
-            self._changes -= 1
-            if not self._changes:
-                self._settled.set()
+            self._change(-1)
+
+    def _change(self, more: int) -> None:
+        self._changes += more
+        self._settle()
+
+    def _hold(self, held: bool) -> None:
+        self._held = held
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._changes or self._held:
+            self._settled.clear()
+        else:
+            self._settled.set()
 
     @property
     def num_waiting_calls(self) -> int:
@@ -124,3 +136,29 @@ class SupervisedEngine:
 
     async def _call(self, method: str, params: Any) -> Any:
         return await self._alive_child().call(method, params)
+
+    # -------------------------------------------------------------------------------------- profiles
+
+    async def start_profile(self, profiler: ProfilerSettings, directory: str, prefix: str) -> None:
+        """Record a torch profile of the next `engine_forwards` forward passes into files of `directory`.
+
+        A lost engine records nothing.
+        """
+        kinds = {"cpu": "CPU", "cuda": "GPU"}
+        with contextlib.suppress(EngineLost):
+            await self._call(
+                "start_profile",
+                {
+                    "output_dir": directory,
+                    "num_steps": profiler.engine_forwards,
+                    "activities": [kinds[name] for name in profiler.activities],
+                    "with_stack": profiler.with_stack,
+                    "record_shapes": profiler.record_shapes,
+                    "profile_prefix": prefix,
+                },
+            )
+
+    async def stop_profile(self) -> None:
+        """Write the profile now. Does nothing when it is written already, or the engine is lost."""
+        with contextlib.suppress(EngineLost, EngineError):
+            await self._call("stop_profile", None)

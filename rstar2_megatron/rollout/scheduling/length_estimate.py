@@ -77,6 +77,10 @@ class GroupLengths:
         self._total += duration
         self._count += 1
 
+    def forget(self, group: int) -> None:
+        """Keep the group's share of the mean only."""
+        self._ended.pop(group, None)
+
     @property
     def known(self) -> bool:
         return self._count > 0

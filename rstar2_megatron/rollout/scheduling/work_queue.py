@@ -20,12 +20,16 @@ _LOADS_S = 0.5  # interval at which the engines' loads are recomputed
 
 @dataclass(slots=True)
 class Slice:
-    """Some rollouts of one group for one engine. `parked` holds the trajectories to resume, by rollout index."""
+    """Some rollouts of one group for one engine. `parked` holds the trajectories to resume, by rollout index.
+
+    number: of the group, for the seeds of its requests.
+    """
 
     group: int
     problem: Problem
     indices: list[int]
     parked: dict[int, Trajectory] = field(default_factory=dict)
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -44,8 +48,10 @@ class _Pending:
 class WorkQueue:
     """Slices of groups for `num_engines` engines under the policy `rollout.scheduler`."""
 
-    def __init__(self, policy: str, num_engines: int, slice_size: int) -> None:
+    def __init__(self, policy: str, num_engines: int, slice_size: int, *, endless: bool = False) -> None:
+        """endless: work is added for ever, so nothing balances an end: groups go in the order of arrival, in whole slices."""
         self.policy = policy
+        self.endless = endless
         self.num_engines = num_engines
         self.slice_size = 1 if policy == "least_requests" else slice_size
         self._groups: dict[int, _Pending] = {}
@@ -71,6 +77,11 @@ class WorkQueue:
             self._left += len(indices)
             self._owner[group] = self._alive[position * len(self._alive) // len(groups)]
 
+    def forget(self, group: int) -> None:
+        """Remove a group of which nothing is left to hand out or runs."""
+        del self._groups[group], self._owner[group]
+        self._lengths.forget(group)
+
     def take(self, engine: int, now: float) -> tuple[int, list[int]] | None:
         """The next slice for `engine`: a group and rollout indices. None when the engine gets nothing now.
 
@@ -80,7 +91,7 @@ class WorkQueue:
         candidates = self._pending
         if self.policy == "least_requests" and self._held[engine] > min(self._held[e] for e in self._alive):
             return None
-        if self.policy == "kv_adaptive" and self._is_above_average_load(engine, now):
+        if self.policy == "kv_adaptive" and not self.endless and self._is_above_average_load(engine, now):
             return None
         if self.policy == "static":
             candidates = [group for group in candidates if self._owner[group] == engine]
@@ -121,8 +132,17 @@ class WorkQueue:
             if owner == engine:
                 self._owner[group] = next(heirs)
 
+    def take_back(self, engine: int) -> None:
+        """Queue again every rollout that `engine` has: its worker died, so none of them comes back."""
+        for pending in self._groups.values():
+            held = [index for index, (owner, _) in pending.running.items() if owner == engine]
+            for index in held:
+                del pending.running[index]
+                self.give_back(pending.group, index)
+        self._held[engine] = 0
+
     def _choose(self, candidates: list[int], engine: int, now: float) -> int:
-        if self.policy != "kv_adaptive":
+        if self.policy != "kv_adaptive" or self.endless:
             return candidates[0]
         for group in candidates:
             if not self._groups[group].given:
@@ -166,4 +186,6 @@ class WorkQueue:
 
     def _slice(self) -> int:
         """Size of the next slice: smaller towards the end, so that the last slices balance the engines."""
+        if self.endless:
+            return self.slice_size
         return max(1, min(self.slice_size, self._left // (2 * self.num_engines)))

@@ -18,7 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerationTimeout
+from rstar2_megatron.rollout.engine.protocol import (
+    INTERRUPTED,
+    EngineError,
+    EngineLost,
+    GenerateResult,
+    GenerationTimeout,
+)
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SGLangSettings
 from rstar2_megatron.weights.checksum import weights_checksum
 from tests.processes import command_line
@@ -180,15 +186,53 @@ async def test_update_changes_outputs_version_and_checksums(engine: EngineClient
     ).token_ids.tolist() == before.token_ids.tolist()
 
 
+async def test_an_update_interrupts_running_requests_which_go_on_with_the_new_weights(
+    engine: EngineClient, tiny_model: Path
+) -> None:
+    """Requests that run, and those that reach the engine at the moment of the update; each token has its version."""
+    weights = load_file(tiny_model / "model.safetensors")
+    changed = {name: tensor * 1.02 for name, tensor in weights.items()}
+    sampling = {"max_new_tokens": 1500, "ignore_eos": True}
+    begun: set[int] = set()
+
+    async def run(number: int) -> GenerateResult:
+        heard = lambda tokens: begun.add(number) if tokens else None  # noqa: E731
+        return await engine.generate([number, 2, 3], sampling, timeout_s=120, on_tokens=heard)
+
+    running = [asyncio.create_task(run(number)) for number in range(3)]
+    async with asyncio.timeout(60):
+        while len(begun) < 3:
+            await asyncio.sleep(0.01)
+    late = asyncio.create_task(engine.generate([9, 2, 3], sampling, timeout_s=120))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(update_weights(engine, changed.items(), version=11), 60)
+    results = await asyncio.gather(*running, late)
+    assert {r.finish_reason for r in results} == {INTERRUPTED}
+    counts = [(len(r.token_ids), len(r.logprobs)) for r in results]
+    assert all(0 < ids == logprobs < 1500 for ids, logprobs in counts[:3]), counts
+    before = results[0].version_spans[-1][2]
+    ids = [0, 2, 3, *results[0].token_ids.tolist()]
+    after = await engine.generate(ids, STOP, timeout_s=60)
+    assert before != 11 and {version for *_, version in after.version_spans} == {11}
+    assert after.cached_tokens == 0  # nothing of the old weights is left
+    await update_weights(engine, weights.items(), version=12)
+
+
 async def test_bad_weights_are_refused_and_good_ones_mend_it(engine: EngineClient, tiny_model: Path) -> None:
     weights = load_file(tiny_model / "model.safetensors")
     with pytest.raises(EngineError):
         await update_weights(engine, [("model.norm.weight", torch.zeros(3))], version=7)
     with pytest.raises(EngineLost, match="weights"):  # never generate from half an update
         await engine.generate(PROMPT, STOP, timeout_s=60)
+    waiting = asyncio.create_task(
+        engine.wait_until_ready()
+    )  # as a trajectory does, until another update succeeds
     with pytest.raises(ValueError, match="no weights"):
         await update_weights(engine, [], version=7)
+    await asyncio.sleep(0)
+    assert not waiting.done()
     await update_weights(engine, weights.items(), version=8)
+    await asyncio.wait_for(waiting, 5)
     assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == 8
 
 
