@@ -1,0 +1,125 @@
+"""Comparisons in token ids, read from the tree files of searches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rstar2_megatron.algorithm.preference import Comparison
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.search.preference.pairs import NodePairs, pairs_of, without_idle
+from rstar2_megatron.search.tree import Node, Tree
+from rstar2_megatron.search.tree_file import TreeFile, tree_of
+from rstar2_megatron.settings.schema import PreferenceSettings
+
+
+@dataclass(slots=True)
+class PreferenceRows:
+    """Comparisons in the order of the files, and what was found on the way."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    trees: int = 0
+    too_long: int = 0
+    """Pairs that were left out, because a prefix exceeds `max_length`."""
+
+    @property
+    def num_pairs(self) -> int:
+        return sum(len(comparison.pairs) for comparison in self.comparisons)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sum(comparison.lengths) for comparison in self.comparisons)
+
+    @property
+    def largest(self) -> int:
+        """Most tokens of the prefixes of one comparison."""
+        return max((sum(comparison.lengths) for comparison in self.comparisons), default=0)
+
+
+def load_preference_rows(
+    paths: Sequence[str | Path], tokenizer: Any, settings: PreferenceSettings, max_length: int
+) -> PreferenceRows:
+    """The comparisons of all trees of `paths`. Raises DataError with file and line for a tree that cannot be used."""
+    rows = PreferenceRows()
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise DataError(
+                f"tree file {path} does not exist; python -m rstar2_megatron.search writes such files"
+            )
+        checked = False
+        for number, row in TreeFile(path, {}).rows():
+            where = f"{path}:{number}"
+            tree = _tree(row, where)
+            rows.trees += 1
+            if not checked:
+                checked = _check_vocabulary(tree, tokenizer, where)
+            for found in pairs_of(tree, settings):
+                comparison, dropped = comparison_of(row["prompt_ids"], found, max_length)
+                rows.too_long += dropped
+                if comparison is not None:
+                    rows.comparisons.append(comparison)
+    if not rows.comparisons:
+        raise DataError(
+            f"{', '.join(map(str, paths)) or '(no files)'}: no pair to train on in {rows.trees} trees ({rows.too_long} pairs "
+            "are too long); search more problems that have right and wrong solutions, or lower preference.min_margin or "
+            "preference.min_distance"
+        )
+    return rows
+
+
+def _tree(row: dict[str, Any], where: str) -> Tree:
+    try:
+        if row["mode"] != "mcts":
+            raise DataError(f"{where}: a tree of {row['mode']}; only trees of MCTS have the Q of steps")
+        if not row.get("prompt_ids"):
+            raise DataError(f"{where}: the tree has no prompt_ids: an earlier version wrote it, search again")
+        return tree_of(row)
+    except (KeyError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_vocabulary(tree: Tree, tokenizer: Any, where: str) -> bool:
+    """Whether there was a step to check. Raises DataError when the tokenizer reads its tokens as another text."""
+    step = next((node.step for node in tree.root.walk() if node.step is not None), None)
+    if step is None:
+        return False
+    ids = step.ids[step.mask.astype(bool)].tolist()
+    if max(ids, default=0) >= len(tokenizer) or not tokenizer.decode(ids).startswith(step.text):
+        raise DataError(
+            f"{where}: its token ids are of another vocabulary than the model's: train from a model with the tokenizer of the "
+            "policy that searched"
+        )
+    return True
+
+
+def comparison_of(
+    prompt_ids: Sequence[int], found: NodePairs, max_length: int
+) -> tuple[Comparison | None, int]:
+    """(the comparison in token ids without pairs that are too long, the number of these); None when no pair is left."""
+    nodes = [*found.better, *found.worse]
+    parents = {node.parent.tag for node in nodes if node.parent is not None}
+    depth = nodes[0].depth - 1 if len(parents) == 1 else 0  # siblings share their parent's steps
+    shared = np.array(prompt_ids, np.int32)
+    shared = np.concatenate([shared, *(step.ids for step in nodes[0].steps[:depth])]).astype(np.int32)
+
+    def own(node: Node) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.int32), *(step.ids for step in node.steps[depth:])]).astype(
+            np.int32
+        )
+
+    def fits(node: Node) -> bool:
+        return len(shared) + len(own(node)) <= max_length
+
+    kept = [(i, j) for i, j in found.pairs if fits(found.better[i]) and fits(found.worse[j])]
+    dropped = len(found.pairs) - len(kept)
+    if not kept:
+        return None, dropped
+    left = without_idle(found.better, found.worse, kept)
+    pairs = [(i, len(left.better) + j) for i, j in left.pairs]
+    return Comparison(shared, [own(node) for node in (*left.better, *left.worse)], pairs), dropped

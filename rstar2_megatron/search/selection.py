@@ -1,0 +1,24 @@
+"""UCT as in rStar-Math: Q + c sqrt(ln N_parent / N), without a bonus for unvisited nodes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rstar2_megatron.search.tree import Node
+
+
+def uct(node: Node, parent_visits: int, exploration: float) -> float:
+    """Score of a child. The bonus is 0 when either count is 0, so an unvisited node scores 0, not infinity."""
+    if not node.visits or not parent_visits:
+        return node.q
+    return node.q + exploration * math.sqrt(math.log(parent_visits) / node.visits)
+
+
+def select(parent: Node, exploration: float) -> Node | None:
+    """The child of highest score that has not ended, the first of equal ones; None when all have ended."""
+    return best_of([c for c in parent.children or [] if c.end is None], parent.visits, exploration)
+
+
+def best_of(nodes: Sequence[Node], parent_visits: int, exploration: float) -> Node | None:
+    return max(nodes, key=lambda node: uct(node, parent_visits, exploration), default=None)

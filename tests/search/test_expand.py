@@ -1,0 +1,131 @@
+"""Expansion with written turns: seeds, retries of infrastructure failures, interpreters that replay their path."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rstar2_megatron.judge.client.client import JudgeUnavailable
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
+from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.rollout.engine.protocol import EngineLost
+from rstar2_megatron.search import expand
+from rstar2_megatron.search.expand import Expander, ExpansionSpoiled, candidate_seed
+from rstar2_megatron.search.step import Step
+from rstar2_megatron.search.tree import Node
+from rstar2_megatron.search.values import LikelihoodScorer, Values
+from rstar2_megatron.settings.schema import SearchSettings
+from rstar2_megatron.tools import JUPYTER
+from rstar2_megatron.trajectory import FinishReason, ToolOutcome
+from tests.rollout.written import ANSWER, CELL, PROBLEM, WrittenJudge, call, make_loop, written
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with GraderPool(1) as grader:
+        yield grader
+
+
+def make(
+    tokenizer: Any,
+    pool: GraderPool,
+    turns: list[Any],
+    judge: Any = None,
+    guide: str = "answers",
+    **settings: Any,
+):
+    loop = make_loop(tokenizer, turns, judge, **settings)
+    searching = SearchSettings(guide=guide)
+    return Expander(loop, Values(searching, pool, LikelihoodScorer()), searching), loop
+
+
+async def test_a_step_is_a_turn_with_its_tool_response(tokenizer, pool: GraderPool) -> None:
+    expander, loop = make(tokenizer, pool, [call(), ANSWER])
+    root = Node("0")
+    (step,) = await expander.expand(PROBLEM, root, 1)
+    assert step.text == call() and step.ending is None and step.value is None
+    assert [c.outcome for c in step.tool_calls] == [ToolOutcome.OK]
+    assert "execution time: 0.00s" in step.tool_calls[0].response_text  # measured: 0.01
+    child = Node("0.1", 1, root, step)
+    (last,) = await expander.expand(PROBLEM, child, 1)
+    assert last.ending is FinishReason.ANSWERED and (last.answer, last.reward, last.value) == ("4", 1.0, 1.0)
+    # the engine continued exactly the tokens of the path
+    assert written(loop).seen[1] == [*loop.template.prompt_ids(PROBLEM), *step.ids]
+    assert step.generated_tokens == int(step.mask.sum()) < len(step.ids)
+
+
+async def test_a_wrong_answer_is_minus_one_and_a_dead_end_has_no_value(tokenizer, pool: GraderPool) -> None:
+    wrong = ANSWER.replace("4", "5")
+    expander, _ = make(tokenizer, pool, [wrong])
+    (step,) = await expander.expand(PROBLEM, Node("0"), 1)
+    assert (step.reward, step.value) == (0.0, -1.0)
+    expander, _ = make(tokenizer, pool, [wrong], max_new_tokens=5)
+    (step,) = await expander.expand(PROBLEM, Node("0"), 1)
+    assert step.ending is FinishReason.LENGTH_LIMIT and step.value is None
+
+
+async def test_scores_guide_by_likelihood(tokenizer, pool: GraderPool) -> None:
+    expander, _ = make(tokenizer, pool, [call(), ANSWER], guide="scores")
+    (step,) = await expander.expand(PROBLEM, Node("0"), 1)
+    assert step.value == pytest.approx(2 * np.exp(-0.5) - 1)  # every written token has log-prob -0.5
+    expander, _ = make(tokenizer, pool, [ANSWER], guide="answers+scores")
+    (step,) = await expander.expand(PROBLEM, Node("0"), 1)
+    assert step.value == 1.0
+
+
+async def test_infrastructure_failures_are_retried_and_never_a_value(
+    tokenizer, pool: GraderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expand, "_RETRY_S", 0.01)
+    ok = JudgeResult(Outcome.OK, "4\n", "", 0, 0.01)
+    judge = WrittenJudge(JudgeUnavailable("away"), ok)
+    expander, _ = make(tokenizer, pool, [call()], judge)
+    (step,) = await expander.expand(PROBLEM, Node("0"), 1)
+    assert [c.outcome for c in step.tool_calls] == [ToolOutcome.OK] and expander.retries == 1
+    expander, _ = make(tokenizer, pool, [call()], WrittenJudge(JudgeUnavailable("away")))
+    with pytest.raises(ExpansionSpoiled, match=r"q, node 0: .*away"):
+        await expander.expand(PROBLEM, Node("0"), 1)
+
+
+async def test_a_lost_engine_ends_the_expansion(tokenizer, pool: GraderPool) -> None:
+    expander, loop = make(tokenizer, pool, [EngineLost("gone")])
+    written(loop).recover_error = EngineLost("gone for good")
+    with pytest.raises(EngineLost, match="gone for good"):
+        await expander.expand(PROBLEM, Node("0"), 2)
+
+
+async def test_an_interpreter_replays_the_cells_of_its_path(tokenizer, pool: GraderPool) -> None:
+    judge = WrittenJudge()
+    expander, _ = make(tokenizer, pool, [CELL], judge, tools=[JUPYTER])
+    (first,) = await expander.expand(PROBLEM, root := Node("0"), 1)
+    node = Node("0.1", 1, root, first)
+    (second,) = await expander.expand(PROBLEM, node, 1)
+    assert len(second.tool_calls) == 1
+    # the first step's cell; again before the second step's, in an interpreter of its own; both are closed
+    assert judge.codes == ["x", "x", "x"]
+    one, two, three = judge.sessions
+    assert one != two == three and judge.closed == [one, two]
+
+
+async def test_candidates_run_together(tokenizer, pool: GraderPool) -> None:
+    expander, loop = make(tokenizer, pool, [ANSWER])
+    written(loop).delay_s = 0.3
+    async with asyncio.timeout(2):
+        steps = await expander.expand(PROBLEM, Node("0"), 16)
+    assert len(steps) == 16
+
+
+def test_seeds_differ_by_place_and_depend_on_nothing_else() -> None:
+    places = [("q", "0", 0), ("q", "0", 1), ("q", "0.1", 0), ("r", "0", 0)]
+    seeds = {candidate_seed(3, *place) for place in places} | {candidate_seed(4, "q", "0", 0)}
+    assert len(seeds) == 5 and all(0 <= seed < 2**31 for seed in seeds)
+    assert candidate_seed(3, "q", "0", 0) == candidate_seed(3, "q", "0", 0)
+
+
+def test_a_guide_without_a_scorer_is_refused(pool: GraderPool) -> None:
+    with pytest.raises(ValueError, match=r"search.guide=scores needs a scorer"):
+        Values(SearchSettings(guide="scores"), pool, None)
+    assert Step("x").generated_tokens == 0

@@ -1,0 +1,191 @@
+"""Searches with every part real: SGLang, the agent loop's turns, the Code Judge, the grader."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+from transformers import AutoTokenizer
+
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.search.expand import Expander
+from rstar2_megatron.search.solver import Progress, Solver
+from rstar2_megatron.search.step import trajectory_of
+from rstar2_megatron.search.tree_file import TreeFile, tree_of
+from rstar2_megatron.search.values import LikelihoodScorer, Values
+from rstar2_megatron.settings.schema import (
+    RolloutModelSettings,
+    RolloutSettings,
+    SamplingParams,
+    SearchSettings,
+    SGLangSettings,
+)
+from tests.rollout.memorised import CONVERSATIONS, SETTINGS, problem
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.long]
+PROBLEMS = [problem(name) for name in CONVERSATIONS]
+
+
+@pytest.fixture(scope="module")
+def judge_service():
+    service = JudgeService(workers=1, time_limit_s=1.0)
+    service.start()
+    yield service
+    service.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(memorised_model: Path):
+    client = EngineClient(
+        RolloutSettings(
+            model=RolloutModelSettings(model_path=str(memorised_model), precision="fp32"),
+            max_total_tokens=8192,
+            max_running_requests=16,
+            max_engine_restarts=2,
+            sglang=SGLangSettings(server_args={"enable_deterministic_inference": True}),
+        )
+    )
+    await client.start()
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def judge(judge_service: JudgeService):
+    async with JudgeClient(judge_service.url, time_limit_s=1.0, request_timeout_s=60) as client:
+        yield client
+
+
+def make_loop(engine: EngineClient, judge: JudgeClient, temperature: float, turns: int) -> AgentLoop:
+    settings = SETTINGS.model_copy(update={"max_assistant_turns": turns})
+    template = ChatTemplate(AutoTokenizer.from_pretrained(engine.settings.model.model_path), settings)
+    sampling = SamplingParams(max_new_tokens=400, temperature=temperature)
+    return AgentLoop(engine, judge, template, settings, sampling, max_context_tokens=1000, timeout_s=240)
+
+
+def searching(**values: Any) -> SearchSettings:
+    defaults = {"rollouts": 4, "candidates": 3, "depth": 2, "temperature": 0.6, "guide": "answers"}
+    return SearchSettings.model_validate({**defaults, **values})
+
+
+async def search(
+    engine: EngineClient,
+    judge: JudgeClient,
+    path: Path,
+    settings: SearchSettings,
+    stop_after: int | None = None,
+) -> Progress:
+    """Search all problems into `path`; `stop_after` ends it in the middle, as a kill would."""
+    stop = asyncio.Event()
+
+    def count(progress: Progress, finished: bool) -> None:
+        if stop_after is not None and progress.nodes >= stop_after:
+            stop.set()
+
+    file = TreeFile(path, settings.model_dump())
+    finished, recorded = file.open(PROBLEMS)
+    loop = make_loop(engine, judge, settings.temperature, settings.depth)
+    with GraderPool(1) as pool:
+        expander = Expander(loop, Values(settings, pool, LikelihoodScorer()), settings)
+        left = [p for p in PROBLEMS if p.query_id not in finished]
+        solver = Solver(left, settings, file, recorded, count)
+        running = asyncio.create_task(solver.run([expander], trees=2))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED, timeout=240)
+        stopping.cancel()
+        if stop.is_set() and not running.done():
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        else:
+            await running  # raises what it raised
+    return solver.progress
+
+
+def trees(path: Path) -> dict[str, list[Any]]:
+    """What is the same whenever the tree is: everything but seconds."""
+    kept = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        for node in row["nodes"]:
+            for call in (node["step"] or {}).get("tool_calls", []):
+                call["seconds"] = 0
+            for key in ("logprobs",):  # batches of other sizes differ in the last bits
+                (node["step"] or {}).pop(key, None)
+        kept[row["query_id"]] = row["nodes"]
+    return kept
+
+
+async def test_one_greedy_candidate_is_the_agent_loop(
+    engine: EngineClient, judge: JudgeClient, tmp_path: Path
+) -> None:
+    settings = searching(candidates=1, rollouts=1, temperature=0.0, errors_threshold=None)
+    await search(engine, judge, tmp_path / "mcts.jsonl", settings)
+    loop = make_loop(engine, judge, 0.0, settings.depth)
+    loop.tools.shown_seconds = 0.0
+    rows = {json.loads(line)["query_id"]: json.loads(line) for line in (tmp_path / "mcts.jsonl").open()}
+    for one in PROBLEMS:
+        whole = await loop.run(one, 0)
+        (leaf,) = tree_of(rows[one.query_id]).leaves()
+        ours = trajectory_of(one, leaf.steps, whole.prompt_ids)
+        for name in ("prompt_ids", "response_ids", "loss_mask"):
+            assert getattr(ours, name).tolist() == getattr(whole, name).tolist(), name
+        # batches of other sizes differ in the last bits
+        np.testing.assert_allclose(ours.rollout_logprobs, whole.rollout_logprobs, atol=1e-4)
+        assert ours.assistant_texts == whole.assistant_texts and ours.finish_reason is whole.finish_reason
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole") / "mcts.jsonl"
+
+
+async def test_interrupted_searches_end_with_the_same_trees(
+    engine: EngineClient, judge: JudgeClient, whole: Path, tmp_path: Path
+) -> None:
+    settings = searching()
+    progress = await search(engine, judge, whole, settings)
+    assert progress.problems == 3 and not progress.spoiled
+    expected = trees(whole)
+    assert sum(map(len, expected.values())) >= 9  # a root, a step and an answer each, at least
+    calls = [
+        call["outcome"]
+        for nodes in expected.values()
+        for n in nodes
+        if n["step"]
+        for call in n["step"]["tool_calls"]
+    ]
+    assert {"ok", "timeout", "malformed"} <= set(calls), "the judge must have something to do"
+
+    path = tmp_path / "mcts.jsonl"
+    await search(engine, judge, path, settings, stop_after=1)
+    before = len(trees(path))
+    assert before < 3, "the stop came too late to test anything"
+    assert path.with_suffix(".expansions.jsonl").read_text().count("\n") >= 1
+    second = await search(engine, judge, path, settings)
+    assert trees(path) == expected and second.problems == 3 - before
+
+
+async def test_an_engine_killed_in_a_search_changes_no_tree(
+    engine: EngineClient, judge: JudgeClient, whole: Path, tmp_path: Path
+) -> None:
+    path, restarts = tmp_path / "mcts.jsonl", engine.restarts
+    running = asyncio.create_task(search(engine, judge, path, searching()))
+    while not path.with_suffix(".expansions.jsonl").exists() and not running.done():
+        await asyncio.sleep(0.01)
+    psutil.Process(engine.pid).kill()
+    progress = await running
+    assert engine.restarts == restarts + 1 and not progress.spoiled
+    assert trees(path) == trees(whole)
