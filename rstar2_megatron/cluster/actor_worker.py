@@ -11,8 +11,10 @@ import numpy as np
 from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
+from rstar2_megatron.actor.preference.score_actor import ScoreActor
 from rstar2_megatron.actor.profile import TorchProfile
 from rstar2_megatron.algorithm.batch import TrainBatch, logprob_difference
+from rstar2_megatron.algorithm.preference import Pairs
 from rstar2_megatron.cluster.tokens import read_batch
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import Sent, WeightSender
@@ -47,7 +49,8 @@ class ActorWorker(TracedWorker, Worker):
 
     def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
         """Build the Megatron model from the Hugging Face directory `model_path`. Collective."""
-        self._actor = MegatronActor(
+        kind = ScoreActor if self._settings.runner.task_type == "preference" else MegatronActor
+        self._actor = kind(
             self._settings.actor,
             self._settings.runner,
             self._settings.algorithm,
@@ -64,6 +67,13 @@ class ActorWorker(TracedWorker, Worker):
         if self._actor is None:
             raise RuntimeError("ActorWorker.initialize has not been called")
         return self._actor
+
+    @property
+    def scorer(self) -> ScoreActor:
+        actor = self.actor
+        if not isinstance(actor, ScoreActor):
+            raise RuntimeError("this run trains no reward model: runner.task_type is not preference")
+        return actor
 
     @traced
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
@@ -92,6 +102,19 @@ class ActorWorker(TracedWorker, Worker):
     def sft_validation(self, batch: TrainBatch) -> dict[str, float]:
         """Summed cross entropy of the trained tokens, and their number. Collective."""
         return self.actor.sft_validation(read_batch(batch))
+
+    def preference_steps(
+        self, batches: list[tuple[TrainBatch, Pairs]], lrs: list[float]
+    ) -> list[dict[str, float]]:
+        """Several steps of a reward model in one call: (prefixes, which of them are compared) each. Collective."""
+        return [
+            self.scorer.preference_step(read_batch(prefixes), pairs, lr)
+            for (prefixes, pairs), lr in zip(batches, lrs, strict=True)
+        ]
+
+    def preference_validation(self, prefixes: TrainBatch, pairs: Pairs) -> dict[str, float]:
+        """Loss, accuracy and margin of comparisons under the current weights. Collective."""
+        return self.scorer.preference_validation(read_batch(prefixes), pairs)
 
     def start_sft_phase(self, phase: SFTPhaseSettings) -> None:
         """A fresh optimizer with the phase's settings."""

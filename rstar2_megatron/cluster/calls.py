@@ -7,13 +7,17 @@ Ray handles instead. The driver gets an exception, which it can report before it
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
 from rlinf.scheduler import Channel
+
+_LOW_MEMORY = "running low on memory"
+_NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 
 
 class WorkerFailed(RuntimeError):
@@ -21,7 +25,11 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerLost(RuntimeError):
-    """A worker process died."""
+    """A worker process died; `rank` is its rank in the group, or -1."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class DeadlineExceeded(RuntimeError):
@@ -32,15 +40,43 @@ class EnginesLost(RuntimeError):
     """Engines are lost and could not be restarted."""
 
 
-class PendingCall:
-    """A call in flight on some workers of a group."""
+def _out_of_memory(call: str, text: str) -> str:
+    """What Ray says when its memory monitor ends a worker, in one sentence with the key to change."""
+    figures = _NODE_MEMORY.search(text)
+    used = f"{figures[1]} GB of {figures[2]} GB in use" if figures else "nearly all in use"
+    return (
+        f"{call}: Ray's memory monitor ended the worker, because the node's memory was full ({used}); end other programs, "
+        "lower runner.max_tokens_per_mbs (activations) or rollout.max_total_tokens (KV cache), or place fewer ranks and "
+        "engines by cluster.component_placement; --dry-run counts what each process takes"
+    )
 
-    def __init__(self, name: str, refs: list[Any]) -> None:
+
+class PendingCall:
+    """A call in flight on the workers `ranks` of a group.
+
+    With `on_lost` a worker that dies is no failure: `on_lost` gets its rank and the reason, and the call goes on without it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        refs: list[Any],
+        ranks: Sequence[int],
+        on_lost: Callable[[int, str], None] | None = None,
+    ) -> None:
         self.name = name
         self.refs = refs
+        self._ranks = ranks
+        self._on_lost = on_lost
+        self._lost: set[int] = set()
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the workers that have not died during this call, in the order of the results."""
+        return [rank for rank in self._ranks if rank not in self._lost]
 
     def result(self, timeout_s: float, beside: PendingCall | None = None) -> list[Any]:
-        """Results in rank order. Raises WorkerFailed, WorkerLost or DeadlineExceeded.
+        """Results in the order of `ranks`. Raises WorkerFailed, WorkerLost or DeadlineExceeded.
 
         The first failure is raised at once, even while other ranks hang in a collective with the failed one. A failure of
         `beside`, the call at the other end of a transfer, is also raised at once.
@@ -58,7 +94,7 @@ class PendingCall:
             self._raise_failures(done)
             if beside is not None:
                 beside.check()
-        return ray.get(self.refs)
+        return [ray.get(ref) for rank, ref in zip(self._ranks, self.refs) if rank not in self._lost]
 
     def check(self) -> None:
         """Raise if a worker of this call has failed so far. Never waits."""
@@ -80,18 +116,27 @@ class PendingCall:
                 ray.get(ref)
             except ray.exceptions.RayTaskError as e:
                 raise WorkerFailed(f"{self.name} failed:\n{e}") from e
-            except ray.exceptions.RayActorError as e:
-                where = f"call {self.refs.index(ref)} of {len(self.refs)}"
-                raise WorkerLost(f"{self.name}, {where}: the worker process died: {e}") from e
+            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as e:
+                rank = self._ranks[self.refs.index(ref)]
+                reason = (
+                    _out_of_memory(self.name, str(e))
+                    if isinstance(e, ray.exceptions.OutOfMemoryError) or _LOW_MEMORY in str(e)
+                    else f"{self.name}, rank {rank}: the worker process died: {e}"
+                )
+                if self._on_lost is None:
+                    raise WorkerLost(reason, rank) from e
+                if rank not in self._lost:
+                    self._lost.add(rank)
+                    self._on_lost(rank, reason)
 
 
 class WorkerGroup:
-    """The workers of one RLinf worker group."""
+    """The workers of one RLinf worker group. The death of one fails every call."""
 
     def __init__(self, name: str, rlinf_group: Any) -> None:
         self.name = name
         infos = rlinf_group.worker_info_list
-        self.workers = [info.worker for info in infos]
+        self.workers: list[Any] = [info.worker for info in infos]
         """Ray handles in rank order."""
         self.before: Callable[[str], None] | None = None
         """Called with the method's name before each call. Colocation uses it to put the right side to sleep."""
@@ -105,9 +150,12 @@ class WorkerGroup:
         """Start `method(*args)` on all ranks (or on `ranks`) and return at once."""
         if self.before is not None:
             self.before(method)
-        chosen = range(len(self.workers)) if ranks is None else ranks
-        refs = [getattr(self.workers[rank], method).remote(*args, **kwargs) for rank in chosen]
-        return PendingCall(f"{self.name}.{method}", refs)
+        chosen = list(range(len(self.workers)) if ranks is None else ranks)
+        return self._start(method, chosen, args, kwargs)
+
+    def _start(self, method: str, ranks: list[int], args: Any, kwargs: Any, **more: Any) -> PendingCall:
+        refs = [getattr(self.workers[rank], method).remote(*args, **kwargs) for rank in ranks]
+        return PendingCall(f"{self.name}.{method}", refs, ranks, **more)
 
     def call(
         self,
@@ -168,12 +216,17 @@ class ChannelReader:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(f"nothing arrived on the channel within {timeout_s:.0f} s")
-            try:
-                item = self._items.get(timeout=min(1.0, left))
-            except queue.Empty:
-                if while_waiting is not None:
-                    while_waiting()
-                continue
-            if isinstance(item, tuple) and len(item) == 2 and item[0] is self._END:
-                raise WorkerLost(f"the channel is gone: {item[1]}")
-            return item
+            if (item := self.poll(min(1.0, left))) is not None:
+                return item
+            if while_waiting is not None:
+                while_waiting()
+
+    def poll(self, timeout_s: float) -> Any:
+        """The next item, or None when none arrives in time. Raises WorkerLost when the channel is gone."""
+        try:
+            item = self._items.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, tuple) and len(item) == 2 and item[0] is self._END:
+            raise WorkerLost(f"the channel is gone: {item[1]}")
+        return item

@@ -1,27 +1,64 @@
-"""The rollout channel: the keys of its streams, each under its own key, and a sender that batches."""
+"""The rollout channel: its streams, each under its own key, and a sender that batches."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import pickle
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-ENDED = "ended"  # rollout workers -> reward workers: list[RolloutResult], then one None per reward worker
-# reward workers -> driver: graded list[RolloutResult]; rollout workers -> driver: WorkRequest, EngineGone
+from rlinf.scheduler import Channel
+
+from rstar2_megatron.rollout.messages import RolloutResult
+
+# rollout workers -> reward workers: list[RolloutResult] as bytes, then one None per reward worker
+ENDED = "ended"
+# reward workers -> driver: graded list[RolloutResult] as bytes; rollout workers -> driver: WorkRequest, EngineGone
 TO_DRIVER = "to driver"
+_REST = 4  # an Outbox pauses for so many times the seconds of its last message,
+_LONGEST_PAUSE_S = 0.25  # but not longer
 
 
-def work_key(engine: int) -> str:
-    """driver -> one rollout worker: WorkAnswer."""
-    return f"work {engine}"
+def work_key(worker: str) -> str:
+    """driver -> one rollout worker: WorkAnswer.
+
+    worker: its name in RLinf. A restarted worker has another one, so a request of its dead predecessor takes no answer.
+    """
+    return f"work {worker}"
+
+
+def over_ray(channel: Channel) -> Channel:
+    """This worker's end of the channel, by Ray calls as the driver's end.
+
+    RLinf otherwise sends an item by a collective, in which the channel would wait for a worker that has died.
+    """
+    channel._current_worker = None
+    return channel
+
+
+def pack(results: list[RolloutResult]) -> bytes:
+    """A message as bytes, which the channel's process copies; it unpickles and pickles any other object."""
+    return pickle.dumps(results, protocol=5)
+
+
+def unpack(message: bytes) -> list[RolloutResult]:
+    results: list[RolloutResult] = pickle.loads(message)
+    return results
 
 
 class Outbox:
-    """Sends items as they arrive, and batches them while `send` is busy. An RLinf channel takes about 100 messages a second."""
+    """Sends items, and batches those that arrive while it sends or pauses.
+
+    An RLinf channel takes about 100 messages a second from all its senders together. An outbox pauses after a message for four
+    times the seconds that the message took, so the senders slow down as the channel gets slower.
+    """
 
     def __init__(self, send: Callable[[list[Any]], Awaitable[Any]]) -> None:
         self.sent = 0
         self._send = send
+        self._hurry = asyncio.Event()
         self._items: list[Any] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -33,7 +70,8 @@ class Outbox:
             self._sending = asyncio.create_task(self._run())
 
     async def flush(self) -> None:
-        """Wait until every item has been sent. Raises the exception of a failed send."""
+        """Wait until every item has been sent, without pauses. Raises the exception of a failed send."""
+        self._hurry.set()
         if self._sending is not None:
             await self._sending
 
@@ -46,5 +84,10 @@ class Outbox:
     async def _run(self) -> None:
         while self._items:
             items, self._items = self._items, []
+            start = time.monotonic()
             await self._send(items)
             self.sent += len(items)
+            with contextlib.suppress(TimeoutError):
+                pause = min(_REST * (time.monotonic() - start), _LONGEST_PAUSE_S)
+                async with asyncio.timeout(pause):
+                    await self._hurry.wait()

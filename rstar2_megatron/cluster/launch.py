@@ -7,12 +7,13 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rlinf.scheduler import Channel, Cluster
+from rlinf.scheduler import Channel, Cluster, PlacementStrategy
 from rlinf.utils.metric_logger import MetricLogger
 from rlinf.utils.placement import ModelParallelComponentPlacement
 from rlinf.utils.runner_utils import check_progress
@@ -23,6 +24,7 @@ from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.existing_ray import ClusterError, check_answers, wait_for_nodes
 from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.cluster.reward_worker import RewardWorker
+from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
 from rstar2_megatron.settings.planning.transport import object_store_bytes
 from rstar2_megatron.settings.schema import ClusterSettings, Settings
@@ -62,6 +64,18 @@ def _not_forwarded(name: str) -> Iterator[None]:
     finally:
         if value is not None:
             os.environ[name] = value
+
+
+class OnePlace(PlacementStrategy):
+    """One rank's place of another strategy, for a group of one worker."""
+
+    def __init__(self, strategy: PlacementStrategy, rank: int) -> None:
+        super().__init__()
+        self._of, self._rank = strategy, rank
+
+    def get_placement(self, cluster: Cluster, isolate_accelerator: bool = True) -> list[Any]:
+        place = self._of.get_placement(cluster, isolate_accelerator)[self._rank]
+        return [replace(place, rank=0, placement_node_rank=0, local_rank=0, local_world_size=1)]
 
 
 class TrainingCluster:
@@ -136,10 +150,26 @@ class TrainingCluster:
         )
 
     def _launch(self, worker_class: Any, name: str, component: str, *args: Any, **kwargs: Any) -> Any:
+        strategy = self._placement.get_strategy(component)
         group = worker_class.create_group(*args).launch(
-            self._cluster, name=name, placement_strategy=self._placement.get_strategy(component), **kwargs
+            self._cluster, name=name, placement_strategy=strategy, **kwargs
         )
-        handle = WorkerGroup(name, group)
+
+        def relaunch(rank: int, restart: int) -> tuple[Any, str]:
+            """Launch a lost worker again, as a group of one: RLinf's connections of its name lead to the dead process."""
+            again = worker_class.create_group(*args, engine=rank).launch(
+                self._cluster,
+                name=f"{name}-{rank}-restart-{restart}",
+                placement_strategy=OnePlace(strategy, rank),
+                **kwargs,
+            )
+            return again.worker_info_list[0].worker, f"{again.worker_group_name}:0"
+
+        handle: WorkerGroup
+        if component == "rollout":
+            handle = RolloutGroup(name, group, relaunch, self.settings.rollout.max_engine_restarts)
+        else:
+            handle = WorkerGroup(name, group)
         self._groups.append(handle)
         return handle
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -17,9 +18,13 @@ import time
 from pathlib import Path
 
 from rstar2_megatron.services.owned_directory import make_owned_directory
-from rstar2_megatron.services.process import free_port, start_child, terminate_tree
+from rstar2_megatron.services.process import free_ports, start_child, terminate_tree
 
+logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
+_STARTS = 3
+# Ray gives its own processes 30 s, which no setting changes. A busy machine may need more the first time.
+_TOO_SLOW = "timed out during startup"
 _SOCKET_PATH = 107  # longest path of a Unix socket
 _BELOW = len("/ray-abcdefgh/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
@@ -40,11 +45,37 @@ class RayHead:
 
     def start(self) -> str:
         """Start the head, set RAY_ADDRESS to its address and return the address. Raises RayHeadError."""
+        for left in reversed(range(_STARTS)):
+            try:
+                self._wait_until_started(self._launch())
+                break
+            except RayHeadError as error:
+                self.stop()
+                if not left or _TOO_SLOW not in str(error):
+                    raise
+                logger.warning("Ray's processes took more than 30 s to start: they are started again")
+        os.environ["RAY_ADDRESS"] = self.address
+        return self.address
+
+    def _wait_until_started(self, log_path: Path) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while b"Ray runtime started" not in log_path.read_bytes():
+            code = self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                late = f"did not start within {_START_TIMEOUT_S:.0f} s"
+                what = late if code is None else f"ended with code {code}"
+                text = log_path.read_text(errors="replace")[-2000:]
+                raise RayHeadError(f"Ray at {self.address} {what}; its output:\n{text}")
+            time.sleep(0.1)
+
+    def _launch(self) -> Path:
+        """Start Ray's processes. Returns the file of their output."""
         parent = tempfile.gettempdir()
         self._directory = make_owned_directory(
             "ray-", parent if len(parent) + _BELOW <= _SOCKET_PATH else "/tmp"
         )
-        port = free_port()
+        port, client_port, agent_port, metrics_port = free_ports(4)
         self.address = f"127.0.0.1:{port}"
         log_path = self._directory / "ray-start.log"
         env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
@@ -55,6 +86,8 @@ class RayHead:
         env.setdefault("RAY_worker_niceness", "0")
         # RLinf's workers have their own environments, so they cannot use workers that Ray starts in advance.
         env.setdefault("RAY_prestart_worker_first_driver", "0")
+        # Ray's control process keeps a record of each call for a dashboard that is not started: 0.5 MB a step, 170 MB in all.
+        env.setdefault("RAY_task_events_max_num_task_in_gcs", "5000")
         with log_path.open("wb") as log:
             self._process = start_child(
                 [
@@ -63,10 +96,10 @@ class RayHead:
                     "--block",
                     "--node-ip-address=127.0.0.1",
                     f"--port={port}",
-                    f"--ray-client-server-port={free_port()}",
+                    f"--ray-client-server-port={client_port}",
                     "--no-monitor",  # no autoscaler
-                    f"--dashboard-agent-listen-port={free_port()}",
-                    f"--metrics-export-port={free_port()}",
+                    f"--dashboard-agent-listen-port={agent_port}",
+                    f"--metrics-export-port={metrics_port}",
                     "--include-dashboard=false",
                     "--disable-usage-stats",
                     f"--num-cpus={self.num_cpus}",
@@ -77,18 +110,7 @@ class RayHead:
                 env=env,
                 cwd=None,  # Ray's workers inherit the driver's directory
             )
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while b"Ray runtime started" not in log_path.read_bytes():
-            code = self._process.poll()
-            if code is not None or time.monotonic() > deadline:
-                late = f"did not start within {_START_TIMEOUT_S:.0f} s"
-                what = late if code is None else f"ended with code {code}"
-                text = log_path.read_text(errors="replace")[-2000:]
-                self.stop()
-                raise RayHeadError(f"Ray at {self.address} {what}; its output:\n{text}")
-            time.sleep(0.1)
-        os.environ["RAY_ADDRESS"] = self.address
-        return self.address
+        return log_path
 
     def stop(self) -> None:
         """End every process of the head and remove its directory. Safe to call twice."""

@@ -7,7 +7,7 @@ import time
 
 from rlinf.scheduler import Channel, Worker
 
-from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER
+from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, pack, unpack
 from rstar2_megatron.cluster.tracing import TracedWorker
 from rstar2_megatron.records.trace import GRADING, TRACE, Row
 from rstar2_megatron.reward.grade import grade_trajectories
@@ -36,6 +36,7 @@ class RewardWorker(TracedWorker, Worker):
         trajectories = 0
         seconds = 0.0
         grading: set[asyncio.Task[None]] = set()
+        outbox = Outbox(lambda items: channel.put(pack(items), key=TO_DRIVER, async_op=True).async_wait())
 
         async def handle(ended: list[RolloutResult]) -> None:
             nonlocal seconds
@@ -46,16 +47,18 @@ class RewardWorker(TracedWorker, Worker):
             seconds += took
             for item in ended:
                 item.grading_s = took
-            await channel.put(ended, key=TO_DRIVER, async_op=True).async_wait()
+                outbox.add(item)
 
         while True:
-            ended: list[RolloutResult] | None = await channel.get(key=ENDED, async_op=True).async_wait()
+            message: bytes | None = await channel.get(key=ENDED, async_op=True).async_wait()
             for task in [task for task in grading if task.done()]:
                 grading.remove(task)
                 task.result()
-            if ended is None:
+            if message is None:
                 await asyncio.gather(*grading)
+                await outbox.flush()
                 return {"trajectories": float(trajectories), "seconds": seconds}
+            ended = unpack(message)
             trajectories += len(ended)
             grading.add(asyncio.create_task(handle(ended)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import psutil
 from rlinf.scheduler import Channel, Worker
 from transformers import AutoTokenizer
 
-from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, work_key
+from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, over_ray, pack, work_key
 from rstar2_megatron.cluster.tokens import put_block
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
@@ -27,6 +28,7 @@ from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_store import TokenStore
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
@@ -37,24 +39,32 @@ from rstar2_megatron.weights.shared_memory import OpenedBucket
 
 
 class RolloutWorker(TracedWorker, Worker):
-    def __init__(self, settings: Settings, device: str) -> None:
+    def __init__(self, settings: Settings, device: str, engine: int | None = None) -> None:
+        """engine: the number of this worker's engine; by default its RLinf rank, which a restarted worker has not kept."""
         super().__init__()
         self._settings = settings
+        self._number = self._rank if engine is None else engine
         self._device = device
         self._generating: asyncio.Task[Any] | None = None
         self._budget: KVBudget | None = None
         self._runner: TrajectoryRunner | None = None
         self._started = False
-        self._receiver = WeightReceiver(self)
+        self._receiver = WeightReceiver(self, self._number)
         self._engine_workers: list[Any] = []
         self._store: TokenStore | None = None
+        self._judge_counters: Counter[str] = Counter()  # of the phase under way
+
+    @property
+    def number(self) -> int:
+        return self._number
 
     def trace_row(self) -> Row:
-        return engine_row(self._rank)
+        return engine_row(self._number)
 
     async def place(self) -> Place:
         """Node and accelerators of this engine."""
-        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
+        address = (self._group_name, self._rank)
+        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids), address)
 
     async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
         """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity."""
@@ -64,12 +74,12 @@ class RolloutWorker(TracedWorker, Worker):
         self._template = ChatTemplate(tokenizer, settings.agentloop)
         self._judge = JudgeClient.of(judge_url, settings.tools.codejudge)
         model = settings.rollout.model.model_copy(update={"model_path": model_path})
-        log = Path(settings.runner.logger.log_path).resolve() / "logs" / f"engine-{self._rank}.log"
+        log = Path(settings.runner.logger.log_path).resolve() / "logs" / f"engine-{self._number}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._engine = EngineClient(
             settings.rollout.model_copy(update={"model": model}),
-            seed=settings.actor.seed + self._rank,
-            name=f"engine {self._rank}",
+            seed=settings.actor.seed + self._number,
+            name=f"engine {self._number}",
             log_path=log,
             max_context_tokens=settings.runner.seq_length,
             # All engines of a node share the buckets, so the copy costs memory once.
@@ -101,7 +111,7 @@ class RolloutWorker(TracedWorker, Worker):
             failure = ""
             return str(error)
         except Exception as error:
-            failure = f"engine {self._rank}: {type(error).__name__}: {error}"
+            failure = f"engine {self._number}: {type(error).__name__}: {error}"
             raise
         finally:
             self._receiver.end(route, failure)
@@ -154,7 +164,7 @@ class RolloutWorker(TracedWorker, Worker):
     async def begin_profile(self, directory: str) -> None:
         """Record a torch profile of the engine's next `runner.profiler.engine_forwards` forward passes."""
         profiler = self._settings.runner.profiler
-        await self._engine.start_profile(profiler, directory, f"engine_{self._rank}")
+        await self._engine.start_profile(profiler, directory, f"engine_{self._number}")
 
     async def end_profile(self, directory: str) -> None:
         """Write the profile now, unless the engine has recorded all its forward passes."""
@@ -170,33 +180,37 @@ class RolloutWorker(TracedWorker, Worker):
         The tokens of ended trajectories stay here (`tokens`, `put_tokens`) until the next phase. Those of parked ones go along.
         Returns the counters of this phase. All are sums, so that several workers' counters can be added.
         """
-        store = self._store = TokenStore(self._rank)
+        channel = over_ray(channel)
+        store = self._store = TokenStore(self._number)
         self._generating = asyncio.current_task()
         rollout, most = self._settings.rollout, self._settings.runner.seq_length
         loop = make_agent_loop(self._engine, self._judge, self._template, spec, rollout, most)
         if self._budget is None:  # kept across steps: the adaptive policy learns lengths
             self._budget = make_engine_budget(self._engine, rollout)
         self._budget.capacity_tokens = self._engine.kv_capacity_tokens or self._budget.capacity_tokens
-        outbox = Outbox(lambda items: channel.put(items, key=ENDED, async_op=True).async_wait())
+        outbox = Outbox(lambda items: channel.put(pack(items), key=ENDED, async_op=True).async_wait())
+
+        own_key = work_key(f"{self._group_name}:{self._rank}")
 
         async def next_work(room: int) -> list[Slice] | None:
-            request = WorkRequest(self._rank, spec.phase, room)
+            request = WorkRequest(self._number, spec.phase, room)
             await channel.put(request, key=TO_DRIVER, async_op=True).async_wait()
             while True:
-                answer: WorkAnswer = await channel.get(key=work_key(self._rank), async_op=True).async_wait()
+                answer: WorkAnswer = await channel.get(key=own_key, async_op=True).async_wait()
                 if answer.phase == spec.phase:
                     return answer.work
 
         async def ended(work: Slice, trajectory: Trajectory) -> None:
             if trajectory.finish_reason is not None:
                 store.keep(trajectory)
-            outbox.add(RolloutResult(self._rank, spec.phase, work.group, work.problem, trajectory))
+            outbox.add(RolloutResult(self._number, spec.phase, work.group, work.problem, trajectory))
 
         async def gone(reason: str) -> None:
-            message = EngineGone(self._rank, spec.phase, reason)
+            message = EngineGone(self._number, spec.phase, reason)
             await channel.put(message, key=TO_DRIVER, async_op=True).async_wait()
 
         self._runner = TrajectoryRunner(loop, AdmissionQueue(self._budget), next_work, ended, gone)
+        self._judge_counters.clear()
         self._engine.on_report = self._runner.observe
         try:
             try:
@@ -209,11 +223,18 @@ class RolloutWorker(TracedWorker, Worker):
             self._runner = None
             self._engine.on_report = lambda report: None
             await outbox.close()
+        return {**self._counters(loop.stats), "reported": float(outbox.sent)}
+
+    async def counters(self) -> dict[str, float]:
+        """The counters of the phase under way so far; empty between phases."""
+        return {} if self._runner is None else self._counters(self._runner.loop.stats)
+
+    def _counters(self, stats: RolloutStats) -> dict[str, float]:
+        self._judge_counters.update(self._judge.take_counters())
         return {
-            **loop.stats.sums(),
-            "reported": float(outbox.sent),
+            **stats.sums(),
             "engine_restarts": float(self._engine.restarts),
-            **{f"judge/{name}": value for name, value in self._judge.take_counters().items()},
+            **{f"judge/{name}": value for name, value in self._judge_counters.items()},
         }
 
     async def tokens(self, numbers: list[int]) -> list[Trajectory]:
@@ -221,17 +242,22 @@ class RolloutWorker(TracedWorker, Worker):
         return self._stored().tokens(numbers)
 
     async def put_tokens(self, numbers: list[int]) -> tuple[list[Any], int]:
-        """Put the training sequences of `numbers` into the object store as one block, and forget all other tokens.
+        """Put the training sequences of `numbers` into the object store as one block.
 
         Returns the block's reference in a list, and its trained tokens.
         """
-        block = self._stored().block(numbers)
-        self._stored().clear()
-        return put_block(block)
+        return put_block(self._stored().block(numbers))
+
+    async def forget_tokens(self, numbers: list[int] | None = None) -> None:
+        """Free the tokens of `numbers`; None: of the whole last phase."""
+        if self._store is not None and numbers is not None:
+            self._store.forget(numbers)
+        elif self._store is not None:
+            self._store.clear()
 
     def _stored(self) -> TokenStore:
         if self._store is None:
-            raise RuntimeError(f"rollout worker {self._rank} holds no tokens: it has run no phase")
+            raise RuntimeError(f"rollout worker {self._number} holds no tokens: it has run no phase")
         return self._store
 
     async def load(self) -> EngineLoad | None:
@@ -240,7 +266,7 @@ class RolloutWorker(TracedWorker, Worker):
         if runner is None:
             return None
         return EngineLoad(
-            self._rank,
+            self._number,
             runner.response_tokens,
             list(runner.responses.values()),
             runner.num_waiting,

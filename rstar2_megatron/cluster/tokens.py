@@ -6,6 +6,7 @@ maps the blocks of its node into its memory and reads the sequences that it trai
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ import numpy as np
 import ray
 
 from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, TrainSequence, train_sequence
-from rstar2_megatron.cluster.calls import PendingCall, WorkerGroup
+from rstar2_megatron.cluster.calls import PendingCall, WorkerGroup, WorkerLost
+from rstar2_megatron.rollout.phase import OpenGroup, drop_held
 from rstar2_megatron.rollout.token_store import give_back
-from rstar2_megatron.trajectory import Trajectory
+from rstar2_megatron.trajectory import Group, Trajectory
 
 _READ_TIMEOUT_S = 600.0  # of a batch from another node
 
@@ -50,14 +52,14 @@ def read_batch(batch: TrainBatch) -> list[TrainSequence]:
 
 
 class TokenSource:
-    """The tokens that the rollout workers hold after a phase (`rollout.token_store`), until the next phase begins."""
+    """The tokens that the rollout workers hold after a phase (`rollout.token_store`), until the next one begins."""
 
     def __init__(self, rollout: WorkerGroup, timeout_s: float) -> None:
         self._rollout = rollout
         self._timeout_s = timeout_s
 
     def fetch(self, trajectories: Iterable[Trajectory]) -> None:
-        """Bring the tokens of `trajectories` into this process."""
+        """Bring the tokens of `trajectories` into this process. Raises WorkerLost."""
         wanted = _by_worker(trajectories)
         for worker, there in wanted.items():
             numbers = [t.held.number for t in there if t.held]
@@ -65,10 +67,34 @@ class TokenSource:
             for trajectory, own in zip(there, tokens, strict=True):
                 give_back(trajectory, own)
 
-    def put_batch(self, trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> TrainBatch:
-        """The batch of `trajectories`; their workers put its tokens and then forget all others.
+    def fetch_ended(self, groups: Sequence[OpenGroup]) -> None:
+        """Bring the tokens of unfinished groups here. Those that a dead worker held are rolled out again."""
+        try:
+            self.fetch(t for group in groups for t in group.ended.values())
+        except WorkerLost as error:
+            for group in groups:
+                group.ended = {
+                    i: t for i, t in group.ended.items() if not t.held or t.held.worker != error.rank
+                }
+            self.fetch_ended(groups)
 
-        Raises WorkerFailed for a trajectory that cannot be trained on.
+    def fetch_complete(self, groups: Sequence[Group]) -> None:
+        """Bring the tokens of complete groups here. Trajectories that a dead worker held are dropped as INFRASTRUCTURE."""
+        try:
+            self.fetch(t for group in groups for t in group.trajectories)
+        except WorkerLost as error:
+            drop_held((t for group in groups for t in group.trajectories), error.rank)
+            self.fetch_complete(groups)
+
+    def put_batch(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Sequence[float],
+        done: Iterable[Trajectory] | None = None,
+    ) -> TrainBatch:
+        """The batch of `trajectories`; their workers put its tokens. They then forget those of `done`; None: all they hold.
+
+        Raises WorkerLost, after which nothing is forgotten, and WorkerFailed for a trajectory that cannot be trained on.
         """
         places: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, number): (block, row)
         blocks: list[Any] = []
@@ -85,10 +111,20 @@ class TokenSource:
             ((refs, count),) = call.result(self._timeout_s)
             blocks += refs
             trained += count
+        self._forget(done)
         rows = iter(range(len(here)))
         where = [places[t.held.worker, t.held.number] if t.held else (0, next(rows)) for t in trajectories]
         pairs = np.array(where, np.int32).reshape(-1, 2)
         return TrainBatch(blocks, pairs[:, 0], pairs[:, 1], np.array(advantages, np.float64), trained)
+
+    def _forget(self, done: Iterable[Trajectory] | None) -> None:
+        if done is None:
+            self._rollout.call("forget_tokens", timeout_s=self._timeout_s)
+            return
+        for worker, there in _by_worker(done).items():
+            numbers = [t.held.number for t in there if t.held]
+            with contextlib.suppress(WorkerLost):  # it has forgotten everything
+                self._rollout.call("forget_tokens", numbers, ranks=[worker], timeout_s=self._timeout_s)
 
 
 def _by_worker(trajectories: Iterable[Trajectory]) -> dict[int, list[Trajectory]]:

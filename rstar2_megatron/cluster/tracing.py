@@ -24,6 +24,11 @@ class TracedWorker:
 
     _rank: int
 
+    @property
+    def number(self) -> int:
+        """This worker among those of its kind."""
+        return self._rank
+
     def trace_row(self) -> Row:
         raise NotImplementedError
 
@@ -32,8 +37,9 @@ class TracedWorker:
         return _kernel(), time.time()
 
     def begin_trace(self, path: str, origin: float, offsets: Sequence[float]) -> None:
-        """Record into `path` (`Recorder.open`). offsets: by rank, in seconds."""
-        TRACE.open(Path(path), origin, self.trace_row(), index=self._rank, offset_s=offsets[self._rank])
+        """Record into `path` (`Recorder.open`). offsets: by number, in seconds."""
+        number = self.number
+        TRACE.open(Path(path), origin, self.trace_row(), index=number, offset_s=offsets[number])
 
     def end_trace(self) -> None:
         TRACE.close()
@@ -87,9 +93,10 @@ class StepTraces:
 
 def _offsets(group: WorkerGroup) -> list[float]:
     """By rank, seconds by which the worker's wall clock is ahead of ours; workers of this machine share it."""
-    kernels = [kernel for kernel, _ in group.call("trace_clock", timeout_s=_CALL_TIMEOUT_S)]
+    call = group.start("trace_clock")
+    kernels = [kernel for kernel, _ in call.result(_CALL_TIMEOUT_S)]
     offsets = [0.0] * len(group)
-    for rank, kernel in enumerate(kernels):
+    for rank, kernel in zip(call.ranks, kernels, strict=True):
         if kernel != _kernel():
             pings = []
             for _ in range(_PINGS):

@@ -55,7 +55,7 @@ class WeightSender:
     def send(
         self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute, engines: list[Any]
     ) -> Sent:
-        """Iterate over the actor's weights and send them to `engines` (Ray handles of the rollout workers).
+        """Iterate over the actor's weights and send them to `engines` (Ray handles of the rollout workers; None: lost).
 
         The iteration is collective over actor ranks. So a failure raises TransferFailed only after the iteration has ended.
         The buckets stay readable until `forget`.
@@ -133,12 +133,13 @@ def _targets(rank: int, route: WeightRoute, engines: list[Any]) -> list[Any]:
         return [] if engine is None else [engines[engine]]
     if rank != 0:
         return []
-    return [engines[leader] for leader in route.leaders] if route.kind == "broadcast" else engines
+    return [engines[engine] for engine in (route.leaders if route.kind == "broadcast" else route.engines)]
 
 
 def _collective(route: WeightRoute) -> list[tuple[str, list[int]]]:
     """Groups and ranks that take part in the broadcast."""
-    return [(route.actor_group, [0]), (route.rollout_group, route.leaders)]
+    receivers = [route.addresses[leader] for leader in route.leaders]
+    return [(route.actor_group, [0]), *((group, [rank]) for group, rank in receivers)]
 
 
 def _demand_loaded(calls: list[Any]) -> None:
@@ -187,10 +188,11 @@ def _fits_host(num_bytes: int) -> bool:
 
 
 class WeightReceiver:
-    """The receiving end of one rollout worker. All methods belong to one event loop."""
+    """The receiving end of engine number `engine`. All methods belong to one event loop."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, engine: int) -> None:
         self._worker = worker
+        self._engine = engine
         self._transfer: _Transfer | None = None
 
     def begin(self, route: WeightRoute) -> AsyncIterator[tuple[WeightBucket, bool]]:
@@ -223,20 +225,20 @@ class WeightReceiver:
                 if transfer.failure:
                     return transfer.failure
                 if route.kind == "cuda_ipc":
-                    return await transfer.add_part(self._worker._rank, sender, number, item, last)
+                    return await transfer.add_part(self._engine, sender, number, item, last)
                 if item is not None:
                     return await transfer.put(OpenedBucket(item), last)
                 return await self._receive_broadcast(transfer, number, last, engines)
         except TimeoutError:
-            return f"engine {self._worker._rank} did not load bucket {number} within {STEP_TIMEOUT_S:.0f} s"
+            return f"engine {self._engine} did not load bucket {number} within {STEP_TIMEOUT_S:.0f} s"
         except Exception as error:
-            return f"engine {self._worker._rank}, bucket {number}: {type(error).__name__}: {error}"
+            return f"engine {self._engine}, bucket {number}: {type(error).__name__}: {error}"
 
     async def _receive_broadcast(
         self, transfer: _Transfer, number: int, last: bool, engines: list[Any]
     ) -> str:
         """Receive broadcast tensors into shared memory, and pass them to every engine of this node."""
-        route, rank = transfer.route, self._worker._rank
+        route, rank = transfer.route, self._engine
         work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
         shared = SharedBucket(await work.async_wait())
         try:

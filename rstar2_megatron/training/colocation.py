@@ -85,6 +85,17 @@ class Colocation:
             self._actor_holds = "weights"
         self._resume("weights")
 
+    def clear(self) -> None:
+        """Leave the accelerators to an engine that starts: it sizes its KV cache by the memory that it finds free."""
+        self.wake_actor()  # which puts the engines to sleep
+        with self._timed():
+            self._actor.call("offload", timeout_s=self._timeout_s)
+        self._actor_holds = "nothing"
+
+    def join(self, engines: list[int]) -> None:
+        """Put newly started engines to sleep, as the others are."""
+        self._rollout.call("release_memory", ranks=engines, timeout_s=self._timeout_s)
+
     def weights_synced(self) -> None:
         """Note that the engines have the actor's weights."""
         self._weights_current = True

@@ -1,4 +1,4 @@
-"""Step-0 gates: checks before the first update; a run that fails one ends with the figures and the remedy.
+"""Gates: checks before the first update; a run that fails one ends with the figures and the remedy.
 
 They find errors that spoil a run silently: a prompt without its tool, a mask that trains tool output, an engine that
 samples from other weights than the actor trains.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rstar2_megatron.trajectory import Trajectory
+from rstar2_megatron.trajectory import Trajectory, oldest_version
 
 # Largest |log-prob actor - log-prob engine| of one token in fp32; bf16 is judged by the mean instead.
 MAX_LOGPROB_DIFF_FP32 = 1e-3
@@ -35,6 +35,16 @@ def check_actor_tokens(batched: int, trained_tokens: float) -> None:
         raise GateError(
             f"the training batch holds {batched} trained tokens but the actor trained {trained_tokens:.0f}; packing lost or "
             "doubled some. This is a bug in the actor, please report it"
+        )
+
+
+def check_staleness(trajectories: Sequence[Trajectory], version: int, bound: int) -> None:
+    """No token that weights `version` train may be of a version before `version - bound`."""
+    oldest = oldest_version(trajectories)
+    if oldest is not None and oldest < version - bound:
+        raise GateError(
+            f"the batch for weights {version} has tokens of version {oldest}, more than algorithm.max_staleness={bound} older; "
+            "this is a bug in the schedule, please report it"
         )
 
 

@@ -50,11 +50,28 @@ def step_metrics(
     for which in ("mean", "max"):
         if f"actor/logprob_diff_{which}" in actor_metrics:
             metrics[f"rollout/logprob_diff_{which}"] = float(actor_metrics[f"actor/logprob_diff_{which}"])
-    if seconds.get("rollout"):
-        metrics["rollout/tokens_per_second"] = metrics["rollout/generated_tokens"] / seconds["rollout"]
+    overlapped = "trainer_idle_seconds" in rollout_stats  # engines generate in the whole step
+    if generating := seconds.get("step" if overlapped else "rollout"):
+        metrics["rollout/tokens_per_second"] = metrics["rollout/generated_tokens"] / generating
     if seconds.get("training"):
         packed = sum(t.length for result in resampled for t in result.kept)
         metrics["train/tokens_per_second"] = packed / seconds["training"]
+    return metrics
+
+
+def staleness_metrics(kept: Sequence[Trajectory], version: int, bound: int) -> Metrics:
+    """Weight versions between the trained tokens of `kept` and the weights `version` that they train.
+
+    `staleness_share/{n}` is the share of tokens that are n versions old.
+    """
+    tokens: Counter[int] = Counter()
+    for trajectory in kept:
+        for span in trajectory.version_spans:
+            tokens[version - span.version] += span.end - span.start
+    total = tokens.total()
+    metrics = {f"staleness_share/{n}": _ratio(tokens[n], total) for n in range(bound + 1)}
+    metrics["staleness_mean"] = _ratio(sum(n * count for n, count in tokens.items()), total)
+    metrics["staleness_max"] = max(tokens, default=0)
     return metrics
 
 

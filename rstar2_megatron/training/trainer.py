@@ -14,21 +14,22 @@ import numpy as np
 from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
-from rstar2_megatron.cluster.calls import WorkerGroup
-from rstar2_megatron.cluster.coordinator import PhaseResult, Refill, RolloutCoordinator
+from rstar2_megatron.cluster.calls import WorkerGroup, WorkerLost
+from rstar2_megatron.cluster.phases.coordinator import PhaseResult, Refill, RolloutCoordinator
+from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
 from rstar2_megatron.records.trace import CHECKPOINT, SYNC, TRACE
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
-from rstar2_megatron.rollout.phase import problems_to_refill
+from rstar2_megatron.rollout.phase import drop_held, problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.trajectory import FinishReason, Group, Problem
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
 from rstar2_megatron.weights.route import RouteKind
 
 
@@ -53,7 +54,7 @@ class Trainer:
         self,
         settings: Settings,
         actor: WorkerGroup,
-        rollout: WorkerGroup,
+        rollout: RolloutGroup,
         coordinator: RolloutCoordinator,
         *,
         device: str,
@@ -86,25 +87,17 @@ class Trainer:
         `after_rollout()` is called before the actor trains, `after_training(groups, updated)` before its weights go to the
         engines, while it still holds the accelerator; `updated`: the step had something to train on.
         """
-        clock = _Clock()
+        clock = Clock()
         phase = self.roll_out(step, loader)
         check_dropped(phase.groups, self.settings.rollout.max_dropped_share)
         clock.lap("rollout")
         after_rollout()
         clock.lap("checkpoint")
-        resampled = self.resample(step, phase.groups)
-        shown = choose_shown(phase.groups, resampled, self.settings.runner.save_trajectories_per_step)
-        clock.lap("resample")
-        self._fetch_tokens(phase.groups, shown)
-        batch = self.build_batch(resampled)
+        resampled, shown, batch = self._resample_and_batch(step, phase.groups, clock)
         kept = [t for result in resampled for t in result.kept]
         gates.check_trained_tokens(kept, batch.trained_tokens)
-        # carried trajectories hold tokens of earlier weights, on which actor and engine need not agree
-        current = [i for i, t in enumerate(kept) if t.oldest_version == step - 1]
         clock.lap("batch")
-        if self._gates_open and current:
-            self._check_first_batch(batch.select(current))
-            self._gates_open = False
+        self._check_first(kept, batch, version=step - 1)
         actor_metrics = self.train(batch, shown)
         del batch  # Ray frees its blocks
         clock.lap("training")
@@ -120,8 +113,24 @@ class Trainer:
         problems, replay = loader.next_batch(), self.settings.runner.replay_rollouts
         if replay:
             return PhaseResult(read_groups(rollouts_path(replay, step)), seconds=0.0)
-        spec = RolloutSpec.training(self.settings)
+        spec = RolloutSpec.training(self.settings, step)
         return self.coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
+
+    def _resample_and_batch(
+        self, step: int, groups: Sequence[Group], clock: Clock
+    ) -> tuple[list[ResampleResult], list[ShownGroup], TrainBatch]:
+        """Tokens that a rollout worker took along when it died are dropped, within `rollout.max_dropped_share`."""
+        while True:
+            resampled = self.resample(step, groups)
+            shown = choose_shown(groups, resampled, self.settings.runner.save_trajectories_per_step)
+            clock.lap("resample")
+            try:
+                self._fetch_tokens(groups, shown)
+                return resampled, shown, self.build_batch(resampled, self._done_with(groups))
+            except WorkerLost as error:
+                self.rollout.lose(error.rank, str(error))
+                drop_held((t for group in groups for t in group.trajectories), error.rank)
+                check_dropped(groups, self.settings.rollout.max_dropped_share)
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[ResampleResult]:
         """Resample-on-correct of every group, under seeds of step and problem (exact on resume)."""
@@ -159,15 +168,21 @@ class Trainer:
             wanted = [one.group for one in shown] + [group for group in groups if group.usable][:1]
         self.coordinator.tokens.fetch(t for group in wanted for t in group.trajectories)
 
-    def build_batch(self, resampled: Sequence[ResampleResult]) -> TrainBatch:
-        """Advantages over each kept group, and its trajectories in training form."""
+    def _done_with(self, groups: Sequence[Group]) -> list[Trajectory] | None:
+        """Trajectories of which the rollout workers can forget the tokens once the batch is built; None: all."""
+        return None
+
+    def build_batch(
+        self, resampled: Sequence[ResampleResult], done: Sequence[Trajectory] | None = None
+    ) -> TrainBatch:
+        """Advantages over each kept group, and its trajectories in training form. done: as in `TokenSource.put_batch`."""
         rewards = [[t.reward for t in result.kept if t.reward is not None] for result in resampled]
         advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
         kept = [t for result in resampled for t in result.kept]
         each = [
             a for result, row in zip(resampled, advantages) for _, a in zip(result.kept, row, strict=True)
         ]
-        return self.coordinator.tokens.put_batch(kept, each)
+        return self.coordinator.tokens.put_batch(kept, each, done)
 
     def train(self, batch: TrainBatch, shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
         """One update of the actor, or none, which is counted, when every group was rejected.
@@ -179,7 +194,8 @@ class Trainer:
         metrics: dict[str, float] = {"actor/skipped_update": 0.0}
         self._score(shown)
         metrics.update(self.actor.call("train_step", batch, timeout_s=self.timeout_s)[0])
-        gates.check_actor_tokens(batch.trained_tokens, metrics["actor/trained_tokens"])
+        masked = metrics.get("actor/masked_tokens", 0.0)
+        gates.check_actor_tokens(batch.trained_tokens, metrics["actor/trained_tokens"] + masked)
         return metrics
 
     def score(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
@@ -197,11 +213,12 @@ class Trainer:
             group.actor_logprobs = [next(logprobs)[len(t.prompt_ids) :] for t in group.trajectories]
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Bring every engine to the actor's weights and stamp them `version`.
+        """Bring every engine to the actor's weights and stamp them `version`. Lost rollout workers are started again before.
 
-        After a fallback to another route the weights are compared by checksum.
+        After a fallback to another route, or a worker's restart, the weights are compared by checksum.
         """
         self._version = version
+        restarted = self._restart_workers()
         fallbacks = self._weight_sync.fallbacks
         if self._colocation is not None:
             self._colocation.wake_for_sync()
@@ -209,9 +226,22 @@ class Trainer:
         if self._colocation is not None:
             self._colocation.weights_synced()
             metrics["actor/handover_seconds"] = self._colocation.pop_seconds()
-        if self._weight_sync.fallbacks > fallbacks:
+        if restarted or self._weight_sync.fallbacks > fallbacks:
             self.check_weights()
         return metrics
+
+    def _restart_workers(self) -> list[int]:
+        """Start lost rollout workers again. They get their weights by the sync that follows."""
+        self.rollout.call("place", timeout_s=self.timeout_s)  # notes those that died since the last call
+        if not self.rollout.restartable:
+            return []
+        self.pause()
+        if self._colocation is not None:
+            self._colocation.clear()
+        restarted = self.rollout.restart(self.settings.rollout.engine_start_timeout_s)
+        if self._colocation is not None and restarted:
+            self._colocation.join(restarted)
+        return restarted
 
     def choose_route(self, wanted: Literal["auto"] | RouteKind) -> None:
         """Sync by this route from now on, as `actor.weight_sync.route` would. Raises ValueError when it cannot work here."""
@@ -223,14 +253,46 @@ class Trainer:
     def check_weights(self) -> None:
         """Step-0 gate: the engines hold exactly the actor's weights."""
         ours = self.actor.start("weights_checksum")
-        theirs = self.rollout.call("weights_checksum", timeout_s=self.timeout_s)
+        theirs = self.rollout.start("weights_checksum")
+        sums_of_engines = theirs.result(self.timeout_s)
         actor_sums = ours.result(self.timeout_s)[0]
-        for rank, engine_sums in enumerate(theirs):
+        for rank, engine_sums in zip(theirs.ranks, sums_of_engines, strict=True):
             gates.check_weights(actor_sums, engine_sums, rank)
 
-    def _check_first_batch(self, batch: TrainBatch) -> None:
-        difference = self.actor.call("compare_logprobs", batch, timeout_s=self.timeout_s)[0]
-        gates.check_logprobs(difference, self.settings.actor.model.precision)
+    def _check_first(self, kept: Sequence[Trajectory], batch: TrainBatch, version: int) -> None:
+        """Step-0 gate, of the first batch that has trajectories of the actor's weights, `version`, alone.
+
+        On tokens of earlier weights actor and engine need not agree.
+        """
+        current = [i for i, t in enumerate(kept) if t.oldest_version == version]
+        if self._gates_open and current:
+            chosen = batch.select(current)
+            difference = self.actor.call("compare_logprobs", chosen, timeout_s=self.timeout_s)[0]
+            gates.check_logprobs(difference, self.settings.actor.model.precision)
+            self._gates_open = False
+
+    # ---------------------------------------------------------------------------------- between steps
+
+    def pause(self) -> None:
+        """Let the engines end what they do, before anything but a step uses them. Here nothing is under way."""
+
+    def rollout_state(self) -> dict[str, Any]:
+        """The part of a checkpoint that holds what was rolled out and not trained on."""
+        return {"carried": self.coordinator.carried}
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        """Go on from `rollout_state` of a checkpoint of weights `version`. Raises ValueError."""
+        unfinished = state.get("unfinished")
+        if unfinished is not None:
+            raise ValueError(
+                f"the checkpoint of step {version} holds {len(unfinished.complete)} groups that wait to be trained on and "
+                f"{len(unfinished.open)} unfinished ones, which algorithm.max_staleness=0 would lose; resume with "
+                "algorithm.max_staleness=1 or more, or from a checkpoint of a run without it"
+            )
+        self.coordinator.restore(state.get("carried", []))
+
+    def close(self) -> None:
+        """End what the trainer itself has started."""
 
 
 class TooManyDropped(RuntimeError):
@@ -253,7 +315,7 @@ def check_dropped(groups: Sequence[Group], limit: float) -> None:
 _LAP_ROWS = {"save": CHECKPOINT, "checkpoint": CHECKPOINT, "sync_weights": SYNC}
 
 
-class _Clock:
+class Clock:
     """Seconds of the parts of a step."""
 
     def __init__(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, WorkerFailed, WorkerGroup
+from rstar2_megatron.cluster.calls import DeadlineExceeded, PendingCall, WorkerFailed, WorkerGroup
+from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S, Sent
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.weights.route import RouteKind, WeightRoute, make_route, possible_routes
+from rstar2_megatron.weights.route import Place, RouteKind, WeightRoute, make_route, possible_routes
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +19,16 @@ logger = logging.getLogger(__name__)
 class WeightSync:
     """Uses the best route until it fails, then the next one for the rest of the run."""
 
-    def __init__(self, settings: Settings, actor: WorkerGroup, rollout: WorkerGroup, device: str) -> None:
+    def __init__(self, settings: Settings, actor: WorkerGroup, rollout: RolloutGroup, device: str) -> None:
         """Raises ValueError when `actor.weight_sync.route` names one that cannot work here."""
         self._settings, self._actor, self._rollout = settings, actor, rollout
         self._timeout_s = settings.runner.step_timeout_s
-        self._places = (
-            actor.call("place", timeout_s=self._timeout_s),
-            rollout.call("place", timeout_s=self._timeout_s),
-        )
-        self._routes = possible_routes(settings.actor.weight_sync.route, *self._places, device)
-        rollout.call("set_engine_workers", rollout.workers, timeout_s=self._timeout_s)
+        self._actor_places = actor.call("place", timeout_s=self._timeout_s)
+        self._engine_places: list[Place | None] = []  # None: lost
+        self._seen_changes = -1
+        self._look_at_engines()
+        there = [place for place in self._engine_places if place is not None]
+        self._routes = possible_routes(settings.actor.weight_sync.route, self._actor_places, there, device)
         self._warned = False
         self.fallbacks = 0
         """Number of routes that have failed."""
@@ -40,13 +42,17 @@ class WeightSync:
         """Send the weights to all engines and give them `version`; returns seconds, bytes, bytes a second, failed routes.
 
         A route that fails gives way to the next one, which sends everything again; the failure of the last is raised.
-        An engine that is lost on the way is started again with the new weights and costs no route. Raises
-        EnginesLost when one cannot be started again.
+        An engine that is lost on the way is started again with the new weights and costs no route. One that cannot be
+        started again is lost with its worker. A worker that dies on the way is left out. Raises EnginesLost when no engine
+        is left.
         """
         while True:
+            self._look_at_engines()
             try:
                 metrics = self._transfer(self._route(), version)
             except WorkerFailed as error:
+                if self._rollout.changes != self._seen_changes:  # the route is not at fault
+                    continue
                 if len(self._routes) == 1:
                     raise
                 failed = self._routes.pop(0)
@@ -71,12 +77,17 @@ class WeightSync:
                         f"{call.name} did not end within {2 * STEP_TIMEOUT_S:.0f} s after a failure of the weight sync "
                         f"by {route.kind}: {error}"
                     ) from error
+            with contextlib.suppress(WorkerFailed):
+                receiving.check()  # notes workers that died
             raise
+        told = receiving
         if route.kind == "cuda_ipc":
-            lost = self._keep_host_copy(route, version, sent)
+            told = self._keep_host_copy(route, version, sent)
+            lost = told.result(self._timeout_s)
         self._actor.call("forget_weights", timeout_s=self._timeout_s)
-        if any(lost):
-            raise EnginesLost("\n".join(filter(None, lost)))
+        for rank, reason in zip(told.ranks, lost, strict=True):
+            if reason:
+                self._rollout.lose(rank, reason)
         seconds = time.perf_counter() - started
         num_bytes = max(figures.num_bytes for figures in sent)
         return {
@@ -85,8 +96,17 @@ class WeightSync:
             "actor/sync_bytes_per_second": num_bytes / max(seconds, 1e-9),
         }
 
-    def _keep_host_copy(self, route: WeightRoute, version: int, sent: list[Sent]) -> list[str]:
-        """Tell every engine where its node's host copy is; why engines could not be started again, or ""."""
+    def _look_at_engines(self) -> None:
+        """Tell the workers of each other, when one was lost or started."""
+        while self._seen_changes != self._rollout.changes:
+            self._seen_changes = self._rollout.changes
+            call = self._rollout.start("place")
+            places = dict(zip(call.ranks, call.result(self._timeout_s)))
+            self._engine_places = [places.get(rank) for rank in range(len(self._rollout))]
+            self._rollout.call("set_engine_workers", self._rollout.workers, timeout_s=self._timeout_s)
+
+    def _keep_host_copy(self, route: WeightRoute, version: int, sent: list[Sent]) -> PendingCall:
+        """Tell every engine where its node's host copy is. Result: why engines could not be started again, or ""."""
         copies: dict[int, dict[int, str]] = {}
         for node, figures in zip(route.actor_nodes, sent, strict=True):
             copies.setdefault(node, {}).update(figures.host_copies)
@@ -96,7 +116,7 @@ class WeightSync:
             logger.warning(
                 "no room for a host copy of the weights on some node: an engine lost there ends the run"
             )
-        return self._rollout.call("keep_weights", whole, version, timeout_s=self._timeout_s)
+        return self._rollout.start("keep_weights", whole, version)
 
     def _route(self) -> WeightRoute:
         sync, runner = self._settings.actor.weight_sync, self._settings.runner
@@ -104,8 +124,8 @@ class WeightSync:
         return make_route(
             self.route,
             self._settings.actor.group_name,
-            self._settings.rollout.group_name,
-            *self._places,
+            self._actor_places,
+            self._engine_places,
             bucket_bytes=sync.bucket_mb << 20,
             directory=str(Path(directory).resolve()),
         )

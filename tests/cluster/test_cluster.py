@@ -96,7 +96,6 @@ def test_weights_arrive_bit_by_bit_on_every_route(
     route = make_route(
         kind,
         "Senders",
-        "Receivers",
         *places,
         bucket_bytes=9000,
         directory=str(tmp_path / "weights"),
@@ -210,18 +209,6 @@ SENDER_STEPS = {
     "disk": ["WeightSender._send_bucket", "SharedBucket", "WeightSender._deliver", "_demand_loaded"],
 }
 ONCE = ("WeightSender.forget", "_targets")  # the others once a bucket
-# After these one end of the collective waits for the other, and RLinf's group serves nobody any more.
-BEFORE_JOINING = [
-    ("receiver", "WeightReceiver._receive_broadcast", "hang"),
-    *(
-        pytest.param(*row, marks=pytest.mark.long)
-        for row in (
-            ("receiver", "WeightReceiver._transfer_of", "raise"),
-            ("receiver", "_collective", "raise"),
-            ("sender", "_collective", "raise"),
-        )
-    ),
-]
 RECEIVER_STEPS = {
     "cuda_ipc": [
         "WeightReceiver._transfer_of",
@@ -255,46 +242,15 @@ def test_a_failure_at_any_step_of_any_route_ends_in_the_next_route(
         assert_synced(senders, receivers, version)
 
 
-@pytest.mark.parametrize(("end", "step", "how"), BEFORE_JOINING)
-def test_a_broadcast_that_one_end_never_joins_ends_in_the_next_route(
-    cluster, settings: Settings, tmp_path: Path, end: str, step: str, how: str
+def test_an_actor_rank_that_dies_in_a_sync_is_named_in_seconds(
+    cluster, settings: Settings, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
-    number = len(cluster._groups)
-    settings = with_route(settings, tmp_path)
-    settings.actor.group_name, settings.rollout.group_name = f"Senders{number}", f"Receivers{number}"
-    settings.actor.weight_sync.bucket_mb = 0
-    senders = cluster._launch(Sender, settings.actor.group_name, "actor")
-    receivers = cluster._launch(Receiver, settings.rollout.group_name, "rollout", max_concurrency=16)
-    assert STEP_TIMEOUT_S < 30
-    try:
-        for group in (senders, receivers):
-            group.call("set_step_timeout", 3.0, timeout_s=240)
-        sync = WeightSync(settings, senders, receivers, "cuda")
-        sync._routes = ["broadcast", "disk"]
-        broken = senders if end == "sender" else receivers
-        broken.call("plant", Fault(step, at=1, how=how), ranks=[0], timeout_s=60)
-        started = time.monotonic()
-        assert sync.run(1)["actor/sync_fallbacks"] == 1.0
-        assert time.monotonic() - started < 30
-        assert_synced(senders, receivers, 1)
-    finally:
-        senders.kill()
-        receivers.kill()
-
-
-@pytest.mark.parametrize("dies", ["Senders", "Receivers"])
-def test_a_worker_that_dies_in_a_sync_is_named_in_seconds(
-    cluster, settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path, dies: str
-) -> None:
-    """A worker's death ends the run, with the call and the rank; its engine's death does not."""
-    component = "actor" if dies == "Senders" else "rollout"
-    doomed = cluster._launch(Sender if dies == "Senders" else Receiver, f"Doomed{dies}", component)
-    groups = (doomed, receivers) if dies == "Senders" else (senders, doomed)
-    sync = WeightSync(with_route(settings, tmp_path), *groups, "cpu")
-    name = "SharedBucket" if dies == "Senders" else "OpenedBucket"
-    doomed.call("plant", Fault(name, how="die"), ranks=[0], timeout_s=60)
+    """Its death ends the run, with the call and the rank. `test_worker_lost` has the death of a rollout worker."""
+    doomed = cluster._launch(Sender, "DoomedSenders", "actor")
+    sync = WeightSync(with_route(settings, tmp_path), doomed, receivers, "cpu")
+    doomed.call("plant", Fault("SharedBucket", how="die"), ranks=[0], timeout_s=60)
     started = time.monotonic()
-    with pytest.raises(WorkerLost, match=rf"Doomed{dies}\..*, call 0 of 2: the worker process died"):
+    with pytest.raises(WorkerLost, match=r"DoomedSenders\..*, rank 0: the worker process died"):
         sync.run(1)
     assert time.monotonic() - started < STEP_TIMEOUT_S
     doomed.kill()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.cluster import coordinator
+from rstar2_megatron.cluster.channel import unpack
+from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.phases.server import PhaseServer
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
 from rstar2_megatron.rollout.spec import RolloutSpec
@@ -38,19 +40,19 @@ def test_the_other_engine_rolls_out_what_a_lost_one_had(
     engines = cluster._launch(KillableEngine, "Lost", "rollout", settings, "cpu", max_concurrency=64)
     reward = cluster._launch(RewardWorker, "LostReward", "reward", settings.reward, max_concurrency=16)
     heard: list[Any] = []
-    handle = coordinator._PhaseServer.handle
+    handle = PhaseServer.handle
 
     def listen(run: Any, message: Any, now: float) -> None:
         if not isinstance(message, WorkRequest) and not any(isinstance(x, list) for x in heard):
             engines.start("kill_engine", ranks=[0])  # the first trajectories have ended, others are running
-        heard.append(message)
+        heard.append(unpack(message) if isinstance(message, bytes) else message)
         handle(run, message, now)
 
-    monkeypatch.setattr(coordinator._PhaseServer, "handle", listen)
-    phases: coordinator.RolloutCoordinator | None = None
+    monkeypatch.setattr(PhaseServer, "handle", listen)
+    phases: RolloutCoordinator | None = None
     try:
         engines.call("start_engine", str(model), "http://127.0.0.1:9", timeout_s=300)
-        phases = coordinator.RolloutCoordinator(cluster.channel, engines, reward, settings)
+        phases = RolloutCoordinator(cluster.channel, engines, reward, settings)
         spec = RolloutSpec(4, 1.0, 1.0, -1, max_new_tokens=96, max_assistant_turns=1)
         done = phases.run(PROBLEMS, spec, "rollout")
     finally:

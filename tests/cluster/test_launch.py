@@ -9,12 +9,13 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from rstar2_megatron.cluster.existing_ray import ClusterError
 from rstar2_megatron.cluster.launch import TrainingCluster, _not_forwarded, await_cluster
-from rstar2_megatron.cluster.ray_head import RayHead
+from rstar2_megatron.cluster.ray_head import RayHead, RayHeadError
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 
 
@@ -32,6 +33,39 @@ def test_a_head_that_never_gets_its_nodes_is_an_error_in_time() -> None:
         assert time.monotonic() - started < 60
     finally:
         head.stop()
+
+
+def test_a_head_whose_processes_were_too_slow_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray ends itself after 30 s on a machine that is too busy, which this Python says of its first start."""
+    slow_once = tmp_path / "python"
+    slow_once.write_text(
+        f"#!/bin/sh\nif mkdir {tmp_path}/first 2>/dev/null; then\n"
+        '  echo "Exception: The current node timed out during startup."; exit 1\nfi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    slow_once.chmod(0o755)
+    monkeypatch.setattr("rstar2_megatron.cluster.ray_head.sys.executable", str(slow_once))
+    head = RayHead(num_cpus=1)
+    try:
+        assert head.start() == os.environ["RAY_ADDRESS"]
+        assert "they are started again" in caplog.text
+    finally:
+        head.stop()
+    assert "RAY_ADDRESS" not in os.environ
+
+
+def test_a_head_that_fails_otherwise_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fails = tmp_path / "python"
+    fails.write_text(f"#!/bin/sh\necho start >> {tmp_path}/starts; echo no port; exit 3\n")
+    fails.chmod(0o755)
+    monkeypatch.setattr("rstar2_megatron.cluster.ray_head.sys.executable", str(fails))
+    with pytest.raises(RayHeadError, match="ended with code 3; its output:\nno port"):
+        RayHead(num_cpus=1).start()
+    assert (tmp_path / "starts").read_text() == "start\n"
 
 
 @pytest.mark.parametrize("listener", ["nobody", "silent", "another server"])

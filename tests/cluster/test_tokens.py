@@ -159,6 +159,19 @@ def test_every_rank_reads_the_batch_in_the_drivers_order(holders: WorkerGroup, r
         source.fetch([there[2]])
 
 
+def test_workers_keep_what_a_batch_is_not_done_with(holders: WorkerGroup, readers: WorkerGroup) -> None:
+    """The buffer of an asynchronous run: one group is trained on, others wait."""
+    there, whole = held(holders, 6)
+    source = TokenSource(holders, 60.0)
+    batch = source.put_batch(there[:2], [1.0, -1.0], done=there[:3])
+    expected = [train_sequence(whole[i], a) for i, a in ((0, 1.0), (1, -1.0))]
+    assert readers.call("train_step", batch, timeout_s=120)[0] == expected
+    source.fetch(there[3:])
+    assert there[3:] == whole[3:]
+    with pytest.raises(WorkerFailed, match="KeyError"):
+        source.fetch([there[2]])
+
+
 def test_a_batch_larger_than_the_store_arrives_whole(holders: WorkerGroup, readers: WorkerGroup) -> None:
     """Ray moves blocks to the disk of its session directory, and back when they are read."""
     source = TokenSource(holders, 120.0)
@@ -188,7 +201,7 @@ def test_a_rank_that_dies_while_it_unpacks_is_reported_and_the_batch_stays(reade
     sequences = [train_sequence(trajectory(index=i), 0.0) for i in range(4)]
     batch = put_sequences(sequences)
     started = time.monotonic()
-    with pytest.raises(WorkerLost, match=r"Readers\.die_reading, call 1 of 2: the worker process died"):
+    with pytest.raises(WorkerLost, match=r"Readers\.die_reading, rank 1: the worker process died"):
         readers.call("die_reading", batch, timeout_s=120)
     assert time.monotonic() - started < 60
     assert readers.call("train_step", batch, ranks=[0], timeout_s=60) == [sequences]

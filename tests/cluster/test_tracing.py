@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -37,6 +38,9 @@ class Group:
         return [
             Here().trace_clock() if rank == 0 else ("another kernel", time.time() + 3600) for rank in ranks
         ]
+
+    def start(self, method: str) -> Any:
+        return SimpleNamespace(ranks=[0, 1], result=lambda timeout_s: self.call(method, timeout_s=timeout_s))
 
 
 def test_workers_elsewhere_get_the_offset_of_their_clock(tmp_path: Path) -> None:

@@ -164,13 +164,19 @@ weights.read_bucket = read_bucket  # type: ignore[attr-defined]  # steps at whic
 weights.read_kept = read_kept  # type: ignore[attr-defined]
 
 
+def _as_on_gpus(worker: Any) -> Place:
+    """The place of a rollout worker as on accelerators of its own, which CPU slots are not."""
+    return Place(worker._cluster_node_rank, (worker._number,), (worker._group_name, worker._rank))
+
+
 class Receiver(Worker):
     def set_step_timeout(self, seconds: float) -> None:
         weights.STEP_TIMEOUT_S = seconds
 
-    def __init__(self) -> None:
+    def __init__(self, engine: int | None = None) -> None:
         super().__init__()
-        self._receiver = WeightReceiver(self)
+        self._number = self._rank if engine is None else engine
+        self._receiver = WeightReceiver(self, self._number)
         self._fault: Fault | None = None
         self._hidden: str | None = None
         self._lost: str | None = None
@@ -227,7 +233,7 @@ class Receiver(Worker):
         return self._fault is not None and self._fault.fired
 
     async def place(self) -> Place:
-        return Place(self._cluster_node_rank, (self._rank,))  # CPU slots have no accelerators
+        return _as_on_gpus(self)
 
     def hide(self, prefix: str | None) -> None:
         """From now on paths that begin so cannot be opened here, as in a container of its own."""
@@ -276,7 +282,14 @@ class KillableEngine(RolloutWorker):
     """A rollout worker whose engine can be killed, also in the middle of a weight sync."""
 
     async def place(self) -> Place:
-        return Place(self._cluster_node_rank, (self._rank,))
+        return _as_on_gpus(self)
+
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def pids(self) -> tuple[int, int]:
+        """Of this process and of its engine."""
+        return os.getpid(), self._engine.pid
 
     async def kill_engine(self) -> None:
         """SIGKILL, and wait until it is noticed."""

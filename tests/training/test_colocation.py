@@ -18,10 +18,11 @@ class Recorder:
         self.name, self.calls = name, calls
         self.before: Callable[[str], None] | None = None
 
-    def call(self, method: str, *args: Any, timeout_s: float) -> None:
+    def call(self, method: str, *args: Any, timeout_s: float, ranks: list[int] | None = None) -> None:
         if self.before is not None:
             self.before(method)
-        self.calls.append(" ".join([self.name, method, *(str(a) for a in args)]))
+        name = self.name if ranks is None else f"{self.name} {ranks}"
+        self.calls.append(" ".join([name, method, *(str(a) for a in args)]))
 
 
 @pytest.fixture
@@ -83,6 +84,27 @@ def test_engines_never_generate_from_forgotten_weights(run: Any) -> None:
     rollout.call("generate", timeout_s=1)
     assert calls.index("engines receive_weights") < calls.index("engines generate")
     assert calls[-3:] == ["actor offload", "engines resume_memory ['kv_cache']", "engines generate"]
+
+
+def test_an_engine_that_starts_again_finds_the_memory_free_and_sleeps_with_the_others(run: Any) -> None:
+    colocation, actor, _, calls = run
+    actor.call("train_step", timeout_s=1)
+    calls.clear()
+    colocation.clear()
+    calls.append("engine 1 starts")
+    colocation.join([1])
+    colocation.sync()
+    assert calls == [
+        "actor offload",
+        "engine 1 starts",
+        "engines [1] release_memory",
+        "engines release_memory",  # to reload the actor; nothing is left to release
+        "actor reload",
+        "actor offload True",
+        "engines resume_memory ['weights']",
+        "engines receive_weights",
+        "actor send_weights",
+    ]
 
 
 def test_turns_are_taken_on_shared_slots_only() -> None:

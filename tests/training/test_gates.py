@@ -7,7 +7,7 @@ import pytest
 
 from rstar2_megatron.algorithm.batch import TokenBlock, logprob_difference, train_sequence
 from rstar2_megatron.training import gates
-from rstar2_megatron.trajectory import FinishReason, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Trajectory, VersionSpan
 
 
 def trajectory() -> Trajectory:
@@ -35,6 +35,18 @@ def test_actor_trains_every_token_of_the_batch() -> None:
     gates.check_actor_tokens(4, 4.0)
     with pytest.raises(gates.GateError, match="holds 4 trained tokens but the actor trained 3"):
         gates.check_actor_tokens(4, 3.0)
+
+
+def test_a_token_that_is_too_old_is_named() -> None:
+    old, new = trajectory(), trajectory()
+    old.version_spans, new.version_spans = (
+        [VersionSpan(0, 1, 4), VersionSpan(2, 3, 6)],
+        [VersionSpan(0, 3, 6)],
+    )
+    gates.check_staleness([old, new], version=6, bound=2)
+    gates.check_staleness([new], version=6, bound=0)
+    with pytest.raises(gates.GateError, match=r"weights 6 has tokens of version 4, .*max_staleness=1"):
+        gates.check_staleness([new, old], version=6, bound=1)
 
 
 def difference(*logprobs: float) -> dict[str, float]:

@@ -6,8 +6,14 @@ import pytest
 
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.training.metrics import header_line, rollout_metrics, step_line, step_metrics
-from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory
+from rstar2_megatron.training.metrics import (
+    header_line,
+    rollout_metrics,
+    staleness_metrics,
+    step_line,
+    step_metrics,
+)
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory, VersionSpan
 from tests.algorithm.trajectories import trajectory
 
 OK, ERROR = ToolOutcome.OK, ToolOutcome.ERROR
@@ -127,3 +133,23 @@ def test_lines_align_with_the_header() -> None:
     assert {len(line) for line in lines} == {len(header_line())}
     broken = step_line({"step": 1, "rollout/pass_rate": float("nan")})
     assert len(broken) == len(header_line())
+
+
+def test_staleness_is_that_of_the_trained_tokens() -> None:
+    """Of 20 tokens 12 are of the present weights 7, and 8 are two versions older."""
+    first, second = trajectory(1.0, [], tokens=10), trajectory(0.0, [], tokens=10)
+    first.version_spans = [VersionSpan(0, 8, 5), VersionSpan(8, 10, 7)]
+    second.version_spans = [VersionSpan(0, 10, 7)]
+    m = staleness_metrics([first, second], 7, 3)
+    assert [m[f"staleness_share/{n}"] for n in range(4)] == [0.6, 0, 0.4, 0]
+    assert (m["staleness_mean"], m["staleness_max"]) == (0.8, 2)
+    assert staleness_metrics([], 7, 1)["staleness_max"] == 0
+
+
+def test_tokens_a_second_of_engines_that_go_on_are_those_of_the_whole_step() -> None:
+    step = groups()
+    resampled = resample_on_correct([g.usable for g in step], CONFIG, [""] * len(step))
+    seconds = {"rollout": 2.0, "training": 0.5, "step": 4.0}
+    apart = step_metrics(step, resampled, {}, {}, seconds)
+    together = step_metrics(step, resampled, {}, {"trainer_idle_seconds": 2.0}, seconds)
+    assert apart["rollout/tokens_per_second"] == 2 * together["rollout/tokens_per_second"] > 0

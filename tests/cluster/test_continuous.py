@@ -1,0 +1,323 @@
+"""Rollouts that go on from step to step, with engines and loader played by this file: nothing is lost, doubled or too old."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.cluster.calls import WorkerLost
+from rstar2_megatron.cluster.channel import pack
+from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.rollout.messages import RolloutResult, WorkAnswer, WorkRequest
+from rstar2_megatron.rollout.phase import OpenGroup, Unfinished
+from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
+from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.trajectory import FinishReason, Group, HeldTokens, Problem, Trajectory, VersionSpan
+
+BATCH, SIZE = 2, 3
+REJECTED = 4  # every fourth problem
+
+
+class Loader:
+    def __init__(self, count: int = 1000) -> None:
+        self.taken = 0
+        self.count = count
+
+    def take(self, count: int) -> list[Problem]:
+        if self.taken + count > self.count:
+            raise DataError("the epochs are used up")
+        first, self.taken = self.taken, self.taken + count
+        return [Problem(str(n), [], []) for n in range(first, first + count)]
+
+
+class PlayedEngines:
+    """Two engines that end the oldest or, with `shuffled`, any trajectory when they are told, and park the rest.
+
+    With `hold`, the tokens of ended trajectories stay with their engine, and a call on a dead one raises WorkerLost.
+    """
+
+    names = ("R:0", "R:1")
+    hold = False
+
+    def __init__(self, *, shuffled: bool) -> None:
+        self.lost: dict[int, str] = {}
+        self.restarts: Counter[int] = Counter()
+        self.messages: queue.Queue[Any] = queue.Queue()
+        self.running: list[tuple[int, RolloutResult]] = []
+        self.version = 0
+        self.phase = 0
+        self.sent: Counter[int] = Counter()
+        self.random = random.Random(0) if shuffled else None
+        self.automatic = True
+        self.dead: set[int] = set()
+
+    @property
+    def alive(self) -> list[int]:
+        return [engine for engine in (0, 1) if engine not in self.lost]
+
+    def __len__(self) -> int:
+        return 2
+
+    def kill(self, engine: int) -> None:
+        """Whether the driver knows it is up to `lose`."""
+        self.dead.add(engine)
+        self.running = [(e, result) for e, result in self.running if e != engine]
+
+    def lose(self, engine: int, reason: str) -> None:
+        self.lost[engine] = reason
+
+    def fetch(self, trajectories: Iterable[Trajectory]) -> None:
+        """As `TokenSource.fetch`."""
+        for t in trajectories:
+            if t.held and t.held.worker in self.dead:
+                raise WorkerLost("it died", t.held.worker)
+            t.held = None
+
+    def start(self, method: str, *args: Any) -> Any:
+        if method == "generate":
+            self.phase = args[1].phase
+            self.sent.clear()
+            for engine in self.alive:
+                self.messages.put(WorkRequest(engine, self.phase, 4))
+        return Call(self, method)
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> None:
+        assert method == "end_phase" and args == (False,)
+        for engine, result in self.running:
+            self._send(engine, result, ended=False)
+        self.running.clear()
+
+    def put(self, answer: WorkAnswer, key: str) -> None:
+        if answer.work is None:
+            return
+        engine = self.names.index(key.removeprefix("work "))
+        for one in answer.work:
+            for index in one.indices:
+                t = one.parked.pop(index, None) or Trajectory(one.problem.query_id, index, [1])
+                self._generate(t)
+                self.running.append((engine, RolloutResult(engine, self.phase, one.group, one.problem, t)))
+        self.messages.put(WorkRequest(engine, self.phase, 4))
+
+    def _generate(self, t: Trajectory) -> None:
+        count = len(t.response_ids)
+        for name, value in (("response_ids", 5), ("loss_mask", 1), ("rollout_logprobs", -0.5)):
+            setattr(t, name, [*getattr(t, name), value])
+        t.version_spans.append(VersionSpan(count, count + 1, self.version))
+        t.__post_init__()
+
+    def _send(self, engine: int, result: RolloutResult, *, ended: bool) -> None:
+        self.sent[engine] += 1
+        if ended:
+            self._generate(result.trajectory)
+            result.trajectory.finish_reason = FinishReason.ANSWERED
+            result.trajectory.reward = float(result.trajectory.rollout_index % 2)
+            if self.hold:
+                result.trajectory.held = HeldTokens(engine, 0, 1, 1, [], 0.0)
+        self.messages.put(pack([result]))
+
+    def poll(self, timeout_s: float) -> Any:
+        try:
+            return self.messages.get_nowait()
+        except queue.Empty:
+            if self.automatic and self.running:
+                which = self.random.randrange(len(self.running)) if self.random else 0
+                engine, result = self.running.pop(which)
+                self._send(engine, result, ended=True)
+            return None
+
+
+class Call:
+    def __init__(self, engines: PlayedEngines, method: str) -> None:
+        self.engines, self.method = engines, method
+        self.ranks = engines.alive
+
+    def check(self) -> None: ...
+
+    def result_if_ended(self) -> list[None]:
+        return [None, None]
+
+    def result(self, timeout_s: float) -> list[dict[str, float]]:
+        self.ranks = self.engines.alive
+        sums = [{"generated_tokens": float(self.engines.sent[e])} for e in self.ranks]
+        if self.method == "generate":
+            for e, one in zip(self.ranks, sums, strict=True):
+                one["reported"] = float(self.engines.sent[e])
+        return sums
+
+
+@pytest.fixture
+def settings() -> Settings:
+    settings = load_settings("rstar2-tiny-cpu", ["algorithm.max_staleness=1"])
+    settings.data.rollout_batch_size, settings.algorithm.group_size = BATCH, SIZE
+    settings.runner.step_timeout_s, settings.runner.max_steps = 20.0, 1000
+    return settings
+
+
+def rollout(settings: Settings, engines: PlayedEngines) -> ContinuousRollout:
+    end: Any = SimpleNamespace(
+        channel=SimpleNamespace(put=engines.put),
+        engines=engines,
+        inbox=SimpleNamespace(poll=engines.poll),
+        grading=Call(engines, "serve"),
+        phases=0,
+        lengths=LengthSurvival(100),
+        show_progress=lambda progress: None,
+    )
+    tokens: Any = SimpleNamespace(fetch=engines.fetch, fetch_complete=lambda groups: None)
+    return ContinuousRollout(end, tokens, settings, lambda group: int(group.problem.query_id) % REJECTED == 0)
+
+
+def steps(
+    run: ContinuousRollout, engines: PlayedEngines, loader: Any, first: int, last: int, bound: int
+) -> Iterator[tuple[int, list[Group]]]:
+    """Train steps first .. last. What the trainer does beside the engines is left out."""
+    for step in range(first, last + 1):
+        run.start(loader)
+        groups = run.take()
+        kept = [g for g in groups if int(g.problem.query_id) % REJECTED]
+        assert len(kept) == BATCH
+        for t in (t for g in kept for t in g.trajectories):
+            assert t.oldest_version is not None and step - 1 - bound <= t.oldest_version <= step - 1
+        yield step, groups
+        engines.version = step
+        run.new_weights(step)
+
+
+def ids(groups: list[Group]) -> list[int]:
+    return [int(g.problem.query_id) for g in groups]
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_every_batch_is_full_and_every_problem_trained_once(
+    settings: Settings, bound: int, shuffled: bool
+) -> None:
+    """With a pause after every third step, as for a checkpoint; the last step leaves nothing behind."""
+    settings.algorithm.max_staleness, settings.runner.max_steps = bound, 12
+    engines, loader = PlayedEngines(shuffled=shuffled), Loader()
+    run = rollout(settings, engines)
+    seen: list[int] = []
+    counted = 0.0
+    for step, groups in steps(run, engines, loader, 1, 12, bound):
+        seen += ids(groups)
+        assert all(len(g.trajectories) == SIZE for g in groups)
+        if step % 3 == 0:
+            run.pause()
+        by_engine, driver = run.stats()
+        counted += sum(one["generated_tokens"] for one in by_engine)
+        assert driver["dropped_stale"] == 0 and driver["buffer_groups"] <= (bound + 1) * BATCH
+    run.close()
+    assert sorted(seen) == list(range(loader.taken))
+    assert counted >= SIZE * len(seen)  # a parked trajectory is sent twice
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "found when its tokens are asked for"])
+def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(
+    settings: Settings, known: bool
+) -> None:
+    """The worker dies when no thread looks any more, as in a weight sync. Its groups of the buffer are open again."""
+    engines, loader = PlayedEngines(shuffled=False), Loader()
+    engines.hold = True
+    settings.runner.max_steps = 4
+    run = rollout(settings, engines)
+    seen: list[int] = []
+    for step, groups in steps(run, engines, loader, 1, 4, 1):
+        seen += ids(groups)
+        assert all(t.usable for group in groups for t in group.trajectories)
+        if step == 1:
+            deadline = time.monotonic() + 20
+            while not run._buffer and time.monotonic() < deadline:
+                time.sleep(0.01)
+            run._stop_thread()
+            (first, *_) = (t.held for g in run._buffer.values() for t in g.trajectories if t.held)
+            engines.kill(first.worker)
+            if known:
+                engines.lose(first.worker, "it died")
+            run.pause()
+            assert run.stats()[1]["workers_lost"] == 1
+    run.close()
+    assert sorted(seen) == list(range(loader.taken))
+
+
+def test_a_resumed_run_goes_on_with_what_was_not_trained_on(settings: Settings) -> None:
+    """The state of step 3 is pickled as a checkpoint is; the first run goes on and is forgotten, as by a kill."""
+    engines, loader = PlayedEngines(shuffled=True), Loader()
+    run = rollout(settings, engines)
+    seen: list[int] = []
+    saved: Unfinished | None = None
+    position = 0
+    for step, groups in steps(run, engines, loader, 1, 5, 1):
+        if step <= 3:
+            seen += ids(groups)
+        if step == 3:
+            saved, position = copy.deepcopy(run.state()), loader.taken
+    run.close()
+    assert saved is not None and saved.complete + saved.open
+    half = [t for group in saved.open for t in group.parked.values()]
+    tokens = {(t.query_id, t.rollout_index): t.response_ids.tolist() for t in half}
+
+    again, more = PlayedEngines(shuffled=True), Loader()
+    more.taken, again.version = position, 3
+    settings.runner.max_steps = 9
+    resumed = rollout(settings, again)
+    resumed.restore(saved, version=3)
+    for _, groups in steps(resumed, again, more, 4, 9, 1):
+        seen += ids(groups)
+        for t in (t for g in groups for t in g.trajectories):
+            before = tokens.get((t.query_id, t.rollout_index), [])
+            assert t.response_ids.tolist()[: len(before)] == before
+    resumed.close()
+    assert sorted(seen) == list(range(more.taken))
+
+
+def test_what_a_smaller_bound_forbids_is_dropped_counted_and_rolled_out_again(settings: Settings) -> None:
+    def ended(version: int, index: int) -> Trajectory:
+        spans = [VersionSpan(0, 1, version)]
+        t = Trajectory("1", index, [1], [5], [1], [-0.5], spans, finish_reason=FinishReason.ANSWERED)
+        t.reward = 1.0
+        return t
+
+    old = Group(Problem("1", [], []), [ended(2, i) for i in range(SIZE)])
+    half = OpenGroup(Problem("2", [], []), SIZE, {0: ended(2, 0), 1: ended(4, 1)})
+    engines, loader = PlayedEngines(shuffled=False), Loader()
+    loader.taken, engines.version = 3, 5
+    run = rollout(settings, engines)
+    run.restore(Unfinished(open=[half], complete=[old]), version=5)
+    ((_, groups),) = steps(run, engines, loader, 6, 6, 1)
+    _, driver = run.stats()
+    run.close()
+    assert driver["dropped_stale"] == SIZE + 1 and half.ended[1].version_spans == [VersionSpan(0, 1, 4)]
+    assert {1, 2} <= set(ids(groups))
+
+
+def test_problems_that_are_used_up_end_the_run_when_no_batch_can_follow(settings: Settings) -> None:
+    engines, loader = PlayedEngines(shuffled=False), Loader(count=6)  # two of them are rejected
+    run = rollout(settings, engines)
+    with pytest.raises(DataError, match="used up"):
+        for step, _ in steps(run, engines, loader, 1, 3, 1):
+            assert step <= 2
+    run.close()
+
+
+def test_a_failure_in_the_thread_ends_the_wait(settings: Settings) -> None:
+    engines = PlayedEngines(shuffled=False)
+    run = rollout(settings, engines)
+
+    def fail(timeout_s: float) -> Any:
+        raise RuntimeError("the channel is gone")
+
+    run._end.inbox = SimpleNamespace(poll=fail)  # type: ignore[assignment]
+    run.start(Loader())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the channel is gone"):
+        run.take()
+    run.close()
