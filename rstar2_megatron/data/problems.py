@@ -7,13 +7,15 @@ A row is `{"prompt": [{"role": ..., "content": ...}, ...], "solutions": [...], "
 from __future__ import annotations
 
 import functools
-import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.data.rows import DataError, json_line, text_lines
 from rstar2_megatron.trajectory import Problem
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
 
 
 def read_problems(
@@ -51,8 +53,7 @@ def _read_file(
     path: Path, mtime_ns: int, size: int, prompt_key: str, answer_key: str
 ) -> list[tuple[str, Problem]]:
     """(file:line, problem) of each row. Time and size tell whether the file has changed since it was parsed."""
-    with path.open(encoding="utf-8") as file:
-        rows = [(f"{path}:{number}", number, line) for number, line in enumerate(file, 1) if line.strip()]
+    rows = [(f"{path}:{number}", number, line) for number, line in text_lines(path) if line.strip()]
     return [
         (where, parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}"))
         for where, number, line in rows
@@ -61,10 +62,7 @@ def _read_file(
 
 def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
     """One jsonl row. Raises DataError that begins with `where`."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    row = json_line(line, where)
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
     for key in (prompt_key, answer_key):
@@ -95,6 +93,10 @@ def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
         fits = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
         if not fits:
             raise DataError(f"{where}: a message needs 'role' and 'content' as text, got {message!r}")
+        if control := _CONTROL.search(message["content"]):
+            raise DataError(
+                f"{where}: {key!r} has the control character U+{ord(control[0]):04X}, which no reader sees; remove it"
+            )
         messages.append({"role": message["role"], "content": message["content"]})
     if all(message["role"] != "user" for message in messages):
         raise DataError(f"{where}: {key!r} has no user message")

@@ -42,6 +42,32 @@ class HubName:
         return ":".join(parts) + (f"@{self.revision}" if self.revision else "")
 
 
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line) of a file in UTF-8. Raises DataError with file and line for bytes that are not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}:{number}: byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; convert the "
+                    f"file: iconv -f LATIN1 -t UTF-8 {path.name} (or from its own encoding)"
+                ) from None
+
+
+def json_line(line: str, where: str) -> Any:
+    """The value of one line. Raises DataError that begins with `where`."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        remedy = (
+            "escape it, e.g. a line end as \\n"
+            if "control character" in error.msg
+            else "write one JSON object a line"
+        )
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {remedy}") from None
+
+
 def find_files(pattern: str) -> list[Path]:
     """Files behind a path, a directory or a glob pattern, sorted. Raises DataError when there are none."""
     path = Path(pattern).expanduser()
@@ -75,20 +101,14 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
 
 
 def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        seen = 0
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            seen += 1
-            if seen <= skip:
-                continue
+    seen = 0
+    for number, line in text_lines(path):
+        if not line.strip():
+            continue
+        seen += 1
+        if seen > skip:
             where = f"{path}:{number}"
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-            yield _row(where, values)
+            yield _row(where, json_line(line, where))
 
 
 def _json_rows(path: Path, skip: int) -> Iterator[Row]:

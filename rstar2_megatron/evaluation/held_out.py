@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rstar2_megatron.cluster.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.evaluation.samples import Sample
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.records.trajectory_row import trajectory_row

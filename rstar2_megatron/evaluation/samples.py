@@ -64,8 +64,7 @@ class SampleFile:
     def __init__(self, path: str | Path, identity: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self._file = JsonlFile(self.path, sync=False)
-        self.settings_path = self.path.with_name(self.path.name + ".settings.json")
-        self._identity = json.loads(json.dumps(identity))
+        self._identity = identity
 
     def open(self, problems: Sequence[Problem]) -> dict[tuple[str, int], Sample]:
         """The usable samples of `problems` in the file, by (query_id, index). Must be called before `append`.
@@ -74,7 +73,7 @@ class SampleFile:
         other problems of the same query_id.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._check_settings()
+        check_identity(self.path, self._identity)
         by_id = {problem.query_id: problem for problem in problems}
         found: dict[tuple[str, int], Sample] = {}
         for row in self._rows():
@@ -98,31 +97,37 @@ class SampleFile:
         """Write one line; the operating system has it before this returns."""
         self._file.append(row)
 
-    def _check_settings(self) -> None:
-        if not self.path.exists():
-            self.settings_path.write_text(json.dumps(self._identity, indent=2) + "\n", encoding="utf-8")
-            return
-        try:
-            before = json.loads(self.settings_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SamplesError(
-                f"{self.path} exists but {self.settings_path} cannot be read ({error}); give another output"
-            ) from None
-        keys = sorted(set(before) | set(self._identity))
-        differing = [
-            f"{key}: {before.get(key)!r} then, {self._identity.get(key)!r} now"
-            for key in keys
-            if before.get(key) != self._identity.get(key)
-        ]
-        if differing:
-            raise SamplesError(
-                f"{self.path} was made with other settings ({'; '.join(differing)}); give another output directory, or "
-                "remove this file to start again"
-            )
-
     def _rows(self) -> Iterator[dict[str, Any]]:
         self._file.drop_torn_line()
         for number, row in self._file.numbered_rows():
             if row is None:
                 raise SamplesError(f"{self.path}:{number}: not JSON; repair or remove it")
             yield row
+
+
+def check_identity(path: Path, identity: Mapping[str, Any]) -> None:
+    """Compare `identity` with the settings beside an existing file of results, `path.settings.json`, or write them there.
+
+    Raises SamplesError that names the differences.
+    """
+    settings_path = path.with_name(path.name + ".settings.json")
+    identity = json.loads(json.dumps(identity))
+    if not path.exists():
+        settings_path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        return
+    try:
+        before = json.loads(settings_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SamplesError(
+            f"{path} exists but {settings_path} cannot be read ({error}); give another output"
+        ) from None
+    differing = [
+        f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now"
+        for key in sorted(set(before) | set(identity))
+        if before.get(key) != identity.get(key)
+    ]
+    if differing:
+        raise SamplesError(
+            f"{path} was made with other settings ({'; '.join(differing)}); give another output directory, or "
+            "remove this file to start again"
+        )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -141,28 +142,48 @@ def pass_at_j(n: int, right: int, j: int) -> float:
     return 1.0 - math.comb(n - right, j) / math.comb(n, j)
 
 
-def majority(group: Sequence[Sample], equal: Equal) -> float:
+class Vote(Protocol):
+    """One attempt's answer; None does not vote."""
+
+    @property
+    def answer(self) -> str | None: ...
+
+    @property
+    def reward(self) -> float: ...
+
+
+V = TypeVar("V", bound=Vote)
+
+
+def answer_classes(votes: Iterable[V], equal: Equal) -> list[list[V]]:
+    """Votes whose answers are equal, class by class in the order of their first votes."""
+    classes: list[tuple[str, list[V]]] = []
+    by_key: dict[object, list[V]] = {}
+    for item in votes:
+        if item.answer is None:
+            continue
+        answer = item.answer
+        members = by_key.get(key := answer_key(answer))
+        if members is None:
+            members = next((m for first, m in classes if equal(first, answer)), None)
+            if members is None:
+                members = []
+                classes.append((answer, members))
+            by_key[key] = members
+        members.append(item)
+    return [members for _, members in classes]
+
+
+def majority(group: Sequence[Vote], equal: Equal) -> float:
     """1 when the most frequent answer of a problem is right, 0 when it is wrong, the share of right answers in a tie.
 
     Attempts without an answer do not vote; without any vote it is 0.
     """
-    classes: list[tuple[str, list[Sample]]] = []
-    by_key: dict[object, list[Sample]] = {}
-    for item in group:
-        if item.answer is None:
-            continue
-        members = by_key.get(key := answer_key(item.answer))
-        if members is None:
-            members = next((m for answer, m in classes if equal(answer, item.answer)), None)
-            if members is None:
-                members = []
-                classes.append((item.answer, members))
-            by_key[key] = members
-        members.append(item)
+    classes = answer_classes(group, equal)
     if not classes:
         return 0.0
-    most = max(len(members) for _, members in classes)
-    winners = [members for _, members in classes if len(members) == most]
+    most = max(len(members) for members in classes)
+    winners = [members for members in classes if len(members) == most]
     return statistics.fmean(statistics.fmean(item.reward > 0 for item in members) for members in winners)
 
 

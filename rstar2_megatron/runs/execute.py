@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Collection
 
 from rstar2_megatron.runs.base_run import BaseRun, StopSignals
+from rstar2_megatron.runs.inputs.output_directory import held_directory
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
@@ -19,19 +21,27 @@ logger = logging.getLogger(__name__)
 _CLOSE_LIMIT_S = 75.0  # for workers, engines, judge and Ray; below the grace period of a recipe
 
 
-def execute(settings: Settings, *, dry_run: bool, origins: Origins | None = None) -> int:
+def execute(
+    settings: Settings, *, dry_run: bool, origins: Origins | None = None, later: Collection[str] = ()
+) -> int:
     """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input.
 
-    origins: of the keys, for the `algorithm` block of the plan.
+    origins: of the keys, for the `algorithm` block of the plan. later: keys that may be empty in a dry run, because an
+    earlier stage of a recipe sets them.
     """
     try:
         settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
         for warning in check_before_start(settings, dry_run=dry_run):
-            print(f"warning: {warning}", file=sys.stderr)
+            if not any(warning.startswith(f"{key} is empty") for key in later):
+                print(f"warning: {warning}", file=sys.stderr)
     except ConfigError:
         raise
     except ValueError as e:
         raise ConfigError(str(e)) from e
+    except OSError as e:  # a file that cannot be read or written
+        raise ConfigError(
+            f"{e.filename or 'a file'}: {e.strerror or e}; check that it is there and who may use it"
+        ) from e
     plan = make_plan(settings)
     if origins is not None and settings.runner.task_type == "reasoning":
         plan.rows += [("algorithm", key, value) for key, value in algorithm_rows(settings, origins)]
@@ -40,6 +50,11 @@ def execute(settings: Settings, *, dry_run: bool, origins: Origins | None = None
         raise ConfigError("the plan does not fit; the lines above say why and what to change")
     if dry_run:
         return 0
+    with held_directory(settings):
+        return _run(settings)
+
+
+def _run(settings: Settings) -> int:
     signals = StopSignals()
     signals.install()
     run: BaseRun | None = None
@@ -78,6 +93,14 @@ def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
         from rstar2_megatron.runs.sft_run import SFTRun
 
         return SFTRun(settings, signals)
+    if settings.runner.task_type == "preference":
+        from rstar2_megatron.runs.preference_run import PreferenceRun
+
+        return PreferenceRun(settings, signals)
+    if settings.runner.task_type == "search":
+        from rstar2_megatron.runs.search_run import SearchRun
+
+        return SearchRun(settings, signals)
     if settings.runner.task_type == "difficulty_filter":
         from rstar2_megatron.runs.filter_run import FilterRun
 

@@ -49,10 +49,10 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     Raises DataError when no problem is left, and the errors of `evaluation.sampling.sample`.
     """
     options, data = settings.difficulty_filter, settings.data
-    problems = _short_problems(settings)
+    problems = short_problems(settings, options.num_problems)
     spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
     sampling = SamplingSettings.of(
-        settings, spec, model=settings.rollout.model.model_path, num_engines=_num_engines(settings)
+        settings, spec, model=settings.rollout.model.model_path, num_engines=num_engines(settings)
     )
     samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
     counts = pass_counts(problems, ((s.query_id, s.reward) for s in samples))
@@ -84,9 +84,9 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     return report
 
 
-def _short_problems(settings: Settings) -> list[Problem]:
-    """The problems that training would use."""
-    data, limit = settings.data, settings.difficulty_filter.num_problems
+def short_problems(settings: Settings, limit: int) -> list[Problem]:
+    """The problems that training would use; of the first `limit` (-1: of all)."""
+    data = settings.data
     problems: Sequence[Problem] = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
     problems = problems[:limit] if limit >= 0 else problems
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
@@ -95,7 +95,8 @@ def _short_problems(settings: Settings) -> list[Problem]:
     return kept
 
 
-def _num_engines(settings: Settings) -> int:
+def num_engines(settings: Settings) -> int:
+    """Engines of this node's GPUs; one without GPU."""
     gpus, memory = visible_gpus()
     if slots_of(settings.cluster, (gpus, memory)).is_cpu or not gpus:
         return 1

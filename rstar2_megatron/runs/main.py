@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rstar2_megatron.runs.check.command import check
 from rstar2_megatron.runs.execute import execute
+from rstar2_megatron.runs.inputs.new_config import write_new_config
 from rstar2_megatron.runs.recipe_run import execute_recipe
 from rstar2_megatron.runs.stages import load_recipe
 from rstar2_megatron.settings.load import ConfigError, load, print_config
@@ -16,6 +17,7 @@ DEFAULT_CONFIG = "rstar2-tiny-cpu"
 
 HELP = f"""\
 bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --check | --print-config | --help]
+bash run_rstar2.sh --new NAME --model DIR --data FILE[,FILE]
 bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run | --print-config]
 
   NAME            a file of config/ without .yaml, or a path to a YAML, relative to the working directory
@@ -23,6 +25,8 @@ bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run 
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
                   after a kill, the same command continues in the right stage
+  --new NAME      write NAME.yaml here: a short YAML that fits this machine, a Hugging Face directory and jsonl of
+                  problems (docs/your_model.md)
   --dry-run       check the configuration, print the plan (algorithm, placement, batch arithmetic, token budgets), exit
   --check         prove this machine for NAME before a night is spent on it: driver, versions, collectives, kernels,
                   layouts, optimizer, offload, checkpoint, engine, judge, weight routes and one whole step on a thin
@@ -64,6 +68,8 @@ class Arguments:
     dry_run: bool = False
     check: bool = False
     print_config: bool = False
+    new: dict[str, str] = field(default_factory=dict)
+    """Of --new: its NAME, --model and --data."""
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -87,6 +93,8 @@ def parse(argv: list[str]) -> Arguments:
                 directory = value
             else:
                 arguments.config, name_given = value, True
+        elif option in ("--new", "--model", "--data"):
+            arguments.new[option] = value if equals else next(words, "")
         elif word in ("--help", "-h"):
             arguments.help = True
         elif word == "--dry-run":
@@ -96,7 +104,7 @@ def parse(argv: list[str]) -> Arguments:
         elif word == "--print-config":
             arguments.print_config = True
         elif word.startswith("-"):
-            known = "--help, --dry-run, --check, --print-config, --config-path, --config-name"
+            known = "--help, --dry-run, --check, --print-config, --new, --model, --data, --config-path, --config-name"
             raise ConfigError(f"unknown option {word}; known: {known}")
         elif "=" in word or word.startswith("~"):
             arguments.overrides.append(word)
@@ -106,6 +114,10 @@ def parse(argv: list[str]) -> Arguments:
             )
         else:
             arguments.config, name_given = word, True
+    if arguments.new and (missing := [o for o in ("--new", "--model", "--data") if not arguments.new.get(o)]):
+        raise ConfigError(
+            f"{missing[0]} has no value; the whole form: --new NAME --model DIR --data FILE[,FILE]"
+        )
     if directory and not name_given:
         raise ConfigError(f"--config-path {directory} needs --config-name NAME, a YAML of that directory")
     if directory:
@@ -119,6 +131,13 @@ def main(argv: list[str]) -> int:
         arguments = parse(argv)
         if arguments.help:
             print(HELP, end="")
+            return 0
+        if arguments.new:
+            name, model, data = (arguments.new[option] for option in ("--new", "--model", "--data"))
+            path = write_new_config(name, model, data.split(","))
+            print(
+                f"wrote {path}\nplan:  bash run_rstar2.sh {path} --dry-run\ntrain: bash run_rstar2.sh {path}"
+            )
             return 0
         recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
         if recipes:

@@ -18,7 +18,11 @@ from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.records.trajectory_files import rollouts_path
+from rstar2_megatron.runs.inputs.model_files import precision_notes, tokenizer_problems, weight_problems
+from rstar2_megatron.runs.inputs.output_directory import output_problems
+from rstar2_megatron.runs.inputs.training_files import training_file_problems
 from rstar2_megatron.services.process import is_loopback
+from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
@@ -26,7 +30,7 @@ from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.planning.transport import object_store_problems
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
-from rstar2_megatron.settings.sections.recipe import BUILT_PREFIX
+from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -44,6 +48,7 @@ def check_before_start(
     `free_bytes` ask the machine; tests replace them.
     """
     _raise(arithmetic_problems(settings))
+    _raise(output_problems(settings))
     gpus = find_gpus()
     slots = slots_of(settings.cluster, gpus)
     warnings: list[str] = []
@@ -58,12 +63,18 @@ def check_before_start(
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
+    _raise(asynchronous_problems(settings, places))
     _raise_or_warn(list(cluster_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(model_problems(settings)), dry_run, warnings)
     try:
         model, _ = model_of(settings)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if model is not None and (directory := Path(settings.rollout.model.model_path)).is_dir():
+        _raise_or_warn(list(weight_problems(directory, model)), dry_run, warnings)
+        template = settings.agentloop.chat_template
+        _raise_or_warn(list(tokenizer_problems(directory, model, template)), dry_run, warnings)
+        warnings += precision_notes(directory, settings.actor.model.precision)
     _raise(layout_problems(settings, model, slots, places))
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
     if settings.runner.task_type == "reasoning" and not os.environ.get("RAY_ADDRESS"):
@@ -139,6 +150,16 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             "algorithm.importance_sampling_fix=True weighs the actor's old log-probs against the engine's; set "
             "algorithm.recompute_logprobs=True"
         )
+    if algorithm.decoupled_loss and not algorithm.recompute_logprobs:
+        yield (
+            "algorithm.decoupled_loss=True clips against the actor's log-probs before the update; set "
+            "algorithm.recompute_logprobs=True"
+        )
+    if algorithm.decoupled_loss and algorithm.importance_sampling_fix:
+        yield (
+            "algorithm.decoupled_loss=True and algorithm.importance_sampling_fix=True weigh every token twice by the same "
+            "ratio; set one of them to False"
+        )
     if algorithm.kl_beta and algorithm.kl_penalty_type not in KL_ESTIMATORS:
         yield (
             f"algorithm.kl_penalty_type={algorithm.kl_penalty_type} with algorithm.kl_beta={algorithm.kl_beta} is not a KL "
@@ -198,7 +219,7 @@ def model_problems(settings: Settings) -> Iterator[str]:
     """Missing parts of the model directory."""
     path = settings.rollout.model.model_path
     builder = settings.cold_start.enabled and settings.cold_start.builder
-    if path.startswith(BUILT_PREFIX):
+    if path.startswith(BUILT_PREFIXES):
         if not builder:
             yield (
                 f"rollout.model.model_path={path} is made by the cold start; set cold_start.enabled=True "
@@ -289,17 +310,23 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
 
 def data_problems(settings: Settings) -> Iterator[str]:
     """Missing files, bad rows, too few problems."""
-    if settings.runner.task_type == "sft":
-        yield from _sft_data_problems(settings)
+    if settings.runner.task_type in ("sft", "preference"):
+        yield from training_file_problems(settings)
         return
     data = settings.data
     least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
     yield from replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps)
+    save, validate = settings.runner.save_interval, settings.runner.val_check_interval
+    if validate > 0 and save > 0 and save % validate:  # RLinf asserts it at the first step
+        yield (
+            f"runner.save_interval={save} is no multiple of runner.val_check_interval={validate}: a checkpoint is kept by its "
+            f"held-out score; set it to {max(1, round(save / validate)) * validate}, or to -1 for one after the last step only"
+        )
     for key, paths, least in (
         ("train_data_paths", data.train_data_paths, least_problems),
         ("val_data_paths", data.val_data_paths, 0),
     ):
-        if any(path.startswith(BUILT_PREFIX) for path in paths):
+        if any(path.startswith(BUILT_PREFIXES) for path in paths):
             if not (settings.cold_start.enabled and settings.cold_start.builder):
                 yield f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
             continue
@@ -320,15 +347,6 @@ def data_problems(settings: Settings) -> Iterator[str]:
                 f"data.{key} has {len(problems)} problems, a step needs data.rollout_batch_size={least}; lower "
                 "it or add problems"
             )
-
-
-def _sft_data_problems(settings: Settings) -> Iterator[str]:
-    sft = settings.sft
-    if not sft.train_data_paths:
-        yield "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files"
-    for path in [*sft.train_data_paths, *sft.val_data_paths]:
-        if not path.startswith(BUILT_PREFIX) and not Path(path).is_file():
-            yield f"sft data file {path} does not exist; data_process/build_sft_dataset.py writes such files"
 
 
 def logger_problems(settings: Settings) -> Iterator[str]:

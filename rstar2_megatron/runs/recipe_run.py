@@ -22,7 +22,7 @@ from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.runs.base_run import FINISHED
 from rstar2_megatron.runs.execute import execute
-from rstar2_megatron.runs.stages import Recipe, Stage, StagePlan
+from rstar2_megatron.runs.stages import MODEL_TASKS, Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import kill_tree
 from rstar2_megatron.settings.load import ConfigError, print_config
@@ -46,7 +46,8 @@ def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_
 def _dry_run(plan: StagePlan) -> int:
     for number, stage in enumerate(plan.recipe.stages, 1):
         print(_title(number, plan, stage), flush=True)
-        execute(plan.settings(stage, for_plan=True), dry_run=True)
+        later = [f"{stage.task}.train_data_paths"] if stage.trees_from else []
+        execute(plan.settings(stage, for_plan=True), dry_run=True, later=later)
         print()
     return 0
 
@@ -153,7 +154,7 @@ class _Runner:
 
     def _report(self) -> None:
         plan = self.plan
-        last = next(s for s in reversed(plan.recipe.stages) if s.task != "difficulty_filter")
+        last = next(s for s in reversed(plan.recipe.stages) if s.task in MODEL_TASKS)
         if write_curve(plan) is not None:
             print(render_table(plan.root), flush=True)
             print(f"curves over all stages: {plan.root / 'curves.png'}", flush=True)

@@ -15,8 +15,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
-from rstar2_megatron.cluster.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.launch import MetricLogger, check_progress
+from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
@@ -39,8 +39,10 @@ from rstar2_megatron.services.metrics_server import MetricsServer
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
+from rstar2_megatron.training.async_trainer import AsyncTrainer
 from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
 from rstar2_megatron.training.colocation import is_colocated
+from rstar2_megatron.training.drift import logprob_drift
 from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Group
@@ -117,7 +119,7 @@ class RLRun(ClusterRun):
         if colocated:  # an engine sizes its KV cache by the memory that it finds free
             actors.result(timeout)
             self.actor.call("offload", timeout_s=timeout)
-        engines = self.rollout.start("start_engine", model, judge_url)
+        engines = self.rollout.start_engines(model, judge_url)
         template = self._template()
         problems = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
         check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
@@ -138,7 +140,8 @@ class RLRun(ClusterRun):
         self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
         self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
         self._closing.append(self.coordinator.close)
-        self.trainer = Trainer(
+        kind = AsyncTrainer if settings.algorithm.max_staleness else Trainer
+        self.trainer = kind(
             settings,
             self.actor,
             self.rollout,
@@ -146,6 +149,7 @@ class RLRun(ClusterRun):
             device=self.cluster.device,
             colocated=colocated,
         )
+        self._closing.append(self.trainer.close)
         self.traces = StepTraces(
             self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward)
         )
@@ -162,7 +166,7 @@ class RLRun(ClusterRun):
         """Raises PortUnusable."""
         server = MetricsServer(listening_address(self.settings.cluster.num_nodes), port)
         self._closing.append(server.close)
-        self.coordinator.show_progress = functools.partial(export_progress, server)
+        self.coordinator.end.show_progress = functools.partial(export_progress, server)
         self._export_step = server.set_step
 
     def _template(self) -> ChatTemplate:
@@ -218,7 +222,7 @@ class RLRun(ClusterRun):
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
-        self.coordinator.restore(state.get("carried", []))
+        self.trainer.restore(state, version=step)
         self._check_scores(state.get("scored"))
         self.files.truncate_after(step)
         runner = self.settings.runner
@@ -269,6 +273,8 @@ class RLRun(ClusterRun):
                     result.seconds,
                 ),
             }
+            if (drift := logprob_drift([*self.files.metrics.rows(), row])) is not None:
+                row["train/actor/logprob_drift"] = drift
             if step == done + 1:
                 row["time/to_first_step"] = time.perf_counter() - self.started
             if validate and self.held_out:
@@ -318,10 +324,10 @@ class RLRun(ClusterRun):
     def _save(self, step: int) -> None:
         state = {
             "step": step,
+            **self.trainer.rollout_state(),  # before the loader's, which goes on until this is complete
             "loader": self.loader.state_dict(),
             "python_random": random.getstate(),
             "table": self.table,
-            "carried": self.coordinator.carried,
             "scored": (self._scored, self.trainer.score(self._scored)) if self._scored else None,
         }
         self._publish_checkpoint()
@@ -365,6 +371,7 @@ class RLRun(ClusterRun):
 
     def _evaluate(self, label: str) -> Any:
         directory = self.directory / "evaluation" if self.settings.evaluation.save_trajectories else None
+        self.trainer.pause()
         result = evaluate(self.coordinator, self.held_out, self.settings, label, directory)
         self._say(f"{label}: {result}")
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +15,27 @@ from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.report.draw import draw_sft
 from rstar2_megatron.runs.cluster_run import ClusterRun
-from rstar2_megatron.settings.schema import SFTPhaseSettings
-from rstar2_megatron.sft.rows import SFTRows, load_sft_rows
+from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings, SFTSettings
+from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import Metrics, run_sft_phase, sft_phase_of, validation_loss
 
-LOSS, VALIDATION_LOSS = "train/sft/loss", "eval/sft_loss"
+VALIDATION_LOSS = "eval/sft_loss"
 
 
 class SFTRun(ClusterRun):
     """A run with actor workers only, without engine and judge."""
 
+    @property
+    def section(self) -> SFTSettings | PreferenceSettings:
+        """The settings of this kind of run."""
+        return self.settings.sft
+
     def train(self) -> None:
         settings, timeout = self.settings, self.settings.runner.step_timeout_s
-        sft, model = settings.sft, settings.rollout.model.model_path
-        rows, self.held_out = self._read()
-        phase = sft_phase_of(sft, len(rows))
-        self._say(
-            f"SFT: {len(rows):,} conversations, {rows.num_tokens:,} tokens, {rows.num_trained_tokens:,} of them "
-            f"trained; {phase.steps} steps of {phase.batch_size}, {phase.warmup_steps} of warm-up"
-            + (f"; {rows.skipped} left out as too long" if rows.skipped else "")
-        )
+        phase = self.read()
         resume = self.begin(phase.steps)
         self.metrics = JsonlFile(self.directory / "metrics.jsonl")
-        self._start(model, timeout)
+        self._start(settings.rollout.model.model_path, timeout)
         self.actor.call("start_sft_phase", phase, timeout_s=timeout)
         start = 0
         if resume:
@@ -44,28 +43,71 @@ class SFTRun(ClusterRun):
             self._say(f"resuming from {resume[1]}")
             self.actor.call("load_checkpoint", str(resume[1] / "actor"), timeout_s=timeout)
             self.metrics.truncate_after(start)
-        elif self.held_out:
-            self._say(f"validation loss before SFT: {self._validate():.4f}")
-
-        run_sft_phase(
-            self.actor,
+        elif self.validates:
+            found = ", ".join(f"{name} {value:.4f}" for name, value in self.validate().items())
+            self._say(f"before training: {found}")
+        self.run_phase(
             phase,
-            rows,
-            sft.seed,
-            timeout,
             start=start,
-            pauses=(settings.runner.save_interval, sft.val_interval),
+            pauses=(settings.runner.save_interval, self.section.val_interval),
             after=lambda done, steps: self._after(done, steps, phase),
         )
         self._finish(phase)
 
-    def _read(self) -> tuple[SFTRows, SFTRows | None]:
-        settings = self.settings
-        tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
-        length = settings.sft.max_length or settings.runner.seq_length
-        rows = load_sft_rows(settings.sft.train_data_paths, tokenizer, length)
-        paths = settings.sft.val_data_paths
-        return rows, load_sft_rows(paths, tokenizer, length) if paths else None
+    # what a run of another kind replaces
+
+    def read(self) -> SFTPhaseSettings:
+        """Read the data, say what it is, and return the schedule."""
+        sft = self.settings.sft
+        tokenizer, length = self._tokenizer(), sft.max_length or self.settings.runner.seq_length
+        self.rows = load_sft_rows(sft.train_data_paths, tokenizer, length)
+        paths = sft.val_data_paths
+        self.held_out = load_sft_rows(paths, tokenizer, length) if paths else None
+        rows, phase = self.rows, sft_phase_of(sft, len(self.rows))
+        self._say(
+            f"SFT: {len(rows):,} conversations, {rows.num_tokens:,} tokens, {rows.num_trained_tokens:,} of them "
+            f"trained; {phase.steps} steps of {phase.batch_size}, {phase.warmup_steps} of warm-up"
+            + (f"; {rows.skipped} left out as too long" if rows.skipped else "")
+        )
+        return phase
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is held-out data."""
+        return self.held_out is not None
+
+    def run_phase(
+        self,
+        phase: SFTPhaseSettings,
+        *,
+        start: int,
+        pauses: Sequence[int],
+        after: Callable[[int, list[Metrics]], None],
+    ) -> None:
+        timeout, seed = self.settings.runner.step_timeout_s, self.section.seed
+        run_sft_phase(self.actor, phase, self.rows, seed, timeout, start=start, pauses=pauses, after=after)
+
+    def validate(self) -> Metrics:
+        """Figures of the held-out data by the name of their metric."""
+        assert self.held_out is not None
+        size, timeout = self.section.batch_size, self.settings.runner.step_timeout_s
+        return {VALIDATION_LOSS: validation_loss(self.actor, self.held_out, size, timeout)}
+
+    def draw(self) -> Path:
+        return draw_sft(self.directory)
+
+    def line(self, step: int, steps: int, row: Mapping[str, Any]) -> str:
+        """What is printed of a step."""
+        text = (
+            f"sft {step:>6}/{steps}  loss {row['train/sft/token_loss']:.4f}  grad {row['train/sft/grad_norm']:.3f}  "
+            f"lr {row['train/sft/lr']:.2e}  {row['train/sft/total_tokens'] / max(row['time/step'], 1e-9):>8.0f} tok/s"
+        )
+        return text + (f"  validation {row[VALIDATION_LOSS]:.4f}" if VALIDATION_LOSS in row else "")
+
+    # the same in every kind of run
+
+    def _tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
 
     def _start(self, model: str, timeout: float) -> None:
         self._say("starting Ray, RLinf and the actor")
@@ -81,26 +123,24 @@ class SFTRun(ClusterRun):
         self._closing.append(self.log.finish)
         self._lap = time.perf_counter()
 
-    def _validate(self) -> float:
-        assert self.held_out is not None
-        sft = self.settings.sft
-        return validation_loss(self.actor, self.held_out, sft.batch_size, self.settings.runner.step_timeout_s)
-
     def _after(self, done: int, steps: list[Metrics], phase: SFTPhaseSettings) -> None:
         """Log the steps of a call; validate and save after its last step when that is due."""
-        runner, every = self.settings.runner, self.settings.sft.val_interval
+        runner, every = self.settings.runner, self.section.val_interval
         now = time.perf_counter()
         seconds, self._lap = (now - self._lap) / len(steps), now
         for number, step in enumerate(steps, done - len(steps) + 1):
             row: dict[str, Any] = {f"train/{name}": value for name, value in step.items()}
             row["time/step"] = seconds
             last = number == done
-            if last and self.held_out and (number == phase.steps or (every > 0 and number % every == 0)):
-                row[VALIDATION_LOSS] = self._validate()
+            validated = (
+                last and self.validates and (number == phase.steps or (every > 0 and number % every == 0))
+            )
+            if validated:
+                row |= self.validate()
             self.metrics.append({"step": number, **row})
             self.log.log(row, number)
-            if number % 10 == 0 or number == phase.steps or VALIDATION_LOSS in row:
-                print(_line(number, phase.steps, row), flush=True)
+            if number % 10 == 0 or number == phase.steps or validated:
+                print(self.line(number, phase.steps, row), flush=True)
         if done == phase.steps or (runner.save_interval > 0 and done % runner.save_interval == 0):
             checkpoint.save(
                 self.checkpoints,
@@ -117,14 +157,6 @@ class SFTRun(ClusterRun):
         model: Path = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
         write_format(model, self.settings)
-        curves = draw_sft(self.directory)
+        curves = self.draw()
         self.mark_finished(phase.steps)
         self._say(f"done: {model}, {curves}")
-
-
-def _line(step: int, steps: int, row: dict[str, Any]) -> str:
-    text = (
-        f"sft {step:>6}/{steps}  loss {row['train/sft/token_loss']:.4f}  grad {row['train/sft/grad_norm']:.3f}  "
-        f"lr {row['train/sft/lr']:.2e}  {row['train/sft/total_tokens'] / max(row['time/step'], 1e-9):>8.0f} tok/s"
-    )
-    return text + (f"  validation {row[VALIDATION_LOSS]:.4f}" if VALIDATION_LOSS in row else "")

@@ -10,6 +10,9 @@ A recipe is a YAML (`config/recipe/NAME.yaml` or a path):
       - {name: filter, task: difficulty_filter}
       - {name: rl-12k, optimizer: reset, problems_from: filter, overrides: {...}}
 
+rStar-Math's rounds: stages of task search make trees, `trees_from` gives them to stages of task sft and preference, and
+`reward_model_from` gives the model of a preference stage to a later search. `model_from` is the stage whose model begins one.
+
 On the command line `key=value` goes to all stages and `STAGE/key=value` to one.
 """
 
@@ -38,12 +41,18 @@ class Stage(Section):
     """One stage; its results are in {output_dir}/{recipe}/{name}/."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    task: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
+    task: Literal["reasoning", "sft", "difficulty_filter", "search", "preference"] = "reasoning"
     """runner.task_type of the stage."""
     optimizer: Literal["keep", "reset"] = "reset"
     """keep: moments and step count of the stage before, which must also be a reasoning stage."""
     problems_from: str | None = None
     """An earlier difficulty_filter stage, whose problems this stage trains on."""
+    model_from: str | None = None
+    """An earlier reasoning or sft stage, whose model this stage starts from; null: the last one."""
+    trees_from: list[str] = Field(default_factory=list)
+    """Earlier search stages, whose right solutions an sft stage trains on, and whose pairs a preference stage."""
+    reward_model_from: str | None = None
+    """An earlier preference stage, whose model scores the prefixes of this search stage."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys; they override those of the recipe."""
 
@@ -75,18 +84,45 @@ class Recipe(Section):
                     f"stage {stage.name!r} takes problems_from {stage.problems_from!r}, which is no "
                     "difficulty_filter stage before it"
                 )
+            _check_sources(stage, seen)
             seen[stage.name] = stage
         return self
 
     def model_before(self, name: str) -> str | None:
-        """The last stage before `name` that exports a model."""
+        """The stage whose model `name` starts from: its `model_from`, else the last one before it that exports a policy."""
         found = None
         for stage in self.stages:
             if stage.name == name:
-                return found
-            if stage.task != "difficulty_filter":
+                return stage.model_from or found
+            if stage.task in MODEL_TASKS:
                 found = stage.name
         raise KeyError(name)
+
+
+MODEL_TASKS = ("reasoning", "sft")
+
+
+def _check_sources(stage: Stage, seen: Mapping[str, Stage]) -> None:
+    """Raises ValueError for a source that is no earlier stage of the task that makes it, or that the stage cannot use."""
+    wanted = [
+        (
+            "model_from",
+            stage.model_from,
+            MODEL_TASKS,
+            (*MODEL_TASKS, "difficulty_filter", "search", "preference"),
+        ),
+        *(("trees_from", name, ("search",), ("sft", "preference")) for name in stage.trees_from),
+        ("reward_model_from", stage.reward_model_from, ("preference",), ("search",)),
+    ]
+    for key, name, makers, users in wanted:
+        if name is None:
+            continue
+        if name not in seen or seen[name].task not in makers:
+            raise ValueError(
+                f"stage {stage.name!r} takes {key} {name!r}, which is no {' or '.join(makers)} stage before it"
+            )
+        if stage.task not in users:
+            raise ValueError(f"stage {stage.name!r} is of task {stage.task}, which uses no {key}")
 
 
 def recipe_names() -> list[str]:
@@ -201,7 +237,7 @@ class StagePlan:
         return self._load(stage, passed_on)
 
     def _passed_on(self, stage: Stage) -> list[str]:
-        """Model, optimizer and problems of earlier stages."""
+        """Model, optimizer, problems, trees and reward model of earlier stages."""
         words = []
         before = self.recipe.model_before(stage.name)
         if before is not None:
@@ -218,12 +254,24 @@ class StagePlan:
         if stage.problems_from:
             problems = self.directory(stage.problems_from) / "train.jsonl"
             words.append(override_word("data.train_data_paths", [str(problems)]))
+        if stage.trees_from:
+            file = "mcts.jsonl" if stage.task == "preference" else "mcts.sft.jsonl"
+            trees = [str(self.directory(name) / file) for name in stage.trees_from]
+            words.append(override_word(f"{stage.task}.train_data_paths", trees))
+        if stage.reward_model_from:
+            reward = self.directory(stage.reward_model_from) / "model"
+            words.append(override_word("search.reward_model", str(reward)))
         return words
 
     def fingerprint(self, stage: Stage) -> str:
         """A hash of the settings of the stage; a key at its default, such as one of a newer version, does not change it."""
         plain = self.settings(stage, for_plan=True).model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps(
-            {"stage": stage.model_dump(exclude={"overrides"}), "settings": plain}, sort_keys=True
-        )
+        text = json.dumps({"stage": _known(stage), "settings": plain}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _known(stage: Stage) -> dict[str, Any]:
+    """The stage without its overrides; keys that came with the search stages only where they are set, as for settings."""
+    dumped = stage.model_dump(exclude={"overrides"})
+    newer = ("model_from", "trees_from", "reward_model_from")
+    return {key: value for key, value in dumped.items() if value or key not in newer}

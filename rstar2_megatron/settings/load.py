@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from rstar2_megatron.settings import rlinf_keys
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.settings.variant import PARTS, Origins, apply_variant, origins_of
 
 CALLED_FROM = "RSTAR2_CALLED_FROM"
@@ -126,7 +127,7 @@ def _read_wording(data: dict[str, Any]) -> None:
     template = rlinf_keys.get(data, "agentloop.chat_template")
     tools = rlinf_keys.get(data, "agentloop.tool_descriptions")
     try:
-        if isinstance(template, str) and "{{" not in template:
+        if isinstance(template, str) and "{{" not in template and template != OWN_TEMPLATE:
             text = users_path(template).read_text(encoding="utf-8")
             rlinf_keys.put(data, "agentloop.chat_template", text)
         if isinstance(tools, str):

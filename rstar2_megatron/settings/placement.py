@@ -44,7 +44,7 @@ def slots_of(
 ) -> Slots:
     """The slots behind a YAML. `gpus` is (count, GB of one) of this node, from `visible_gpus`.
 
-    host_gb: host memory of this node, from `visible_host_gb`; it counts only beside GPUs.
+    host_gb: host memory of this node, from `visible_host_gb`.
 
     Other nodes cannot be queried from here, so each is assumed to be like this one.
     """
@@ -54,7 +54,7 @@ def slots_of(
         if hardware.get("type") == "CPUSlots":
             cpu_slots += sum(int(c.get("num_slots", 1)) for c in hardware.get("configs") or [])
     if cpu_slots:
-        return Slots(cpu_slots, None)
+        return Slots(cpu_slots, None, host_gb=host_gb or ASSUMED_HOST_GB)
     if gpus is None or gpus[0] == 0:
         return Slots(cluster.num_nodes * ASSUMED_GPUS_PER_NODE, ASSUMED_GPU_GB, assumed=True)
     return Slots(cluster.num_nodes * gpus[0], gpus[1], host_gb=host_gb or ASSUMED_HOST_GB)

@@ -31,6 +31,7 @@ from rstar2_megatron.settings.sections.environment import (
     RewardSettings,
     ToolsSettings,
 )
+from rstar2_megatron.settings.sections.preference import PreferenceSettings
 from rstar2_megatron.settings.sections.recipe import (
     ColdStartSettings,
     DifficultyFilterSettings,
@@ -49,6 +50,7 @@ from rstar2_megatron.settings.sections.run import (
     RunnerSettings,
     StopCondition,
 )
+from rstar2_megatron.settings.sections.search import SearchSettings
 
 __all__ = [
     "ActorModelSettings",
@@ -66,6 +68,7 @@ __all__ = [
     "LoggerSettings",
     "LrSchedSettings",
     "OptimSettings",
+    "PreferenceSettings",
     "ProfilerSettings",
     "RefillSettings",
     "RewardSettings",
@@ -76,6 +79,7 @@ __all__ = [
     "SFTSettings",
     "SGLangSettings",
     "SamplingParams",
+    "SearchSettings",
     "Section",
     "Settings",
     "StopCondition",
@@ -100,3 +104,5 @@ class Settings(Section):
     sft: SFTSettings = SFTSettings()
     difficulty_filter: DifficultyFilterSettings = DifficultyFilterSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    search: SearchSettings = SearchSettings()
+    preference: PreferenceSettings = PreferenceSettings()

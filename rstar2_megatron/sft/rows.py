@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.rollout.chat import TURN_START
 from rstar2_megatron.sft.format import Segments, row_segments
 
 _ROWS_AT_ONCE = 256
@@ -54,7 +55,8 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     """
     ids, mask, ends = array("i"), array("B"), array("q")
     skipped = 0
-    for chunk in _chunks(paths):
+    chatml = len(tokenizer([TURN_START], add_special_tokens=False)["input_ids"][0]) == 1
+    for chunk in _chunks(paths, chatml):
         texts = [text for _, segments in chunk for text, _ in segments]
         pieces = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         for where, segments in chunk:
@@ -85,7 +87,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     )
 
 
-def _chunks(paths: Sequence[str | Path]) -> Iterator[list[tuple[str, Segments]]]:
+def _chunks(paths: Sequence[str | Path], chatml: bool) -> Iterator[list[tuple[str, Segments]]]:
     """Rows of all files as (where, segments), some at a time."""
     for path in map(Path, paths):
         if not path.is_file():
@@ -108,12 +110,18 @@ def _chunks(paths: Sequence[str | Path]) -> Iterator[list[tuple[str, Segments]]]
                     continue
                 where = f"{path}:{number}"
                 try:
-                    chunk.append((where, row_segments(json.loads(line))))
+                    row = json.loads(line)
+                    chunk.append((where, row_segments(row)))
                 except (ValueError, KeyError, TypeError) as error:
                     raise DataError(
                         f'{where}: expected {{"segments": [[text, 0 or 1], ...]}} or {{"messages": [...]}}, got '
                         f"{line[:80].decode(errors='replace')!r} ({error})"
                     ) from error
+                if not chatml and "segments" not in row:
+                    raise DataError(
+                        f"{where}: messages are rendered in ChatML, and the tokenizer splits its {TURN_START}; give rows of "
+                        "segments in the turns of the tokenizer's template"
+                    )
                 if len(chunk) == _ROWS_AT_ONCE:
                     yield chunk
                     chunk = []

@@ -10,22 +10,25 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from tqdm import tqdm
 
+from rstar2_megatron.algorithm.batch import TrainBatch
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.tokens import put_sequences
-from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
+from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import SFTRows
 
 # Steps sent to the actor in one call: a call costs about 10 ms, a tiny step not much more.
 _STEPS_PER_CALL = 10
 
 Metrics = dict[str, float]
+Batch = TypeVar("Batch")
 
 
-def sft_phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
-    """The phase of `sft.epochs` over `num_rows` conversations; the last batch of an epoch may take rows of the next."""
+def sft_phase_of(sft: SFTSettings | PreferenceSettings, num_rows: int) -> SFTPhaseSettings:
+    """The phase of `epochs` over `num_rows` rows; the last batch of an epoch may take rows of the next."""
     steps = math.ceil(sft.epochs * num_rows / sft.batch_size)
     if sft.max_steps is not None:
         steps = min(steps, sft.max_steps)
@@ -46,12 +49,13 @@ def sft_phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
 
 
 def learning_rate(phase: SFTPhaseSettings, step: int) -> float:
-    """Learning rate of step 0 .. phase.steps-1: linear warm-up, then constant or cosine to min_lr_ratio."""
+    """Learning rate of step 0 .. phase.steps-1: linear warm-up, then constant, or a cosine or a line to min_lr_ratio."""
     warmup = min(1.0, (step + 1) / max(1, phase.warmup_steps))
     if phase.decay == "constant":
         return phase.lr * warmup
-    cosine = 0.5 * (1 + math.cos(math.pi * step / max(1, phase.steps)))
-    return phase.lr * warmup * max(phase.min_lr_ratio, cosine)
+    done = step / max(1, phase.steps)
+    share = 1 - done if phase.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return phase.lr * warmup * max(phase.min_lr_ratio, share)
 
 
 def batches(num_rows: int, phase: SFTPhaseSettings, seed: int) -> Iterator[list[int]]:
@@ -89,21 +93,42 @@ def run_sft_phase(
     pauses: intervals in steps at whose multiples a call ends; after(done, metrics of the call) runs after each.
     The actor's optimizer must have made `start` steps: `start_sft_phase` makes a fresh one, a checkpoint restores one.
     """
-    stream = itertools.islice(batches(len(rows), phase, seed), start, None)
+
+    def put(indices: list[int]) -> TrainBatch:
+        return put_sequences([rows[i] for i in indices])
+
+    def train(chunk: list[TrainBatch], lrs: list[float]) -> list[Metrics]:
+        return list(actor.call("sft_steps", chunk, lrs, timeout_s=timeout_s)[0])
+
+    return run_steps(phase, len(rows), seed, put, train, start=start, pauses=pauses, after=after)
+
+
+def run_steps(
+    phase: SFTPhaseSettings,
+    num_rows: int,
+    seed: int,
+    put: Callable[[list[int]], Batch],
+    train: Callable[[list[Batch], list[float]], list[Metrics]],
+    *,
+    start: int,
+    pauses: Sequence[int],
+    after: Callable[[int, list[Metrics]], None],
+) -> list[Metrics]:
+    """The loop of `run_sft_phase` over any rows: put(row numbers) makes a batch, train(batches, rates) trains on some."""
+    stream = itertools.islice(batches(num_rows, phase, seed), start, None)
     history: list[Metrics] = []
     done = start
     with tqdm(
-        total=phase.steps, initial=start, desc=f"sft {phase.name}", unit="step", leave=False, disable=None
+        total=phase.steps, initial=start, desc=phase.name, unit="step", leave=False, disable=None
     ) as bar:
         while done < phase.steps:
             count = min(_STEPS_PER_CALL, phase.steps - done, *(e - done % e for e in pauses if e > 0))
-            chunk = [put_sequences([rows[i] for i in next(stream)]) for _ in range(count)]
             lrs = [learning_rate(phase, done + i) for i in range(count)]
-            steps: list[Metrics] = actor.call("sft_steps", chunk, lrs, timeout_s=timeout_s)[0]
+            steps = train([put(next(stream)) for _ in range(count)], lrs)
             history += steps
             done += count
             bar.update(count)
-            bar.set_postfix(loss=f"{steps[-1]['sft/loss']:.3f}")
+            bar.set_postfix(loss=f"{next(v for k, v in steps[-1].items() if k.endswith('/loss')):.3f}")
             after(done, steps)
     return history
 

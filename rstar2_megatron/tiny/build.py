@@ -16,22 +16,24 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.tiny.problems import TinyProblem, stream
-from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, tiny_agent_loop
+from rstar2_megatron.tiny.problems import Level, TinyProblem, stream
+from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, smollm2_recipe, tiny_agent_loop
 from rstar2_megatron.tiny.sft import (
     Segments,
     TraceWriter,
     copy_rows,
     pieces,
 )
+
+Base = Literal["tiny", "smollm2"]
 
 # Files whose code decides the result.
 _CODE = (
@@ -40,6 +42,7 @@ _CODE = (
     "problems.py",
     "recipe.py",
     "sft.py",
+    "smollm2.py",
     "tokenizer.py",
     "../rollout/chat.py",
     "../rollout/tool_response.py",
@@ -94,31 +97,33 @@ def build_tiny(
     agentloop: AgentLoopSettings | None = None,
     recipe: TinyRecipe | None = None,
     shape: TinyModelShape | None = None,
+    base: Base = "tiny",
     progress: Callable[[str], None] = print,
 ) -> TinyPaths:
     """Build, or find, the tiny recipe's files below `cache_dir`.
 
     Args:
-        cache_dir: Parent of the `tiny-...` directory; made when absent.
+        cache_dir: Parent of the `{base}-...` directory; made when absent.
         seed: Of problems, traces and initial weights.
         agentloop: Conversation format of the SFT data; must be that of the rollouts. Default `tiny_agent_loop()`.
-        recipe, shape: Amounts, and the model's sizes.
+        recipe, shape: Amounts, and the sizes of a tiny model.
+        base: A tiny model from nothing, or the pretrained one of `smollm2`.
         progress: Called with a line at the start of each part.
 
     Raises:
         OSError: when `cache_dir` cannot be written.
     """
     agentloop = agentloop or tiny_agent_loop()
-    recipe = recipe or TinyRecipe()
-    shape = shape or TinyModelShape()
+    recipe = recipe or (TinyRecipe() if base == "tiny" else smollm2_recipe())
+    shape = (shape or TinyModelShape()) if base == "tiny" else None
     parameters = {
         "seed": seed,
         "agentloop": agentloop.model_dump(include=_FORMAT),
         "recipe": asdict(recipe),
-        "model": asdict(shape),
+        "model": asdict(shape) if shape else base,
     }
     key = _content_key(parameters)
-    root = Path(cache_dir).expanduser().resolve() / f"tiny-seed{seed}-{key}"
+    root = Path(cache_dir).expanduser().resolve() / f"{base}-seed{seed}-{key}"
     if root.exists():
         return TinyPaths(root)
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -150,41 +155,54 @@ def _build(
     seed: int,
     agentloop: AgentLoopSettings,
     recipe: TinyRecipe,
-    shape: TinyModelShape,
+    shape: TinyModelShape | None,
     progress: Callable[[str], None],
 ) -> None:
     # Here, because torch and transformers take seconds to import and a cached build needs neither.
+    from transformers import AutoTokenizer
+
     from rstar2_megatron.tiny.model import build_model, save_model
+    from rstar2_megatron.tiny.smollm2 import write_model
     from rstar2_megatron.tiny.tokenizer import save_tokenizer
 
     for directory in (paths.model, paths.train.parent, paths.copy.parent):
         directory.mkdir(parents=True)
 
-    progress("tiny recipe: problems")
+    lower, level = recipe.levels
+    progress("demonstration: problems")
     seen: set[str] = set()
-    heldout = _take(stream("main", random.Random(f"heldout {seed}"), seen), recipe.heldout_problems)
-    train = _take(stream("main", random.Random(f"train {seed}"), seen), recipe.train_problems)
+
+    def problems(name: str, count: int) -> list[TinyProblem]:
+        return _take(stream(level, random.Random(f"{name} {seed}"), seen, recipe.families), count)
+
+    heldout, train = problems("heldout", recipe.heldout_problems), problems("train", recipe.train_problems)
     write_jsonl(paths.heldout, (p.row(f"tiny-heldout-{i}") for i, p in enumerate(heldout)))
     write_jsonl(paths.train, (p.row(f"tiny-train-{i}") for i, p in enumerate(train)))
 
-    progress("tiny recipe: tokenizer and model")
-    tokenizer = _tokenizer(recipe, agentloop)
-    save_tokenizer(tokenizer, paths.model)
-    model = build_model(shape, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
-    save_model(model, paths.model)
+    progress("demonstration: tokenizer and model")
+    if shape is None:
+        write_model(paths.model)
+        tokenizer = AutoTokenizer.from_pretrained(paths.model)
+    else:
+        tokenizer = _tokenizer(recipe, agentloop)
+        save_tokenizer(tokenizer, paths.model)
+        model = build_model(shape, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
+        save_model(model, paths.model)
 
-    progress("tiny recipe: SFT data")
+    progress("demonstration: SFT data")
     rng = random.Random(f"sft {seed}")
     template = ChatTemplate(tokenizer, agentloop)
     # SFT questions may occur again in RL, but not in the held-out set; there are few easy ones, so they may repeat
     held = {p.question for p in heldout}
-    easy, main = _endless("easy", rng, held), _endless("main", rng, held)
+    easy, main = (_endless(name, rng, held, recipe.families) for name in (lower, level))
     writer = TraceWriter(template, rng, recipe.mix)
     rows = [
         writer.conversation(next(main if rng.random() < recipe.main_share else easy))
         for _ in range(recipe.conversations)
     ]
     write_jsonl(paths.conversations, ({"segments": row} for row in rows))
+    if recipe.copy is None:
+        return
     filler = pieces("".join(text for row in rows[:200] for text, _ in row))
     write_jsonl(paths.copy, ({"segments": row} for row in copy_rows(recipe.copy, main, filler, rng)))
 
@@ -193,10 +211,12 @@ def _take(problems: Iterator[TinyProblem], count: int) -> list[TinyProblem]:
     return list(itertools.islice(problems, count))
 
 
-def _endless(level: Any, rng: random.Random, excluded: set[str]) -> Iterator[TinyProblem]:
+def _endless(
+    level: Level, rng: random.Random, excluded: set[str], families: Sequence[str]
+) -> Iterator[TinyProblem]:
     """Problems that may repeat, but none whose question is in `excluded`."""
     while True:
-        yield from _take(stream(level, rng, set(excluded)), 90)
+        yield from _take(stream(level, rng, set(excluded), families), 90)
 
 
 def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreTrainedTokenizerFast
@@ -206,7 +226,7 @@ def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreT
     rng = random.Random("tokenizer")
     bare: Any = train_tokenizer([], 256 + 3 + len(TEMPLATE_TAGS))
     writer = TraceWriter(ChatTemplate(bare, agentloop), rng, recipe.mix)
-    problems = _endless("main", rng, set())
+    problems = _endless("main", rng, set(), recipe.families)
     rows: list[Segments] = [
         writer.conversation(next(problems)) for _ in range(recipe.tokenizer_conversations)
     ]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Level = Literal["easy", "main"]
+Level = Literal["easy", "main", "large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Sizes:
 SIZES: dict[Level, Sizes] = {
     "easy": Sizes(min_digits=1, max_digits=2, max_terms=3),  # SFT traces
     "main": Sizes(min_digits=2, max_digits=3, max_terms=3),  # RL and held-out
+    "large": Sizes(min_digits=4, max_digits=6, max_terms=3),  # the pretrained model's
 }
 
 
@@ -217,15 +218,18 @@ FAMILIES: dict[str, Callable[[random.Random, Sizes], TinyProblem]] = {
 }
 
 
-def stream(level: Level, rng: random.Random, seen: set[str]) -> Iterator[TinyProblem]:
-    """Problems without end, families in turn, none whose question is in `seen` (to which each is added).
+def stream(
+    level: Level, rng: random.Random, seen: set[str], families: Sequence[str] = tuple(FAMILIES)
+) -> Iterator[TinyProblem]:
+    """Problems without end, `families` in turn, none whose question is in `seen` (to which each is added).
 
     Raises:
         ValueError: when a family's questions at this level are used up.
     """
     sizes = SIZES[level]
     while True:
-        for name, make in FAMILIES.items():
+        for name in families:
+            make = FAMILIES[name]
             for _ in range(1000):
                 problem = make(rng, sizes)
                 if problem.question not in seen:

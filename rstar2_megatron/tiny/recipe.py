@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.tiny.problems import FAMILIES, Level
 
 
 def tiny_agent_loop() -> AgentLoopSettings:
@@ -74,6 +75,9 @@ class CopyCurriculum:
 class TinyRecipe:
     """Amounts of data, apart from the seed, the model's shape and the conversation format."""
 
+    levels: tuple[Level, Level] = ("easy", "main")
+    """Sizes of the numbers: of the easier SFT conversations, and of RL, held-out and the other conversations."""
+    families: tuple[str, ...] = tuple(FAMILIES)
     vocab_size: int = 640
     tokenizer_conversations: int = 3000
     train_problems: int = 4096
@@ -82,4 +86,17 @@ class TinyRecipe:
     main_share: float = 0.5
     """Share of the SFT conversations about problems of the main level; the others are easy."""
     mix: Mix = field(default_factory=Mix)
-    copy: CopyCurriculum = field(default_factory=CopyCurriculum)
+    copy: CopyCurriculum | None = field(default_factory=CopyCurriculum)
+
+
+def smollm2_recipe() -> TinyRecipe:
+    """Problems whose numbers no model multiplies by heart, for a pretrained model, which can copy them already."""
+    return TinyRecipe(
+        levels=("main", "large"),
+        families=("product", "gcd", "lcm", "remainder", "series"),
+        train_problems=2048,
+        heldout_problems=96,
+        conversations=1024,
+        main_share=0.8,
+        copy=None,
+    )

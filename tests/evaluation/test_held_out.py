@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.cluster.coordinator import PhaseResult
+from rstar2_megatron.cluster.phases.coordinator import PhaseResult
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings

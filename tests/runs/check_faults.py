@@ -215,11 +215,11 @@ def _device_route_on_cpu(module):
     # CUDA IPC with buffers in host memory: engine n reads actor rank n
     possible, make = module.possible_routes, module.make_route
     def placed(places):
-        return [module.Place(place.node, (rank,)) for rank, place in enumerate(places)]
+        return [module.Place(place.node, (rank,), place.address) for rank, place in enumerate(places)]
     module.possible_routes = lambda wanted, actor, rollout, device: possible(
         wanted, placed(actor), placed(rollout), "cuda")
-    module.make_route = lambda kind, actor_group, rollout_group, actor, rollout, **rest: make(
-        kind, actor_group, rollout_group, placed(actor), placed(rollout), **rest)
+    module.make_route = lambda kind, actor_group, actor, rollout, **rest: make(
+        kind, actor_group, placed(actor), placed(rollout), **rest)
 
 def _no_actor(module):
     def initialize(self):

@@ -13,11 +13,12 @@ import yaml
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.runs.stages import load_recipe, recipe_names
 from rstar2_megatron.settings.load import CONFIG_DIR, config_names, load, valid_keys
+from rstar2_megatron.settings.planning import plan
 from rstar2_megatron.settings.rlinf_keys import ONLY_VALUES
 from tests.settings.loaded import loaded
 from tests.settings.rlinf_yaml import RLINF_7B
 
-SIZES = [name for name in config_names() if name != "rstar2-tiny-cpu"]
+SIZES = [name for name in config_names() if not name.endswith("-cpu")]
 FAMILIES = {"qwen2.5": ("1.5b", "7b", "14b", "32b"), "qwen3": ("4b", "8b", "14b", "30b-a3b")}
 WANTED = {
     f"rstar2-{family}-{size}-megatron{variant}"
@@ -94,15 +95,18 @@ def test_batch_is_the_released_one_or_the_papers_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_dry_run_of_every_recipe_plans_each_stage(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plan, "visible_host_gb", lambda: 64.0)  # for a larger model than the tiny one
     words = [f"recipe={name}", "--dry-run", f"cold_start.cache_dir={tmp_path}"]
     if name == "rstar2-tiny":  # its model and data would be made first; the plan needs neither
         words.append("rollout.model.model_path=Qwen2.5-0.5B")
         words.append("cold_start.builder=null")
     assert main(words) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     stages = load_recipe(name).stages
+    if any(stage.trees_from for stage in stages):
+        assert "is empty" not in err, "the stages before make these files"
     assert [line.split(": ")[1] for line in out.splitlines() if line.startswith("== stage")] == [
         f"{stage.name} ({stage.task})" for stage in stages
     ]
@@ -117,6 +121,11 @@ def test_dry_run_of_sft_plans_it_and_misses_its_data(capsys: pytest.CaptureFixtu
     assert (
         "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files" in captured.err
     )
+    assert main(["rstar2-qwen2.5-7b-megatron", "runner.task_type=preference", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert "512 comparisons of prefixes of at most 10240 tokens" in captured.out
+    assert "1 epochs, lr 7e-06, 0.0% warm-up, then linear" in captured.out
+    assert "preference.train_data_paths is empty; python -m rstar2_megatron.search" in captured.err
     assert main(["rstar2-qwen2.5-7b-megatron", "runner.task_type=stf", "--dry-run"]) == 2
     assert "runner.task_type='stf'" in capsys.readouterr().err
 

@@ -14,28 +14,12 @@ from rstar2_megatron.settings.load import ConfigError, load
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import model_of
 from rstar2_megatron.settings.schema import Settings
-
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+from tests.runs.inputs.models import CONFIG, write_directory
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"")
-    return directory
+    return write_directory(tmp_path / "model")
 
 
 @pytest.fixture
@@ -98,6 +82,18 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
         (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),
         (["algorithm.importance_sampling_fix=True"], r"set algorithm.recompute_logprobs=True"),
+        (
+            ["algorithm.decoupled_loss=True"],
+            r"decoupled_loss=True clips .* set algorithm.recompute_logprobs=True",
+        ),
+        (
+            [
+                f"algorithm.{key}=True"
+                for key in ("decoupled_loss", "importance_sampling_fix", "recompute_logprobs")
+            ],
+            r"weigh every token twice by the same ratio; set one of them to False",
+        ),
+        (["algorithm.icepop=[1.5,5]"], r"\[1.5, 5\] is no band of ratios around 1: .* 0 < low <= 1 <= high"),
         (["algorithm.sampling_params.top_p=0.9"], r"top_p=0.9 in training: .* biased; set it to 1.0"),
         (["algorithm.sampling_params.top_k=50"], r"top_k=50 in training: .* biased; set it to -1"),
         (["algorithm.sampling_params.temperature=0"], r"temperature=0 in training: greedy .*; set it to 1.0"),
@@ -148,6 +144,10 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             r"/nowhere has no step_000001.jsonl.gz; .* or set runner.max_steps=0",
         ),
         (["runner.val_check_interval=5"], r"val_check_interval=5 needs data.val_data_paths"),
+        (
+            ["runner.save_interval=20", "runner.val_check_interval=8"],
+            r"save_interval=20 is no multiple of runner.val_check_interval=8: .*; set it to 16, or to -1",
+        ),
         (["runner.init_checkpoint=/nowhere"], r"init_checkpoint=/nowhere holds no actor/metadata.json: give"),
         (
             ["runner.init_checkpoint=/nowhere", "cold_start.enabled=True"],
@@ -167,8 +167,8 @@ def test_a_model_without_tokenizer(model: Path, data: Path) -> None:
 
 
 def test_an_architecture_that_is_not_supported(model: Path, data: Path) -> None:
-    (model / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM is not supported; supported: Qwen2"):
+    (model / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["GemmaForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"GemmaForCausalLM is not supported; supported: Qwen2"):
         check_before_start(tiny(model, data))
 
 

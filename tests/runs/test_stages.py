@@ -12,7 +12,7 @@ import yaml
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.runs.recipe_run import write_curve
-from rstar2_megatron.runs.stages import Recipe, StagePlan, load_recipe, override_word
+from rstar2_megatron.runs.stages import Recipe, StagePlan, _known, load_recipe, override_word
 from rstar2_megatron.settings.load import ConfigError, load
 
 STAGES = [
@@ -81,6 +81,49 @@ def test_model_optimizer_and_problems_are_passed_on(tmp_path: Path) -> None:
     assert Path(settings["rl-a"].runner.logger.log_path) == tmp_path / "r" / "rl-a"
 
 
+ROUNDS = [
+    {"name": "base", "task": "sft"},
+    {"name": "search-1", "task": "search"},
+    {"name": "sft-1", "task": "sft", "model_from": "base", "trees_from": ["search-1"]},
+    {"name": "ppm-1", "task": "preference", "trees_from": ["search-1"]},
+    {"name": "search-2", "task": "search", "reward_model_from": "ppm-1"},
+    {"name": "sft-2", "task": "sft", "model_from": "base", "trees_from": ["search-1", "search-2"]},
+]
+
+
+def test_trees_and_reward_models_are_passed_on(tmp_path: Path) -> None:
+    """A preference stage exports no policy: the stage after it starts from the SFT stage before it."""
+    stages = plan(tmp_path, stages=ROUNDS)
+    settings = {s.name: stages.settings(s) for s in stages.recipe.stages}
+    root = tmp_path / "r"
+    models = {name: s.rollout.model.model_path for name, s in settings.items()}
+    assert [models[name] for name in ("search-1", "sft-1", "ppm-1", "search-2", "sft-2")] == [
+        str(root / name / "model") for name in ("base", "base", "sft-1", "sft-1", "base")
+    ]
+    assert settings["ppm-1"].preference.train_data_paths == [str(root / "search-1/mcts.jsonl")]
+    assert settings["sft-2"].sft.train_data_paths == [
+        str(root / name / "mcts.sft.jsonl") for name in ("search-1", "search-2")
+    ]
+    assert settings["search-1"].search.reward_model is None
+    assert settings["search-2"].search.reward_model == str(root / "ppm-1/model")
+
+
+def test_new_keys_at_their_defaults_change_no_fingerprint(tmp_path: Path) -> None:
+    """A recipe that was begun before these keys came continues."""
+    stages = plan(tmp_path)
+    assert set(_known(stages.recipe.stages[1])) == {"name", "task", "optimizer", "problems_from"}
+    rounds = plan(tmp_path, stages=ROUNDS).recipe.stages
+    assert set(_known(rounds[2])) - set(_known(rounds[0])) == {"model_from", "trees_from"}
+
+
+def test_the_rounds_of_rstar_math_are_shipped() -> None:
+    r = load_recipe("rstar-math-tiny")
+    assert [s.task for s in r.stages] == ["sft", "sft", *["search", "sft", "preference"] * 2]
+    stages = StagePlan(r)
+    guides = [stages.settings(s, for_plan=True).search.guide for s in r.stages if s.task == "search"]
+    assert guides == ["answers", "answers+scores"]
+
+
 def test_overrides_of_all_stages_and_of_one(tmp_path: Path) -> None:
     stages = plan(
         tmp_path,
@@ -129,6 +172,10 @@ def test_fingerprint_changes_with_what_runs(tmp_path: Path) -> None:
         ([STAGES[0], {**STAGES[2]}], "no reasoning stage comes before it"),
         ([STAGES[4]], "no difficulty_filter stage before it"),
         ([{**STAGES[1], "name": "a/b"}], "stages.0.name"),
+        ([ROUNDS[2]], "takes model_from 'base', which is no reasoning or sft stage before it"),
+        ([ROUNDS[0], ROUNDS[3]], "takes trees_from 'search-1', which is no search stage before it"),
+        ([*ROUNDS[:2], {**ROUNDS[4], "reward_model_from": "base"}], "'base', which is no preference stage"),
+        ([*ROUNDS[:2], {**ROUNDS[1], "name": "b", "trees_from": ["search-1"]}], "which uses no trees_from"),
         ([{**STAGES[1], "steps": 3}], "stages.0.steps"),
         ([], "stages"),
     ],

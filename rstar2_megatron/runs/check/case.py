@@ -85,6 +85,8 @@ def smooth(settings: Settings) -> AlgorithmSettings:
             "training_batch_size_per_gpu": 1,
             "recompute_logprobs": False,
             "importance_sampling_fix": False,
+            "decoupled_loss": False,
+            **dict.fromkeys(("mis_sequence", "mis_geometric", "icepop")),
             "kl_beta": 0.0,
             "clip_ratio_low": 0.999,
             "clip_ratio_high": 1e6,

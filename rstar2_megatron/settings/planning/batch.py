@@ -32,6 +32,21 @@ def plan_sft(plan: RunPlan, settings: Settings) -> None:
     )
 
 
+def plan_preference(plan: RunPlan, settings: Settings) -> None:
+    own = settings.preference
+    plan.add(
+        "batch",
+        "step",
+        f"{own.batch_size} comparisons of prefixes of at most {own.max_length or settings.runner.seq_length} tokens, packed to "
+        f"{settings.runner.max_tokens_per_mbs} tokens a micro-batch",
+    )
+    plan.add(
+        "batch",
+        "schedule",
+        f"{own.epochs:g} epochs, lr {own.lr:g}, {own.warmup_ratio:.1%} warm-up, then {own.lr_decay_style}",
+    )
+
+
 def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
     algorithm, parallel = settings.algorithm, settings.actor.model
     problems, rollouts = settings.data.rollout_batch_size, algorithm.group_size

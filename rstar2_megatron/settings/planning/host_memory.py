@@ -7,8 +7,8 @@ and moments, 12 bytes a parameter, on the first rank of each data-parallel group
   communication a buffer is one bucket;
 - while writing: the copies of weights and state. torch's writer copies each piece of a larger tensor.
 
-A load takes more on nodes with many data-parallel ranks: every rank reads masters and moments of all its weights.
-tests/actor/test_checkpoint.py counts these bytes.
+A load takes less: every rank reads pieces of LOAD_PIECE_BYTES, or one parameter if it has more. tests/actor/test_checkpoint.py
+counts these bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 PROCESS_GB = 8.0  # of a process with CUDA: libraries, pinned buffers
 STATE_BYTES = 12  # a parameter: fp32 master and two moments
+LOAD_PIECE_BYTES = 1 << 30
 _BUCKET = 40_000_000  # parameters of a bucket with overlapped communication (megatron-core's default, up to 40 ranks)
 
 
@@ -74,20 +75,20 @@ def save_bytes(
     return STATE_BYTES * held + max(shards + arriving, (STATE_BYTES + width) * held)
 
 
-def load_bytes(actor: ActorSettings, model: ModelConfig, world: int, *, ranks: int = 1) -> float:
-    """Peak host bytes of a load on `ranks` ranks of one node: the state, and of each MLP's gate and up a joined copy."""
+def load_bytes(
+    actor: ActorSettings, model: ModelConfig, *, ranks: int = 1, piece: int = LOAD_PIECE_BYTES
+) -> float:
+    """Peak host bytes of a load on `ranks` ranks of one node, at most.
+
+    A piece, or the state of the largest parameter, and stored tensors from which torch copies: two at once were counted
+    with experts, one otherwise.
+    """
     if not actor.optim.use_distributed_optimizer:
         return 0.0  # read into place
-    dense, experts = rank_parameters(actor, model, world)
-    return STATE_BYTES * ranks * (dense.held + experts.held + gated_parameters(actor, model, experts))
-
-
-def gated_parameters(actor: ActorSettings, model: ModelConfig, experts: Share) -> float:
-    """Parameters of gate and up on one rank, which megatron-core joins when it loads them."""
-    if model.is_moe:
-        return experts.held * 2 / 3  # gate, up and down have one size
-    split = actor.model.tensor_model_parallel_size * actor.model.pipeline_model_parallel_size
-    return 2 * model.intermediate_size * model.hidden_size * model.num_layers / split
+    width = model.expert_intermediate_size if model.is_moe else model.intermediate_size
+    gated = 2 * width * model.hidden_size  # gate and up, which megatron-core joins into a second copy
+    largest = max(model.vocab_size * model.hidden_size, 2 * gated) / actor.model.tensor_model_parallel_size
+    return ranks * (max(piece, STATE_BYTES * largest) + (8 if model.is_moe else 4) * largest)
 
 
 def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemory:
@@ -101,9 +102,7 @@ def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemor
     return HostMemory(
         optimizer=state * sum(s.updated for s in shares) * ranks / GB if on_host else 0.0,
         weights=width * sum(s.held for s in shares) * ranks / GB if actor.offload_weight else 0.0,
-        checkpoint=max(
-            save_bytes(actor, model, world, ranks=ranks), load_bytes(actor, model, world, ranks=ranks)
-        )
+        checkpoint=max(save_bytes(actor, model, world, ranks=ranks), load_bytes(actor, model, ranks=ranks))
         / GB,
         processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's rank
     )

@@ -18,7 +18,8 @@ from rstar2_megatron.settings.placement import (
     visible_gpus,
     visible_host_gb,
 )
-from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_sft
+from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_preference, plan_sft
+from rstar2_megatron.settings.planning.cpu_memory import plan_cpu_memory
 from rstar2_megatron.settings.planning.disk import plan_disk
 from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memory
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
@@ -51,7 +52,8 @@ def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
     """
     path = settings.rollout.model.model_path
     if (Path(path) / "config.json").is_file():
-        return ModelConfig.from_directory(path), "config.json"
+        scores = settings.runner.task_type == "preference"
+        return ModelConfig.from_directory(path, scores=scores), "config.json"
     return known_model(path), "by the directory's name"
 
 
@@ -75,6 +77,8 @@ def make_plan(
     task = settings.runner.task_type
     if task == "sft":
         plan_sft(plan, settings)
+    elif task == "preference":
+        plan_preference(plan, settings)
     else:
         plan_batch(plan, settings, world)
     if model is None:
@@ -84,9 +88,12 @@ def make_plan(
         )
         return plan
     plan.add("model", "parameters", f"{parameters_text(model.num_parameters)} ({source})")
-    if task != "difficulty_filter":
+    if task not in ("difficulty_filter", "search"):
         plan_training(plan, settings, slots, model, world)
-    if task == "sft":
+        if slots.is_cpu:
+            engines = len(places.get("rollout", ()))
+            plan_cpu_memory(plan, settings, model, world, engines, slots.host_gb)
+    if task in ("sft", "preference"):
         return plan
     plan_disk(plan, settings, model)
     engines = len(places.get("rollout", range(slots.count)))

@@ -1,6 +1,6 @@
 """Memory and seconds that a step's trajectories take between engines, driver and actor ranks.
 
-The constants are from `python -m benchmarks.paper_step --problems 4 64 --engines 2 --ranks 2`.
+The constants are from the row of 512 x 32 of `python -m benchmarks.paper_step --problems 4 64 128 256 512`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from rstar2_megatron.settings.schema import Settings
 
 TOKEN_BYTES = 9  # id 4, mask 1, log-prob 4
 DRIVER_BASE_GB = 0.6
-DRIVER_BYTES_PER_TOKEN = 9.0  # texts and figures of every trajectory
+DRIVER_BYTES_PER_TOKEN = 5.0  # texts and figures of every trajectory
 ENGINE_BYTES_PER_TOKEN = (
-    25.0  # tokens until the batch is put, one copy of the part that is trained on, texts under way
+    29.0  # tokens until the batch is put, one copy of the part that is trained on, texts under way
 )
-CPU_S_PER_MTOKEN = 0.5  # driver, channel, grading of text, resampling and batch, for a million tokens
+CPU_S_PER_MTOKEN = 0.3  # driver, channel, grading of text, resampling and batch, for a million tokens
 LEAST_STORE_BYTES = 512 << 20
 _STORE_MARGIN = 1.25
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rstar2_megatron.settings.sections.base import Section
 
 KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
 """Values of `algorithm.kl_penalty_type` that are loss terms."""
+
+
+def _band(value: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < value[0] <= 1 <= value[1]:
+        raise ValueError(
+            f"[{value[0]:g}, {value[1]:g}] is no band of ratios around 1: give [low, high] with 0 < low <= 1 <= high"
+        )
+    return value
+
+
+Band = Annotated[tuple[float, float], AfterValidator(_band)]
+"""[low, high] of the ratio actor / engine, both inside."""
 
 
 class DownSamplingConfig(Section):
@@ -64,6 +76,10 @@ class AlgorithmSettings(Section):
     """grpo: (r - mean) / std over the kept group (the paper); grpo-no-std: without the std.
     leave-one-out: the mean is over the other trajectories.
     """
+    max_staleness: int = Field(0, ge=0)
+    """S: engines go on while the actor trains, which at weight version v trains tokens of version v - S or newer. 0: every
+    step waits for its rollouts. S > 0 needs engines on other slots than the actor (docs/asynchronous.md).
+    """
     loss_agg_func: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf"
     ] = "token-mean"
@@ -85,6 +101,18 @@ class AlgorithmSettings(Section):
     importance_sampling_fix: bool = False
     """Truncated importance sampling between engine and actor; needs recompute_logprobs."""
     importance_sampling_clip: float = Field(2.0, gt=0)
+    decoupled_loss: bool = False
+    """Decoupled PPO (arXiv 2505.24298): the ratio is clipped against the policy before the update (the proximal one), and each
+    token is weighted by proximal / engine. Needs recompute_logprobs.
+    """
+    decoupled_weight_cap: float | None = Field(None, ge=1)
+    """Tokens whose weight proximal / engine is larger are left out of the loss and of its denominator."""
+    mis_sequence: Band | None = None
+    """Masked importance sampling: sequences whose product of ratios is outside are left out, e.g. [0.5, 2]."""
+    mis_geometric: Band | None = None
+    """The same for the geometric mean of the ratios, e.g. [0.99, 1.01]."""
+    icepop: Band | None = None
+    """IcePop: tokens whose ratio is outside are left out, e.g. [0.5, 5]."""
     down_sampling: DownSamplingSettings
     refill: RefillSettings = RefillSettings()
     sampling_params: SamplingParams

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from rstar2_megatron.settings.sections.base import Section
 
+OWN_TEMPLATE = "tokenizer"
+"""Value of `agentloop.chat_template`: the tokenizer's own, tools included."""
+
 
 class DataSettings(Section):
     type: Literal["math"] = "math"
@@ -55,8 +58,8 @@ class AgentLoopSettings(Section):
     generation_prefix: str | None = None
     """First text of every assistant turn; null: rStar2's `<reason>` prefix."""
     chat_template: str | None = None
-    """A Jinja chat template, or the path of its file, in place of the three keys above: RLinf's
-    rollout.custom_chat_template.
+    """A Jinja chat template, the path of its file, or `tokenizer` for the tokenizer's own, in place of the three keys
+    above: RLinf's rollout.custom_chat_template. null: the three keys, in ChatML or else in the tokenizer's own turns.
     """
     tool_descriptions: list[dict[str, Any]] | None = None
     """Function schemas, or the path of a JSON or YAML file with them, in place of the descriptions in tools.py."""

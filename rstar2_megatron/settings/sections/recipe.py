@@ -8,8 +8,8 @@ from pydantic import Field
 
 from rstar2_megatron.settings.sections.base import Section
 
-BUILT_PREFIX = "tiny:"
-"""Begins the path of what `cold_start.builder` makes."""
+BUILT_PREFIXES = ("tiny:", "smollm2:")
+"""Begin the path of what `cold_start.builder` makes."""
 
 
 class SFTPhaseSettings(Section):
@@ -23,7 +23,7 @@ class SFTPhaseSettings(Section):
     lr: float = Field(gt=0)
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
     warmup_steps: int = Field(50, ge=0)
-    decay: Literal["constant", "cosine"] = "cosine"
+    decay: Literal["constant", "cosine", "linear"] = "cosine"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     weight_decay: float = 0.01
@@ -46,7 +46,7 @@ class SFTSettings(Section):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     warmup_ratio: float = Field(0.04, ge=0, le=1)
     """Share of the steps; the decay to min_lr_ratio covers all steps."""
-    lr_decay_style: Literal["constant", "cosine"] = "cosine"
+    lr_decay_style: Literal["constant", "cosine", "linear"] = "cosine"
     shuffle: bool = True
     """False keeps the order of the files (a curriculum)."""
     adam_beta1: float = 0.9
@@ -75,7 +75,8 @@ class ColdStartSettings(Section):
 
     enabled: bool = False
     cache_dir: str = ".cache/rstar2"
-    builder: Literal["tiny"] | None = None
-    """`tiny`: the project builds tokenizer, model, problems and SFT data when they are absent."""
+    builder: Literal["tiny", "smollm2"] | None = None
+    """The project makes model, problems and SFT data when they are absent. tiny: a model from nothing; smollm2: a pretrained
+    one from a registry package (requirements/smollm2.txt)."""
     seed: int = 0
     phases: list[SFTPhaseSettings] = []

@@ -53,6 +53,10 @@ class RolloutSettings(Section):
     kv_reserve: trajectories that surely fit the engine's KV cache (the paper). kv_adaptive: trajectories that very
     probably fit, longest first.
     """
+    request_seeds: bool = False
+    """Every request samples by a seed of its own, made of actor.seed, step, problem, rollout and turn, so that its draws do
+    not depend on what runs beside it. SGLang then uses kernels whose results do not depend on the batch, which are slower.
+    """
     slice_size: int = Field(8, ge=1)
     """Rollouts of one problem that an engine takes at a time; they share its prompt in the prefix cache."""
     tail: Literal["wait", "cut", "carry"] = "wait"

@@ -80,9 +80,9 @@ class ProfilerSettings(Section):
 
 
 class RunnerSettings(Section):
-    task_type: Literal["reasoning", "sft", "difficulty_filter"] = "reasoning"
+    task_type: Literal["reasoning", "sft", "difficulty_filter", "search", "preference"] = "reasoning"
     """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: drop the problems that the
-    model always solves.
+    model always solves; search: trees of data.train_data_paths; preference: train a process preference model on such trees.
     """
     experiment_name: str
     output_dir: str = "results"

@@ -15,7 +15,13 @@ from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 
 LAYERS = 2
-_KINDS = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+_KINDS = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+}
 _NOT_COPIED = {"config.json", "generation_config.json"}
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "special")
 
@@ -49,7 +55,14 @@ def _as_dict(model: ModelConfig) -> dict[str, Any]:
         "model_type": _KINDS[model.architecture],
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_parameters": {
+            "rope_theta": model.rope_theta,
+            **(
+                {"rope_type": "llama3", **fields["rope_scaling"]}
+                if model.rope_scaling
+                else {"rope_type": "default"}
+            ),
+        },
         **{
             name: fields[name]
             for name in (
@@ -58,6 +71,8 @@ def _as_dict(model: ModelConfig) -> dict[str, Any]:
             )
         },
     }
+    if model.architecture == "MistralForCausalLM":
+        raw["sliding_window"] = None  # transformers' default is 4,096
     if model.is_moe:
         raw |= {
             "num_experts": model.num_experts,

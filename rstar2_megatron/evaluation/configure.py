@@ -1,0 +1,145 @@
+"""What a command that samples from `--model DIR` works out before it starts: configuration, format, context, engines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.model_format import FILE, read_format
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.settings.placement import visible_gpus
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.sections.rollout import CONTEXT_SLACK
+from rstar2_megatron.trajectory import Problem
+
+# `services` loads torch, which takes seconds; --help and bad input are answered without it.
+if TYPE_CHECKING:
+    from rstar2_megatron.evaluation.services import SamplingSettings
+
+MAX_TOKENS = 30 * 1024
+"""The paper's response budget (arXiv 2508.20722, section 5)."""
+
+
+def parse_words(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, positive: Sequence[str]
+) -> argparse.Namespace:
+    """Parse options, data files and overrides in any order. Ends the process by `parser.error` for bad words.
+
+    positive: names of options that must be at least 1 when they are given.
+    """
+    arguments = parser.parse_intermixed_args(argv)
+    # --data takes every word that follows it, overrides too
+    swallowed = [path for path in arguments.data if "=" in str(path) and not path.exists()]
+    arguments.overrides += map(str, swallowed)
+    arguments.data = [path for path in arguments.data if path not in swallowed]
+    if not arguments.data:
+        parser.error("--data names no file")
+    for name in positive:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for word in arguments.overrides:
+        if "=" not in word:
+            parser.error(f"{word!r} is not an override; write key=value (data files follow --data)")
+    return arguments
+
+
+def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings) -> dict[str, list[Problem]]:
+    """Problems by file name without suffix. Raises DataError, also when two files share a query_id."""
+    data = settings.data
+    read_problems(paths, data.prompt_key, data.answer_key)  # raises when two files share a query_id
+    return {path.stem: read_problems([path], data.prompt_key, data.answer_key)[:limit] for path in paths}
+
+
+def default_out(model: Path) -> Path:
+    """A directory in the run which contains the model, so that two runs never share a directory of results."""
+    path = model.resolve()
+    config = find_run_config(path)
+    return Path("evaluations") / path.name if config is None else config.parent / "evaluation" / path.name
+
+
+def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
+    """The configuration and the sampling settings. Raises ValueError for arguments that contradict each other.
+
+    arguments: model, config, overrides, samples, temperature, top_p, max_turns, max_tokens (None: the default), engines.
+    """
+    # here, because torch and SGLang's client take seconds, which wrong arguments should not cost
+    from rstar2_megatron.evaluation.services import SamplingSettings
+
+    config = find_run_config(arguments.model.resolve())
+    if config is not None and arguments.config:
+        raise ValueError(
+            f"{arguments.model} is in a run, whose configuration is {config}; leave --config out"
+        )
+    if config is None and not arguments.config:
+        settings = _format_beside(arguments.model, arguments.overrides)
+    else:
+        settings = load_settings(str(config or arguments.config), arguments.overrides)
+    base = settings.rollout.model.model_path
+    model = hugging_face_directory(arguments.model, base if config else None)
+
+    shape = ModelConfig.from_directory(model)
+    most = shape.max_position_embeddings - CONTEXT_SLACK
+    tokens = arguments.max_tokens or MAX_TOKENS
+    context = tokens + settings.data.max_prompt_length
+    if context > most:
+        if arguments.max_tokens and tokens >= most:
+            raise ValueError(
+                f"--max-tokens {tokens} exceeds the context of {model} ({most} tokens, prompt included)"
+            )
+        context = most
+        tokens = min(tokens, most)
+        print(f"note: prompt and response share the model's {most} tokens", file=sys.stderr)
+    spec = RolloutSpec(
+        samples=arguments.samples,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=-1,
+        max_new_tokens=tokens,
+        max_assistant_turns=arguments.max_turns,
+    )
+    gpus, _ = visible_gpus()
+    engines = arguments.engines or max(1, gpus // settings.rollout.tensor_parallel_size)
+    if gpus and engines * settings.rollout.tensor_parallel_size > gpus:
+        raise ValueError(
+            f"--engines {engines} of rollout.tensor_parallel_size={settings.rollout.tensor_parallel_size} need "
+            f"{engines * settings.rollout.tensor_parallel_size} GPUs, {gpus} are visible"
+        )
+    return settings, SamplingSettings.of(
+        settings, spec, model=model, max_context_tokens=context, num_engines=engines
+    )
+
+
+def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:
+    """config/base.yaml with the format that was saved beside the model; a note says when there is none."""
+    saved = read_format(model)
+    if saved is None:
+        print(
+            f"note: {model} does not say which format it was trained with ({FILE}); assuming that of config/base.yaml, "
+            "this project's wording. Scores in a wrong format mean nothing: give --config NAME or agentloop.* keys",
+            file=sys.stderr,
+        )
+    else:
+        print(f"note: the format is that of {model / FILE}", file=sys.stderr)
+    required = {
+        "defaults": ["base", "_self_"],
+        "cluster": {"component_placement": None},
+        "runner": {"experiment_name": "evaluation"},
+        "rollout": {"model": {"model_path": str(model)}},
+        "data": {"train_data_paths": []},
+        **(saved or {}),
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "evaluation.yaml"
+        path.write_text(yaml.safe_dump(required), encoding="utf-8")
+        return load_settings(str(path), overrides)

@@ -1,0 +1,162 @@
+"""`--new NAME --model DIR --data FILE`: a short YAML that fits this machine and this model.
+
+Everything that the YAML needs is read from the model's directory, the data and the machine; what fits is asked of the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.runs.inputs.model_files import tokenizer_problems, weight_problems
+from rstar2_megatron.settings.load import ConfigError, load, users_path
+from rstar2_megatron.settings.placement import visible_gpus
+from rstar2_megatron.settings.planning.plan import make_plan
+from rstar2_megatron.trajectory import Problem
+
+_PROMPT_STEP = 128  # prompt lengths are rounded up to it
+_RESPONSE = {"cpu": 512, "gpu": 8192}  # tokens of a trajectory
+_SAMPLED = 2000  # problems whose prompts are measured
+
+
+def write_new_config(name: str, model: str, data: list[str]) -> Path:
+    """Write NAME.yaml into the user's directory. Raises ConfigError for bad input, and when the file is there already."""
+    path = users_path(f"{name.removesuffix('.yaml')}.yaml").absolute()
+    if path.exists():
+        raise ConfigError(f"{path} is there already; give another name or remove it")
+    directory = users_path(model).absolute()
+    files = [str(users_path(file).absolute()) for file in data]
+    try:
+        shape = ModelConfig.from_directory(directory)
+        problems = read_problems(files)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    wrong = [*weight_problems(directory, shape), *tokenizer_problems(directory, shape, None)]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    prompt = _longest_prompt(directory, problems[:_SAMPLED])
+    refused = ""
+    for config in _candidates(path.stem, directory, files, shape, len(problems), prompt):
+        path.write_text(_text(config, len(problems), shape))
+        try:
+            plan = make_plan(load(str(path), []).settings)
+        except (ConfigError, ValueError) as error:
+            refused = str(error)
+        else:
+            if plan.fits:
+                return path
+            refused = plan.problems[0]
+        path.unlink()
+    raise ConfigError(f"{directory} fits this machine in no layout that was tried; the last one: {refused}")
+
+
+def _longest_prompt(directory: Path, problems: list[Problem]) -> int:
+    """Tokens of the longest rendered prompt, rounded up, with room for other problems."""
+    # Here, because transformers takes seconds.
+    from transformers import AutoTokenizer
+
+    from rstar2_megatron.rollout.chat import ChatTemplate
+    from rstar2_megatron.settings.schema import AgentLoopSettings
+
+    try:
+        template = ChatTemplate(AutoTokenizer.from_pretrained(directory), AgentLoopSettings())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the tokenizer of {directory} cannot be used: {error}") from None
+    longest = max(len(template.prompt_ids(problem)) for problem in problems)
+    return -(-longest * 5 // 4 // _PROMPT_STEP) * _PROMPT_STEP
+
+
+def _candidates(
+    name: str, model: Path, files: list[str], shape: ModelConfig, problems: int, prompt: int
+) -> Iterator[dict[str, object]]:
+    """Configurations, the fastest first."""
+    gpus, _ = visible_gpus()
+    response = min(_RESPONSE["gpu" if gpus else "cpu"], shape.max_position_embeddings - prompt)
+    if response < 64:
+        raise ConfigError(
+            f"prompts of {prompt} tokens leave {response} of the model's {shape.max_position_embeddings} positions for a "
+            "trajectory; shorten the problems"
+        )
+    shared: dict[str, object] = {
+        "runner": {"experiment_name": name},
+        "rollout": {"model": {"model_path": str(model)}},
+        "data": {"train_data_paths": files, "val_data_paths": [], "max_prompt_length": prompt},
+    }
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if gpus:
+        sizes = [n for n in range(1, gpus + 1) if gpus % n == 0 and shape.num_kv_heads % n == 0]
+        for tp, recompute in itertools.product(sizes, ({}, full)):
+            yield {
+                "defaults": ["base", "released", "_self_"],
+                "cluster": {"component_placement": {"actor,rollout,reward": "all"}},
+                **_merged(
+                    shared,
+                    algorithm={"sampling_params": {"max_new_tokens": response}},
+                    data={"rollout_batch_size": min(128, problems)},
+                    actor={
+                        "model": {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, **recompute}
+                    },
+                ),
+            }
+        return
+    length = prompt + response
+    for recompute in ({}, full):
+        yield {
+            "defaults": ["rstar2-tiny-cpu", "_self_"],  # two CPU slots
+            **_merged(
+                shared,
+                runner={"max_tokens_per_mbs": max(1024, length), "step_timeout_s": 3600},
+                algorithm={
+                    "group_size": 8,
+                    "down_sampling": {"down_sampling_config": {"down_sample_to_n": 4}},
+                    "sampling_params": {"max_new_tokens": response},
+                },
+                rollout={
+                    "model": {"precision": _host_precision()},
+                    "max_total_tokens": 16 * length,
+                    "max_running_requests": 64,
+                    "trajectory_timeout_s": 1800,
+                    "no_progress_timeout_s": 300,
+                },
+                data={"rollout_batch_size": min(8, problems)},
+                actor={
+                    "model": {"precision": _host_precision(), "tensor_model_parallel_size": 1, **recompute},
+                    "optim": {"lr": 1e-5, "min_lr": 1e-6},
+                },
+                agentloop={"system_prompt": None, "user_prefix": None, "max_tool_response_length": 256},
+                cold_start={"enabled": False},
+            ),
+        }
+
+
+def _host_precision() -> str:
+    """bf16 where the processor multiplies in it: elsewhere it is slower than fp32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    except OSError:
+        flags = []
+    return "bf16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "fp32"
+
+
+def _merged(shared: dict[str, object], **sections: object) -> dict[str, object]:
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in shared.items()}
+    for key, value in sections.items():
+        here = merged.setdefault(key, {})
+        if isinstance(here, dict) and isinstance(value, dict):
+            for inner, part in value.items():
+                both = isinstance(part, dict) and isinstance(here.get(inner), dict)
+                here[inner] = {**here[inner], **part} if both else part
+    return merged
+
+
+def _text(config: dict[str, object], problems: int, shape: ModelConfig) -> str:
+    head = (
+        f"# {shape.architecture} with {shape.num_parameters / 1e6:.0f} M parameters, {problems} problems. Written by --new;\n"
+        "# every key can be changed (docs/your_model.md), --print-config shows those that are not written here.\n"
+    )
+    return head + yaml.safe_dump(config, sort_keys=False, width=120)

@@ -1,0 +1,60 @@
+"""The directory of a run: that it can be written, and that one process at a time uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.schema import Settings
+
+
+def run_directory(settings: Settings) -> Path:
+    return Path(settings.runner.output_dir) / settings.runner.experiment_name
+
+
+def output_problems(settings: Settings) -> Iterator[str]:
+    """A path that is or lies below a file. Nothing is made."""
+    for path in (directory := run_directory(settings).absolute(), *directory.parents):
+        if path.exists():
+            if not path.is_dir():
+                yield f"{path} is a file, and the run would write into {directory}; set runner.output_dir to a directory"
+            return
+
+
+@contextlib.contextmanager
+def held_directory(settings: Settings) -> Iterator[None]:
+    """Make `runner.output_dir` and hold this run's name in it. Raises ConfigError when another process holds it.
+
+    The lock lies beside the run's directory, which an archive may rename. The kernel releases it with its process.
+    """
+    directory = run_directory(settings)
+    lock = directory.with_name(f".{directory.name}.lock")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"runner.output_dir={settings.runner.output_dir} cannot be written ({error.strerror}: {error.filename}); set it to "
+            "a directory that you may write"
+        ) from None
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                yield  # a file system without locks
+                return
+            owner = os.read(held, 100).decode(errors="replace").strip()
+            raise ConfigError(
+                f"{directory} is in use by a run ({owner}); wait for it, or set runner.experiment_name to another name"
+            ) from None
+        os.ftruncate(held, 0)
+        os.pwrite(held, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        yield
+    finally:
+        os.close(held)

@@ -1,0 +1,98 @@
+"""Host memory of every process of a run on CPU slots.
+
+The constants are proportional shares of memory (PSS) seen with SmolLM2-135M on two slots (benchmarks/NOTES.md). torch's CPU
+layers keep more for the backward pass than `memory.py` counts for the fused ones of a GPU: padded copies for attention, the
+parts of the gated MLP, and in bf16 the norms' fp32 inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
+from rstar2_megatron.settings.planning.memory import GB, training_memory
+from rstar2_megatron.settings.planning.table import RunPlan
+from rstar2_megatron.settings.schema import Settings
+
+ACTOR_PROCESS_GB, ENGINE_PROCESSES_GB, SERVICES_GB = 0.6, 1.0, 3.0
+ACTIVATION_FACTOR = {"bf16": 2.0, "fp32": 1.3}
+_DEFAULT_KV_TOKENS = 65536  # rollout/engine/arguments.py
+_DENSE_GB = 1 << 30  # cpu/sglang_attention.py
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMemory:
+    """GB of one actor rank, of one engine with its worker, and of driver, Ray, RLinf, judge and reward workers."""
+
+    actor: float
+    engine: float
+    services: float
+    ranks: int
+    engines: int
+
+    @property
+    def total(self) -> float:
+        return self.actor * self.ranks + self.engine * self.engines + self.services
+
+
+def cpu_memory(settings: Settings, model: ModelConfig, world: int, engines: int) -> CpuMemory:
+    """engines: slots of the rollout; none for a run without reinforcement learning."""
+    memory = training_memory(settings, model, world, cpu=True)
+    precision = settings.rollout.model.precision
+    kv = (settings.rollout.max_total_tokens or _DEFAULT_KV_TOKENS) * kv_bytes_per_token(model, precision)
+    weights = (2 if precision == "bf16" else 4) * model.num_parameters
+    extra = (ACTIVATION_FACTOR[settings.actor.model.precision] - 1) * memory.activations
+    return CpuMemory(
+        actor=ACTOR_PROCESS_GB + memory.total + extra,
+        engine=ENGINE_PROCESSES_GB + (weights + kv + min(kv, _DENSE_GB)) / GB,
+        services=SERVICES_GB,
+        ranks=world,
+        engines=engines if settings.runner.task_type == "reasoning" else 0,
+    )
+
+
+def plan_cpu_memory(
+    plan: RunPlan, settings: Settings, model: ModelConfig, world: int, engines: int, host_gb: float
+) -> None:
+    """A row with all processes; a problem with the smallest change that fits when the machine has less."""
+    memory = cpu_memory(settings, model, world, engines)
+    parts = [f"{memory.ranks} actor ranks of {memory.actor:.1f}"]
+    parts += [f"{memory.engines} engines of {memory.engine:.1f}"] if memory.engines else []
+    plan.add(
+        "host",
+        "GB of all processes",
+        f"{memory.total:.1f} of {host_gb:.1f} = {' + '.join(parts)} + driver, Ray, judge and rewards {memory.services:.1f}",
+    )
+    if memory.total > host_gb:
+        plan.problems.append(
+            f"the run's processes need {memory.total:.1f} GB ({', '.join(parts)}, others {memory.services:.1f}), the machine "
+            f"has {host_gb:.1f}; {_remedy(settings, model, world, engines, host_gb)}"
+        )
+
+
+def _remedy(settings: Settings, model: ModelConfig, world: int, engines: int, host_gb: float) -> str:
+    runner, parallel = settings.runner, settings.actor.model
+
+    def fits(engines: int) -> bool:
+        return cpu_memory(changed, model, world, engines).total <= host_gb
+
+    changed = settings.model_copy(deep=True)
+    while changed.runner.max_tokens_per_mbs // 2 >= runner.seq_length:
+        changed.runner.max_tokens_per_mbs //= 2
+        if fits(engines):
+            return f"set runner.max_tokens_per_mbs={changed.runner.max_tokens_per_mbs}"
+    words = f"runner.max_tokens_per_mbs={changed.runner.max_tokens_per_mbs}"
+    if parallel.recompute_granularity != "full":
+        changed.actor.model.recompute_granularity = "full"
+        changed.actor.model.recompute_method, changed.actor.model.recompute_num_layers = "uniform", 1
+        words += (
+            " actor.model.recompute_granularity=full actor.model.recompute_method=uniform "
+            "actor.model.recompute_num_layers=1"
+        )
+        if fits(engines):
+            return f"set {words}"
+    if engines > 1 and fits(1):
+        words += ", and place the rollout on one slot: cluster.component_placement={actor: all, rollout: 0, reward: 0}"
+        return f"set {words}"
+    return "take a smaller model or a machine with more memory"

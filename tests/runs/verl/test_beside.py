@@ -1,0 +1,61 @@
+"""verl beside this project: the arms' settings, and, as a long test, three steps of verl itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.runs.verl.beside import ARMS, Beside, arm_words
+from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load_settings
+
+ROOT = CONFIG_DIR.parent
+TINY = "rstar2-tiny-cpu"
+
+
+def test_every_arm_trains_on_as_many_trajectories_of_a_problem() -> None:
+    trained = {}
+    for arm in ARMS:
+        settings = load_settings(TINY, arm_words(arm, load_settings(TINY)))
+        sampling = settings.algorithm.down_sampling
+        drawn, config = settings.algorithm.group_size, sampling.down_sampling_config
+        trained[arm] = (drawn, config.down_sample_to_n if sampling.do_down_sampling else drawn)
+        if sampling.do_down_sampling:
+            least = 2 if config.mode == "released" else 0
+            assert (arm, config.min_zero_reward_trace_num) == (f"roc-{config.mode}", least)
+    assert trained == {"verl": (8, 8), "grpo": (8, 8), "roc-paper": (16, 8), "roc-released": (16, 8)}
+
+
+def test_an_unknown_arm_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown arms \['ppo'\]; known: verl, grpo"):
+        Beside(TINY, [], ["ppo"], [0], tmp_path, Path("python")).run()
+
+
+def test_finished_runs_are_drawn_and_not_run_again(tmp_path: Path) -> None:
+    ours, verl = tmp_path / "grpo-0", tmp_path / "verl-0"
+    for directory in (ours, verl):
+        directory.mkdir()
+    (ours / "finished.json").write_text("{}")
+    rows = [
+        {"step": step, "rollout/pass_rate": 0.5, "rollout/total_num_sequence": 128, "time/step": 9.0}
+        for step in (1, 2)
+    ]
+    (ours / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"critic/rewards/mean": 0.4, "timing_s/step": 9.0, "perf/total_num_tokens": 16384}
+    data |= {"prompt_length/mean": 28.0, "response_length/mean": 100.0}
+    merged = "".join(json.dumps({"step": step, "data": data}) + "\n" for step in (1, 2))
+    (verl / "metrics.jsonl").write_text(merged)
+    words = [
+        "cold_start.enabled=False",
+        f"cold_start.cache_dir={tmp_path / 'cache'}",
+        "rollout.model.model_path=/m",
+    ]
+    words += [
+        f"data.train_data_paths=[{tmp_path / 'x.jsonl'}]",
+        "data.val_data_paths=[]",
+        "cold_start.builder=null",
+    ]
+    assert Beside(TINY, words, ["verl", "grpo"], [0], tmp_path, Path("absent")).run() == 0
+    text = (tmp_path / "comparison.txt").read_text()
+    assert "grpo - verl: +0.100 at trajectories 256" in text
