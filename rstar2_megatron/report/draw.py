@@ -64,6 +64,21 @@ SFT_PANELS: tuple[Panel, ...] = (
     ("Learning rate", "", None, (("train/sft/lr", "learning rate"),)),
 )
 
+PREFERENCE_PANELS: tuple[Panel, ...] = (
+    (
+        "Loss",
+        "nats a pair",
+        None,
+        (("train/preference/loss", "training"), ("eval/preference_loss", "validation")),
+    ),
+    (
+        "Pairs in the right order",
+        "",
+        (0.0, 1.0),
+        (("train/preference/accuracy", "training"), ("eval/preference_accuracy", "validation")),
+    ),
+)
+
 
 def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
     """Write `curves.png` of a run from its metrics.jsonl, with the borders of stages.json if the file exists.
@@ -81,6 +96,11 @@ def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
 def draw_sft(directory: str | Path) -> Path:
     """Write `curves.png` of a supervised fine-tuning. Raises ValueError when it has no steps."""
     return _draw(Path(directory), None, SFT_PANELS, (1, 2), Path(directory).resolve().name, [])
+
+
+def draw_preference(directory: str | Path) -> Path:
+    """Write `curves.png` of a reward model's training. Raises ValueError when it has no steps."""
+    return _draw(Path(directory), None, PREFERENCE_PANELS, (1, 2), Path(directory).resolve().name, [])
 
 
 def stage_borders(directory: Path) -> list[tuple[int, str]]:

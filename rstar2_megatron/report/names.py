@@ -58,6 +58,9 @@ _VALIDATION = re.compile(
     r"val-(?:core|aux)/(?P<source>.+)/(?:reward|acc|score)/(?P<what>mean|best|maj)@(?P<k>\d+)(?:/mean)?"
 )
 
+HELD_OUT = "held-out"
+"""verl's data source of all held-out problems together, in an exported comparison."""
+
 _FROM_VERL = {theirs: ours for ours, names in TO_VERL.items() for theirs in names}
 
 REWARD = "rollout/reward_scores"
@@ -123,8 +126,10 @@ COMPARABLE: dict[str, str] = {
     "generated tokens only is lower",
     PASS_RATE: "mean reward of every finished trajectory before rejection; not comparable to the reward of a code that "
     "rejects or resamples; of a verl log without either it is critic/rewards/mean",
-    "rollout/tool_error_ratio": "ours counts typed outcomes of all rollouts; verl counts the word error, after "
-    "rejection",
+    "rollout/tool_error_ratio": "ours counts typed outcomes of all rollouts, calls that are no JSON included; rStar's verl "
+    "counts the word error, after rejection; compare_with_verl.sh counts error responses in verl's rollouts",
+    "rollout/tool_error_ratio_positive": "as rollout/tool_error_ratio, of trajectories with a positive reward",
+    "rollout/num_turns": "ours counts assistant turns; verl counts the prompt and the tool responses as well",
     "rollout/clip_ratio": "ours counts endings at the response budget; verl counts length == maximum",
     "train/actor/tis_ratio": "mean weight between engine and actor; verl's is the mean after truncation",
     "train/actor/tis_clip_fraction": "share of tokens above the truncation; of sequences where verl's rollout_is is "
@@ -132,7 +137,12 @@ COMPARABLE: dict[str, str] = {
 }
 
 
-DIFFERENT_IN_VERL = ("rollout/tool_error_ratio", "rollout/clip_ratio")
+DIFFERENT_IN_VERL = (
+    "rollout/tool_error_ratio",
+    "rollout/tool_error_ratio_positive",
+    "rollout/num_turns",
+    "rollout/clip_ratio",
+)
 """Metrics that verl counts by another rule, so that no conclusion is drawn between it and another code."""
 
 
@@ -142,4 +152,5 @@ def ours_from_verl(name: str) -> str:
     if match is None:
         return _FROM_VERL.get(name, name)
     ours = {"mean": "average", "best": f"pass@{match['k']}", "maj": f"majority@{match['k']}"}
-    return f"eval/{match['source']}/{ours[match['what']]}"
+    place = "" if match["source"] == HELD_OUT else f"{match['source']}/"
+    return f"eval/{place}{ours[match['what']]}"

@@ -2,7 +2,8 @@
 
     python -m rstar2_megatron.report.trajectories RUN [--out FILE] [--steps 1-20] [--max-mb 20]
 
-RUN is a run's directory, an evaluation's, or a trajectories.jsonl. The page shows the groups of each step: kept and
+RUN is a run's directory, an evaluation's, a search's, or a trajectories.jsonl. Of a search the page shows its trees: nodes
+with N, Q, value, code and output, and the chosen path. Else the page shows the groups of each step: kept and
 dropped trajectories with their penalties, turns with tool calls and outputs, reward and ending. Shading shows how far the
 actor's log-prob of a token differs from the engine's. The page's address contains the filters.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import yaml
 
 from rstar2_megatron.records.trajectory_row import unpack_floats, unpack_ints
+from rstar2_megatron.report.page.trees import find_trees, tree_groups
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
@@ -180,7 +182,7 @@ def _call(call: Row) -> dict[str, Any]:
         "seconds": call["seconds"],
         "code": str(arguments.get("code") or ""),
         "input": str(arguments.get("input") or ""),
-        "response": call["response"],
+        "response": call["response"] if "response" in call else call["response_text"],
     }
 
 
@@ -230,6 +232,17 @@ def render(page: Page, title: str) -> str:
     return _TEMPLATE.read_text(encoding="utf-8").replace("@DATA@", text.replace("<", "\\u003c"))
 
 
+def build_tree_page(paths: Sequence[Path], *, max_bytes: int = 20_000_000) -> Page:
+    """The page of a search: a group a tree, with its solutions as trajectories. Raises ValueError without a tree."""
+    page = Page()
+    for path in paths:
+        groups, solutions, messages = tree_groups(path, _call, max_bytes // len(paths))
+        page.groups += groups
+        page.num_rows += solutions
+        page.messages += messages
+    return page
+
+
 def find_tokenizer(directory: Path) -> Any:
     """The tokenizer of the run's exported model or of the model it started from; None when neither is there."""
     candidates = [directory / "model"]  # an evaluation's directory has neither, and no log-probs either
@@ -273,14 +286,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     path = arguments.run / "trajectories.jsonl" if arguments.run.is_dir() else arguments.run
     directory = path.parent
+    max_bytes = int(arguments.max_mb * 1e6)
     try:
-        entries, messages = read_index(path)
-        entries = select_steps(entries, arguments.steps)
+        if arguments.run.is_dir() and not path.is_file() and (trees := find_trees(directory)):
+            page = build_tree_page(trees, max_bytes=max_bytes)
+        else:
+            entries, messages = read_index(path)
+            entries = select_steps(entries, arguments.steps)
+            page = build_page(path, entries, find_tokenizer(directory), max_bytes=max_bytes)
+            page.messages = messages + page.messages
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    page = build_page(path, entries, find_tokenizer(directory), max_bytes=int(arguments.max_mb * 1e6))
-    page.messages = messages + page.messages
     out = arguments.out or directory / "trajectories.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(render(page, directory.resolve().name), encoding="utf-8")

@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Writes verl's side of a configuration, for a run of verl beside one of this project.
-#   bash compare_with_verl.sh NAME [key=value ...] --export DIR
+# verl beside this project: writes verl's side of a configuration, runs both on a CPU, draws the comparison.
+#   bash compare_with_verl.sh NAME [key=value ...] [--arms verl grpo roc-paper roc-released] [--seeds 0 1 2] [--out DIR]
+#   bash compare_with_verl.sh NAME [key=value ...] --export DIR        verl's command and files only, for its own GPUs
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../../.." && pwd)
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$root/.venv/bin/python" "$root/examples/agent/rstar2/compare_with_verl.py" "$@"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
+bash "$root/scripts/setup_env.sh"
+case " $* " in
+  *" --export"* | *" --help "* | *" -h "*) ;;
+  *) bash "$root/scripts/setup_verl.sh" ;;
+esac
+exec "$root/.venv/bin/python" -u "$root/examples/agent/rstar2/compare_with_verl.py" "$@"

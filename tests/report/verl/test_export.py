@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rstar2_megatron.report.verl_export import VERSION, chat_template, differences, export, verl_rows
+from rstar2_megatron.report.names import ours_from_verl
+from rstar2_megatron.report.verl.export import VERSION, chat_template, differences, export, verl_rows
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import Settings
@@ -64,20 +65,24 @@ def test_the_files_name_each_other_and_every_difference(settings: Settings, tmp_
     assert any("algorithm.down_sampling (mode released, 16 of 32)" in line for line in found)
     config = yaml.safe_load((out / "verl.yaml").read_text())
     assert pq.read_table(config["data"]["train_files"]).to_pylist()[0]["agent_name"] == "tool_agent"
+    (held_out,) = pq.read_table(config["data"]["val_files"]).to_pylist()
+    assert ours_from_verl(f"val-core/{held_out['data_source']}/acc/mean@1") == "eval/average"
     rollout = config["actor_rollout_ref"]["rollout"]
     (tool,) = yaml.safe_load(Path(rollout["multi_turn"]["tool_config_path"]).read_text())["tools"]
     assert tool["config"]["judge_url"] == "http://judge:9"
     assert (rollout["n"], config["data"]["train_batch_size"]) == (32, 128)
     subprocess.run(["bash", "-n", out / "run_verl.sh"], check=True)
+    tool = "<tool_response>\\n<answer>\\\\boxed{2}</answer>\\n</tool_response>"  # what a tool prints is no answer of the model
     code = (
-        "import asyncio, reward; print([asyncio.run(reward.compute_score('math', f'<answer>\\\\boxed{{{x}}}</answer>', "
-        "'[\"2\"]')) for x in (2, 3)])"
+        "import asyncio, reward; own = [f'<answer>\\\\boxed{{{x}}}</answer>' for x in (2, 3)]\n"
+        f"texts = [*own, own[0] + '{tool}', '{tool}']\n"
+        "print([asyncio.run(reward.compute_score('math', text, '[\"2\"]')) for text in texts])"
     )
-    path = os.pathsep.join([str(out), str(Path(__file__).parents[2])])
+    path = os.pathsep.join([str(out), str(Path(__file__).parents[3])])
     shown = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert shown.stdout.strip() == "[1.0, 0.0]", shown.stderr
+    assert shown.stdout.strip() == "[1.0, 0.0, 1.0, 0.0]", shown.stderr
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))

@@ -18,10 +18,12 @@ import yaml
 
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.report.names import HELD_OUT
 from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording
 from rstar2_megatron.settings.load import CONFIG_DIR
 from rstar2_megatron.settings.rlinf_keys import put
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.tools import tool_schemas
 from rstar2_megatron.trajectory import Problem
 
@@ -36,7 +38,7 @@ def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
     algorithm, sampling = settings.algorithm, settings.algorithm.sampling_params
     agentloop, rollout, optim = settings.agentloop, settings.rollout, settings.actor.optim
     sched, evaluation, runner = settings.actor.lr_sched, settings.evaluation, settings.runner
-    aggregation = algorithm.loss_agg_func
+    aggregation, model = algorithm.loss_agg_func, rollout.model.model_path
     values: dict[str, Any] = {
         "data.train_files": str(directory / "train.parquet"),
         "data.val_files": str(directory / "val.parquet"),
@@ -46,7 +48,7 @@ def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "data.shuffle": settings.data.shuffle,
         "data.seed": settings.data.seed,
         "data.filter_overlong_prompts": settings.data.filter_prompt_by_length,
-        "actor_rollout_ref.model.path": rollout.model.model_path,
+        "actor_rollout_ref.model.path": str(Path(model).resolve()) if Path(model).is_dir() else model,
         "actor_rollout_ref.model.custom_chat_template": chat_template(settings),
         "actor_rollout_ref.actor.ppo_mini_batch_size": settings.data.rollout_batch_size
         // algorithm.n_minibatches,
@@ -161,13 +163,20 @@ def differences(settings: Settings) -> Iterator[str]:
         "recomputation: verl's default engine is FSDP; set trainer.n_gpus_per_node and its own keys"
     )
     yield "rollout.scheduler, trajectory_timeout_s, step_timeout_s: verl has no admission by KV budget and no such deadlines"
-    yield f"reward.mode={settings.reward.mode}: verl grades the whole response, tool responses included"
+    yield (
+        "calls that are no JSON: verl ends the trajectory without a response and does not count it as a tool error; here the "
+        "model reads what is wrong and may try again"
+    )
     yield "failures of the judge: verl shows them to the model as tool errors, here they are retried and dropped"
 
 
 def chat_template(settings: Settings) -> str:
     """The conversation format as a Jinja template. verl renders [{}] to find the system part, so that is always there."""
     agentloop = settings.agentloop
+    if agentloop.chat_template == OWN_TEMPLATE:
+        raise ValueError(
+            "agentloop.chat_template=tokenizer is written nowhere that verl reads; give the template's file instead"
+        )
     if agentloop.chat_template is not None:
         return agentloop.chat_template
     wording = _wording(settings)
@@ -226,6 +235,8 @@ def export(settings: Settings, directory: Path) -> list[str]:
     ):
         problems = read_problems(paths, data.prompt_key, data.answer_key)
         rows = verl_rows(problems, settings)
+        if name == "val":  # verl logs the mean of each data source, and none of all
+            rows = [row | {"data_source": HELD_OUT} for row in rows]
         pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")
     for file in ("code_judge_tool.py", "reward.py"):
         shutil.copyfile(CODE / file, directory / file)

@@ -1,0 +1,1 @@
+"""Contents of the trajectory page, a file a kind of row."""

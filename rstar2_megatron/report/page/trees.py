@@ -1,0 +1,106 @@
+"""Trees of searches for the trajectory page: every node with N, Q, value, code and output, and the chosen path. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+TREE_FILES = ("mcts.jsonl", "beam.jsonl")
+Row = dict[str, Any]
+
+
+def find_trees(directory: Path) -> list[Path]:
+    """The files of trees that a search wrote to its directory."""
+    return [path for name in TREE_FILES if (path := directory / name).is_file()]
+
+
+def tree_groups(path: Path, call: Callable[[Row], Row], max_bytes: int) -> tuple[list[Row], int, list[str]]:
+    """(one group a tree for the page, number of solutions, messages). Raises ValueError when there is no tree.
+
+    call: a tool call of a row as the page shows it. Trees after `max_bytes` of rows are left out.
+    """
+    groups: list[Row] = []
+    bad: list[int] = []
+    left_out = used = 0
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if groups and used + len(line) > max_bytes:
+                left_out += 1
+                continue
+            try:
+                groups.append(_group(json.loads(line), path.stem, call))
+                used += len(line)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                bad.append(number)
+    messages = [f"{path}: {len(bad)} lines could not be read (first: {bad[0]})"] if bad else []
+    if left_out:
+        messages.append(f"{left_out} trees of {path.name} left out to keep the page small")
+    if not groups:
+        raise ValueError(f"{path} holds no trees")
+    return groups, sum(len(group["trajectories"]) for group in groups), messages
+
+
+def _group(row: Row, name: str, call: Callable[[Row], Row]) -> Row:
+    nodes = {node["tag"]: _node(node, call) for node in row["nodes"]}
+    leaves = [node for node in row["nodes"] if node["end"] == "answer"]
+    chosen = path_tags(row["chosen"]) if row["chosen"] else []
+    users = [m["content"] for m in row["prompt"] if m["role"] == "user"]
+    return {
+        "step": None,
+        "query_id": f"{row['query_id']} ({name})",
+        "problem": "\n\n".join(users),
+        "solutions": row["solutions"],
+        "rejected": None,
+        "nodes": nodes,
+        "chosen": chosen,
+        "about": f"{len(nodes)} nodes, {row['expansions']} expansions, {row['generated_tokens']:,} generated tokens",
+        "trajectories": [
+            _leaf(i, leaf, row["nodes"], leaf["tag"] == row["chosen"]) for i, leaf in enumerate(leaves)
+        ],
+    }
+
+
+def path_tags(tag: str) -> list[str]:
+    """Tags from the root to a node."""
+    parts = tag.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _node(node: Row, call: Callable[[Row], Row]) -> Row:
+    step = node["step"]
+    parts: list[Row] = []
+    if step is not None:
+        parts = [{"kind": "turn", "text": step["text"]}, *(call(item) for item in step["tool_calls"])]
+    return {
+        "n": node["visits"],
+        "q": node["total"] / node["visits"] if node["visits"] else None,
+        "value": node["value"],
+        "end": node["end"],
+        "copies": node["copies"],
+        "answer": None if step is None else step["answer"],
+        "reward": None if step is None else step["reward"],
+        "parts": parts,
+    }
+
+
+def _leaf(index: int, leaf: Row, nodes: Sequence[Row], chosen: bool) -> Row:
+    """A solution as a trajectory of the page; `path` names the nodes whose parts it shows."""
+    tags = path_tags(leaf["tag"])[1:]
+    on_path = [node["step"] for node in nodes if node["tag"] in tags]
+    step = leaf["step"]
+    return {
+        "index": index,
+        "kept": chosen or None,
+        "reward": step["reward"] or 0.0,
+        "grade": "not graded" if step["reward"] is None else "correct" if step["reward"] else "wrong",
+        "answer": step["answer"],
+        "ending": step["ending"],
+        "tokens": None,
+        "penalty": None,
+        "outcomes": [item["outcome"] for s in on_path for item in s["tool_calls"]],
+        "error": "",
+        "path": tags,
+        "parts": [],
+    }
