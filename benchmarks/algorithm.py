@@ -16,6 +16,7 @@ import random
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.records import write_result
@@ -59,7 +60,9 @@ def make_groups(groups: int, group_size: int, chars: int, seed: int = 0) -> list
             texts = [f"{number} {index} {i} " + filler[: chars // turns] for i in range(turns)]
             texts[-1] += "</reason>" + "<answer>\\boxed{12}</answer>" * rng.choice([0, 1, 1, 1, 2])
             calls = [ToolCall("python", {}, o, "x" * 256, 0.1) for o in outcomes_of]
-            trajectory = Trajectory(f"q{number}", index, [1], assistant_texts=texts, tool_calls=calls)
+            trajectory = Trajectory(
+                f"q{number}", index, np.array([1], np.int32), assistant_texts=texts, tool_calls=calls
+            )
             trajectory.finish_reason = FinishReason.ANSWERED
             trajectory.reward = float(rng.random() < rate)
             group.append(trajectory)

@@ -3,7 +3,8 @@
 Starts the tiny run on a CPU with small steps and looks at it after each one: private memory, descriptors and threads of every
 process by its role, files in /dev/shm that its processes have open or mapped, and files below its TMPDIR. One JSON line: for
 each quantity its means over the second, third and last fifth of the steps, and the growth a step between the latter two;
-what was left at the end. `--out` also keeps the memory after every step.
+what was left at the end. `--out` also keeps the memory after every step. `--trace` records a trace of every second step and
+compares the CPU time of steps with and without one, between checkpoints.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.records import write_result
+from benchmarks.step_cpu import ratio_of
+from benchmarks.tiny_run import TinyRun
 
 _ROLES = (  # (part of the command line, role); the first match counts
     ("ActorWorker", "actor"),
@@ -42,32 +43,22 @@ _ROLES = (  # (part of the command line, role); the first match counts
     ("ray::", "other ray workers"),
     ("rstar2_megatron.runs.main", "driver"),
 )
-_START_S = 300.0
-_OVERRIDES = (
-    "cold_start.phases=[{name: copy, data_path: 'tiny:copy', steps: 20, batch_size: 64, lr: 3.0e-3, shuffle: False}]",
-    "data.rollout_batch_size=4",
-    "algorithm.group_size=4",
-    "algorithm.down_sampling.do_down_sampling=False",
-    "algorithm.sampling_params.max_new_tokens=32",
-    "evaluation.before_and_after=False",
-    "runner.max_empty_steps=0",
-    "runner.save_interval=10",
-    "runner.max_file_mb=1",
-)
 
 
 class Watch:
     """Samples of one run and all its processes."""
 
-    def __init__(self, root: psutil.Process, temporary: Path) -> None:
-        self._root, self._temporary = root, temporary
+    def __init__(self, run: TinyRun, temporary: Path) -> None:
+        self._run, self._temporary = run, temporary
         self.shared: set[str] = set()  # every file of /dev/shm that a process of the run had
         self.samples: list[dict[str, float]] = []
+        self.cpu: dict[int, float] = {}  # seconds of all processes at the end of each step
 
-    def look(self) -> None:
-        sums: Counter[str] = Counter()
+    def look(self, step: int) -> None:
+        self.cpu[step] = self._run.cpu_s()
+        sums: dict[str, float] = defaultdict(float)
         files: set[str] = set()
-        for process in (self._root, *self._root.children(recursive=True)):
+        for process in self._run.processes():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 role = role_of(process)
                 sums[f"{role}: MB"] += process.memory_full_info().uss / 1e6
@@ -94,6 +85,14 @@ class Watch:
             means = [statistics.fmean(sample.get(name, 0.0) for sample in part) for part in parts]
             found[name] = [*(round(mean, 1) for mean in means), round((means[2] - means[1]) / (2 * fifth), 4)]
         return found
+
+    def traced(self) -> dict[str, Any]:
+        """CPU seconds of untraced (odd) and traced steps; steps with a checkpoint and the next ones are left out."""
+        each = {
+            n: self.cpu[n] - self.cpu[n - 1] for n in self.cpu if n > 12 and n % 10 > 1 and n - 1 in self.cpu
+        }
+        sides = [[cpu for n, cpu in each.items() if n % 2 == odd] for odd in (1, 0)]
+        return ratio_of(*sides) if all(sides) else {}
 
     def series(self) -> dict[str, list[float]]:
         """Memory after every step."""
@@ -123,51 +122,36 @@ def size_of(path: Path) -> float:
         return 0.0
 
 
-def soak(steps: int, limit_s: float) -> dict[str, Any]:
+def soak(steps: int, limit_s: float, trace: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp") as place:
-        results, temporary = Path(place) / "results", Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
-        metrics = results / "soak" / "metrics.jsonl"
-        command = [sys.executable, "-m", "rstar2_megatron.runs.main", "rstar2-tiny-cpu", *_OVERRIDES]
-        command += [
-            f"runner.output_dir={results}",
-            "runner.experiment_name=soak",
-            f"runner.max_steps={steps}",
-        ]
-        command += [f"cold_start.cache_dir={place}/cache"]
-        environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-        started = time.monotonic()
-        with (Path(place) / "output").open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        watch = Watch(psutil.Process(process.pid), temporary)
-        seen = 0
+        temporary = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
+        started, seen = time.monotonic(), 0
+        overrides = [f"runner.max_steps={steps}", "runner.max_file_mb=1"]
+        if trace:
+            overrides.append(f"runner.trace={list(range(2, steps + 1, 2))}")
+        run = TinyRun(Path.cwd(), Path(place), temporary, overrides)
+        watch = Watch(run, temporary)
         try:
-            while process.poll() is None:
-                written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-                if written > seen:
-                    seen = written
-                    watch.look()
-                if time.monotonic() - started > (limit_s if seen else min(limit_s, _START_S)):
-                    process.terminate()  # the run ends what it started
-                    process.wait(90)
-                time.sleep(0.05)
-            code = process.wait()
+            for seen in run.finished_steps(limit_s):
+                watch.look(seen)
         finally:
-            process.kill()
+            run.close()
         left = sorted(name for name in watch.shared if Path(name).exists())
         files = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
         shutil.rmtree(temporary)
-        run = {p.name: round(tree_mb(p), 2) for p in sorted((results / "soak").iterdir())} if seen else {}
-        tail = (Path(place) / "output").read_text(errors="replace")[-2000:]
+        sizes = {p.name: round(tree_mb(p), 2) for p in sorted(run.directory.iterdir())} if seen else {}
+        tail = run.output()
     return {
         "case": "soak",
         "steps": seen,
-        "exit_code": code,
+        "exit_code": run.exit_code,
         "seconds": round(time.monotonic() - started),
+        **({"trace": watch.traced()} if trace else {}),
         "growth": watch.growth(),
         "series": watch.series(),
         "left_in_dev_shm": left,
         "left_in_tmpdir": files[:20],
-        "run_mb": run,
+        "run_mb": sizes,
         **({} if seen else {"output": tail}),
     }
 
@@ -184,9 +168,10 @@ def main() -> None:
     parser.add_argument(
         "--limit-s", type=float, default=7200, help="the run is stopped after this many seconds"
     )
+    parser.add_argument("--trace", action="store_true", help="trace every second step")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
-    result = soak(options.steps, options.limit_s)
+    result = soak(options.steps, options.limit_s, options.trace)
     print(json.dumps({name: value for name, value in result.items() if name != "series"}), flush=True)
     write_result(options.out, result)
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
@@ -65,12 +66,10 @@ def make_sequences(lengths: list[int], vocab: int) -> list[TrainSequence]:
     rng = random.Random(1)
     result = []
     for n in lengths:
-        mask = [int(i >= n // 5 and rng.random() < 0.8) for i in range(n)]
+        mask = np.array([i >= n // 5 and rng.random() < 0.8 for i in range(n)], np.uint8)
         mask[-1] = 1
-        old = [-6.5 * m for m in mask]
-        result.append(
-            TrainSequence([rng.randrange(vocab) for _ in range(n)], mask, old, rng.choice([-1.0, 1.0]))
-        )
+        ids = np.array([rng.randrange(vocab) for _ in range(n)], np.int32)
+        result.append(TrainSequence(ids, mask, -6.5 * mask.astype(np.float32), rng.choice([-1.0, 1.0])))
     return result
 
 

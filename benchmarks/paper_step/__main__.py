@@ -21,8 +21,8 @@ from benchmarks.paper_step.model import SOLUTION, make_tokenizer
 from benchmarks.paper_step.processes import Processes
 from benchmarks.paper_step.workers import PaperActor, PaperReward, PaperRollout
 from benchmarks.records import keep_rows
-from rstar2_megatron.cluster.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.launch import TrainingCluster
+from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 from rstar2_megatron.settings.schema import Settings
@@ -32,7 +32,7 @@ from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Problem
 
 _MAX_PROMPT = 1024
-_START_S = 300
+_START_S = 900
 
 
 class Rehearsal(Trainer):
@@ -45,7 +45,7 @@ class Rehearsal(Trainer):
         return {}
 
 
-class CountingClock(trainer_module._Clock):
+class CountingClock(trainer_module.Clock):
     """The step's clock, which also notes every process's CPU seconds."""
 
     parts: ClassVar[dict[str, Counter[str]]] = {}
@@ -110,8 +110,9 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
         start = (str(tokenizer), options.mean_tokens, options.max_tokens)
         groups["engine"].call("start_paper_engine", *start, timeout_s=_START_S)
         coordinator = RolloutCoordinator(cluster.channel, groups["engine"], groups["reward"], settings)
+        messages = count_messages(coordinator)
         CountingClock.processes = processes = Processes(known)
-        trainer_module._Clock = CountingClock  # type: ignore[misc]
+        trainer_module.Clock = CountingClock  # type: ignore[misc]
         trainer = Rehearsal(
             settings, groups["actor"], groups["engine"], coordinator, device="cpu", colocated=False
         )
@@ -119,10 +120,26 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
         for step, count in enumerate(options.problems, start=1):
             data = settings.data.model_copy(update={"rollout_batch_size": count})
             processes.forget_peaks()
-            yield measure(trainer, step, ProblemLoader(problems[:count], data), processes, options)
+            messages.clear()
+            result = measure(trainer, step, ProblemLoader(problems[:count], data), processes, options)
+            yield {**result, "messages": dict(messages)}
         coordinator.close()
     finally:
         cluster.close()
+
+
+def count_messages(coordinator: RolloutCoordinator) -> Counter[str]:
+    """The number of messages that the driver reads from now on, by their type; `bytes` are graded trajectories."""
+    counts: Counter[str] = Counter()
+    poll = coordinator.end.inbox.poll
+
+    def counting(timeout_s: float) -> Any:
+        message = poll(timeout_s)
+        counts[type(message).__name__] += message is not None
+        return message
+
+    coordinator.end.inbox.poll = counting  # type: ignore[method-assign]
+    return counts
 
 
 def measure(

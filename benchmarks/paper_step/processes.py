@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,7 +21,7 @@ class Processes:
 
     def cpu(self) -> Counter[str]:
         """CPU seconds since the start of each kind of process, children that have ended included."""
-        seconds: Counter[str] = Counter()
+        seconds: Any = Counter()  # a Counter's values are typed as int
         for process in self._all():
             try:
                 times = process.cpu_times()

@@ -55,7 +55,16 @@ class PaperActor(ActorWorker):
         plan = plan_microbatches(
             [s.length for s in sequences], self._world_size, max_tokens=runner.max_tokens_per_mbs, count=1
         )
-        context = PackContext(64, 1e4, torch.float32, "cpu", 1, False, 1, 0, "local")
+        context = PackContext(
+            frequencies=1e4 ** -(torch.arange(0, 64, 2) / 64),
+            dtype=torch.float32,
+            device="cpu",
+            tensor_parallel=1,
+            sequence_parallel=False,
+            context_parallel=1,
+            context_rank=0,
+            implementation="local",
+        )
         trained = tokens = 0
         for members in plan.microbatches[self._rank]:
             packed = build_microbatch(sequences, members, context)

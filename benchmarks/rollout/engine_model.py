@@ -107,6 +107,13 @@ class EngineModel:
                 return request.generated
         return None
 
+    def interrupt(self) -> dict[int, int]:
+        """Take every turn out of the engine and empty its cache, as for new weights; generated tokens by key."""
+        keys = [*self._running, *(request.key for request in self._waiting)]
+        generated = {key: self.abort(key) or 0 for key in keys}
+        self._make_room(self.capacity)
+        return generated
+
     def advance(self, until: float) -> None:
         """One prefill, or decode steps until a request ends, the cache is full or `until` has passed."""
         batch = self._take_in()

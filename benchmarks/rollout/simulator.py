@@ -94,6 +94,15 @@ class Simulator:
         ]
         self.seconds: list[float] = []
 
+    @property
+    def over(self) -> bool:
+        """Whether engines that have nothing to do are done."""
+        return self.phase.over
+
+    def ended(self, engine: int, trace: Trace, now: float) -> None:
+        """A trajectory has ended."""
+        self.phase.ended(engine, trace.group, _ended(trace), now)
+
     def run(self) -> Result:
         order = itertools.count()
         events = [(0.0, next(order), engine) for engine in self.engines]
@@ -174,7 +183,7 @@ class _Engine:
         if self.answer_at is not None:
             until = min(until, self.answer_at)
         if self.model.idle:
-            if not self.lives and self.simulator.phase.over:
+            if not self.lives and self.simulator.over:
                 return None
             return until
         self.model.advance(until)
@@ -235,7 +244,7 @@ class _Engine:
             return
         self.scheduler.budget.set_length(key, life.length)
         self.scheduler.budget.release(key)
-        self.simulator.phase.ended(self.number, life.trace.group, _ended(life.trace), now)
+        self.simulator.ended(self.number, life.trace, now)
         self.model.forget(key)
         assert life.admitted_at is not None
         self.simulator.seconds.append(now - life.admitted_at)
@@ -267,6 +276,15 @@ class _Engine:
             life.generated += generated
             self._requeue(key)
 
+    def new_weights(self, until: float) -> None:
+        """Interrupt every request; it goes on at `until` from its tokens, which are computed again."""
+        for key, generated in self.model.interrupt().items():
+            life = self.lives[key]
+            life.length += generated
+            life.generated += generated
+            self._submit(key)
+        self.model.now = max(self.model.now, until)
+
     def _answered(self, key: int) -> None:
         if self.lives[key].preempted:
             self._requeue(key)
@@ -280,4 +298,4 @@ class _Engine:
 
 
 def _ended(trace: Trace) -> Trajectory:
-    return Trajectory(str(trace.group), trace.index, [], finish_reason=FinishReason.ANSWERED)
+    return Trajectory(str(trace.group), trace.index, finish_reason=FinishReason.ANSWERED)
