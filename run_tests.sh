@@ -11,7 +11,7 @@ py=.venv/bin/python
 status=0
 echo "== ruff";   $py -m ruff check . || status=1
                   $py -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format ."; status=1; }
-echo "== mypy";   $py -m mypy rstar2_megatron || status=1
+echo "== mypy";   $py -m mypy rstar2_megatron benchmarks || status=1
 echo "== imports"; .venv/bin/lint-imports --no-logo || status=1
 # Each run of the program starts a dozen processes; with PYTHONDONTWRITEBYTECODE set, each would compile the project again.
 $py -m compileall -q rstar2_megatron tests

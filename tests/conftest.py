@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +15,20 @@ from tests.tiny.small import SMALL
 # a shared machine's pauses are no fault of the code; pytest's own time limit remains
 hypothesis.settings.register_profile("no-deadline", deadline=None)
 hypothesis.settings.load_profile("no-deadline")
+
+_STARTED = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come last, in the same order: RSTAR2_TEST_SECONDS leaves out only them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is not None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """RSTAR2_TEST_SECONDS: once so many seconds have passed, no long test begins; CI cuts a run off and keeps no result."""
+    limit = float(os.environ.get("RSTAR2_TEST_SECONDS", "inf"))
+    if item.get_closest_marker("long") and time.monotonic() - _STARTED > limit:
+        pytest.skip(f"RSTAR2_TEST_SECONDS={limit:.0f} have passed")
 
 
 @pytest.fixture(scope="session")

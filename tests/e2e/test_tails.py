@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: 
             "evaluation.before_and_after=False",
         )
         one = RunProcess(command, tmp_path / f"{tail}.log").start()
+        one.wait_for(lambda: copy_state(steps - 1), LIMIT_S, f"the checkpoint of step {steps - 1}")
         assert one.wait(LIMIT_S) == 0, one.text()[-6000:]
+        assert copy_state(steps)
         one.assert_nothing_left()
         rows = read_jsonl(tmp_path / "tails" / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, steps + 1))
@@ -48,8 +51,15 @@ def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: 
         groups = read_groups(rollouts_path(tmp_path / "tails" / "rollouts", step))
         return {group.problem.query_id: group for group in groups}
 
+    def copy_state(step: int) -> bool:
+        """The checkpoint of a step that updated nothing goes when the next one is there."""
+        state = tmp_path / "tails" / "checkpoints" / f"global_step_{step}" / "data" / "data.pt"
+        if state.exists():
+            shutil.copyfile(state, tmp_path / f"global_step_{step}.pt")
+        return state.exists()
+
     def left_by(step: int) -> dict[str, OpenGroup]:
-        data = tmp_path / "tails" / "checkpoints" / f"global_step_{step}" / "data" / "data.pt"
+        data = tmp_path / f"global_step_{step}.pt"
         return {g.problem.query_id: g for g in torch.load(data, weights_only=False)["carried"]}
 
     first, second = run(2, "carry")

@@ -36,7 +36,7 @@ RECEIVERS: Receivers = {
     ("optimizer_step", "optimizer"): _OPTIMIZER,
     ("_sharded_state", "optimizer"): _OPTIMIZER,
     ("_sharded_state", "unwrap(chunk)"): f"{_CORE}.models.gpt.GPTModel",
-    ("forward_log_probs", "chunk()"): f"{_CORE}.models.gpt.GPTModel.forward",
+    ("forward_wanted", "chunk()"): f"{_CORE}.models.gpt.GPTModel.forward",
     ("offload", "buffer"): _BUFFER,
     ("reload", "buffer"): _BUFFER,
 }

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import load
+from tests.actor.tiny import LLAMA3_ROPE
 
 WORLD = 8
 SHAPES = {
@@ -33,7 +34,13 @@ SHAPES = {
     "Qwen3-14B": "rstar2-qwen3-14b-megatron",
     "30B-A3B": "rstar2-qwen3-30b-a3b-megatron",
 }
-THIN = {"qwen2": {}, "qwen2-tied": {"tie": True}, "qwen3": {"qwen3": True}, "moe": {"experts": {}}}
+THIN: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen2-tied": {"tie": True},
+    "qwen3": {"qwen3": True},
+    "llama": {"llama": LLAMA3_ROPE},
+    "moe": {"experts": {}},
+}
 
 
 class _Stream:
@@ -58,6 +65,12 @@ def pretended_cuda(device: str) -> Iterator[None]:
 
         return make
 
+    plain_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = plain_type(self, *args, **kwargs)
+        return answer.replace("meta.", "") if isinstance(answer, str) else answer
+
     answers: list[tuple[Any, str, Any]] = [
         *(
             (torch, name, placed(getattr(torch, name)))
@@ -68,7 +81,7 @@ def pretended_cuda(device: str) -> Iterator[None]:
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (tracker.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
-        (torch.Tensor, "type", torch.Tensor.type),  # replaced below
+        (torch.Tensor, "type", type_name),  # replaced again below
         (PolicyModel, "to", lambda self, _: torch.nn.Module.to(self, device)),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in answers]
@@ -285,8 +298,56 @@ def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
         }
 
 
+def optimizer_of_shape(config_name: str, rank: int, implementation: Any) -> dict[str, Any]:
+    """DDP and the distributed optimizer of one rank of a shipped YAML at its real shape, without memory.
+
+    The optimizer's sharded state is made as for a load; `read` are elements that this rank would read.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    from rstar2_megatron.actor import checkpoint
+    from rstar2_megatron.actor.layout import check_layout
+    from rstar2_megatron.actor.network.model import build_chunks, unwrap
+    from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
+    from rstar2_megatron.actor.optimizer_state import states_without_data, take_held_states
+    from rstar2_megatron.cpu.megatron import repair_router_without_engine, repair_torch_adam_checkpoints
+
+    repair_torch_adam_checkpoints()  # both do nothing beside TransformerEngine
+    repair_router_without_engine()
+    settings = load(config_name).settings
+    model = known_model(settings.rollout.model.model_path)
+    assert model is not None
+    layout = check_layout(settings.actor, model, WORLD, settings.runner)
+    optim = settings.actor.optim.model_copy(update={"optimizer_cpu_offload": False})  # host memory is real
+    began = time.monotonic()
+    with pretended_cuda("meta"), fake_groups(layout, rank, WORLD):
+        config, chunks = build_chunks(model, settings.actor.model, implementation, "cuda")
+        chunks = wrap_ddp(config, chunks, optim)
+        optimizer = build_optimizer(chunks, optim, settings.actor.model.precision)
+        with states_without_data(optimizer):
+            state = checkpoint._sharded_state(chunks, optimizer, loading=True)["optimizer"]
+        sharded = [x for x in nested_values(state) if isinstance(x, ShardedBase)]
+        held = take_held_states(optimizer, state)
+        weights = [p for chunk in chunks for p in unwrap(chunk).parameters()]
+        return {
+            "weights": len(weights),
+            "experts": model.num_experts,
+            "elements": sum(p.numel() for p in weights),
+            "sharded_states": len(sharded),
+            "state_elements": sum(x.data.numel() for x in sharded),
+            "adam": sorted({type(p.optimizer).__name__ for p in optimizer.chained_optimizers}),
+            "masters": sum(x.numel() for p in optimizer.chained_optimizers for x in p.get_parameters()),
+            "read": sum(x.data.numel() for _, tensors in held for x in nested_values(tensors)),
+            "ranks_of_dense": layout.data * layout.context,
+            "real_memory": sum(not p.is_meta for p in weights),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+
+
 def main() -> None:
-    results: dict[str, Any] = {"shapes": {}, "thin": {}, "optimizers": {}}
+    results: dict[str, Any] = {"shapes": {}, "thin": {}, "optimizers": {}, "optimizer_shapes": {}}
+    engine = sys.argv[2:] != ["--local"]
 
     def attempt(where: dict[str, Any], key: str, function: Any, *arguments: Any) -> None:
         try:
@@ -295,11 +356,16 @@ def main() -> None:
             where[key] = {"error": traceback.format_exc()}
         print(key, str(where[key])[:300], file=sys.stderr, flush=True)
 
+    implementation = "transformer_engine" if engine else "local"
     for size, name in SHAPES.items():
+        for rank in (0, WORLD - 1):
+            where = results["optimizer_shapes"]
+            attempt(where, f"{size} rank {rank}", optimizer_of_shape, name, rank, implementation)
+    for size, name in SHAPES.items() if engine else ():
         for rank in (0, WORLD - 1):
             attempt(results["shapes"], f"{size} rank {rank}", build_shape, name, rank)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in THIN:
+        for kind in THIN if engine else ():
             attempt(results["thin"], kind, round_trip_thin, kind, Path(folder) / kind)
             attempt(results["optimizers"], kind, optimizer_of_thin, kind, Path(folder) / kind)
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1))

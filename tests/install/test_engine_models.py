@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,18 @@ needs_engine = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("models") / "models.json"
+    return built_by(tmp_path_factory.mktemp("models") / "models.json")
+
+
+@pytest.fixture(scope="module")
+def built_local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With megatron-core's own layers, which every environment has."""
+    return built_by(tmp_path_factory.mktemp("models") / "local.json", "--local")
+
+
+def built_by(out: Path, *options: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.install.engine_models", str(out)],
+        [sys.executable, "-m", "tests.install.engine_models", str(out), *options],
         capture_output=True,
         text=True,
         timeout=840,
@@ -74,6 +84,29 @@ def test_the_optimizer_is_the_engines(built: dict[str, Any], kind: str) -> None:
     assert one["adam"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
     assert one["main_gradients"] and one["masters"] > 0
     assert one["sharded_states"] >= 3 * one["weights"] > 0  # master and two moments of each
+
+
+@pytest.mark.parametrize("rank", [0, WORLD - 1])
+@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize(
+    ("fixture", "adam"),
+    [
+        pytest.param("built_local", "AdamW", marks=pytest.mark.long),
+        pytest.param("built", "FusedAdam", marks=needs_engine),
+    ],
+)
+def test_the_optimizer_of_a_shipped_size_has_a_state_for_each_weight(
+    request: pytest.FixtureRequest, size: str, rank: int, fixture: str, adam: str
+) -> None:
+    """At the real shape and the YAML's layout; a load asks for no more than the rank's share of the model."""
+    one = request.getfixturevalue(fixture)["optimizer_shapes"][f"{size} rank {rank}"]
+    assert "error" not in one, one["error"]
+    assert one["adam"] == [adam] and one["real_memory"] == 0
+    assert one["sharded_states"] == 3 * one["weights"] > 0  # master and two moments of each
+    assert one["state_elements"] == 3 * one["elements"]
+    assert 3 * one["masters"] <= one["read"] <= one["state_elements"]
+    if not one["experts"]:  # their shares are of another group of ranks
+        assert 0.98 * one["elements"] <= one["masters"] * one["ranks_of_dense"] <= 1.02 * one["elements"]
 
 
 @pytest.mark.parametrize("implementation", ["local", pytest.param("transformer_engine", marks=needs_engine)])

@@ -98,6 +98,14 @@ def test_what_is_not_in_the_lock_is_installed_as_it_was_resolved() -> None:
     assert "transformer-engine-cu12" not in locked  # the CUDA 12 core beside torch for CUDA 13
 
 
+def test_there_is_one_cudnn_and_one_nccl() -> None:
+    """Those that torch was built with; the image brings none (tests/docker). Two of them would mix sub-libraries."""
+    locked = pins(REQUIREMENTS / "gpu.lock")
+    for library in ("cudnn", "nccl"):
+        found = [name for name in locked if name.startswith(f"nvidia-{library}") and "frontend" not in name]
+        assert found == [f"nvidia-{library}-cu13"]
+
+
 def test_compiler_and_headers_are_of_one_toolkit() -> None:
     """flashinfer's kernels do not compile with an nvcc newer than the runtime's headers (CCCL refuses)."""
     locked = pins(REQUIREMENTS / "gpu.lock")

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes .venv-verl, in which verl runs beside this project on a CPU, or does nothing when it is up to date.
+# It holds the packages of requirements/verl-cpu.txt and sees those of .venv; about 60 MB.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+venv=.venv-verl
+log=$PWD/.setup.verl.log
+. scripts/install/steps.sh
+
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+  fail "this machine has GPUs: write verl's side by --export DIR, and run it in verl's own environment (requirements/verl.txt)"
+fi
+project=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+want=$({ cat requirements/verl-cpu.txt; echo "$project"; } | sha256sum | cut -c1-16)
+stamp=$venv/.rstar2-installed
+[ "$(cat "$stamp" 2>/dev/null)" != "$want" ] || exit 0
+exec 9> .setup.verl.lock
+flock -w 900 9 || fail "another setup holds $PWD/.setup.verl.lock"
+[ "$(cat "$stamp" 2>/dev/null)" != "$want" ] || exit 0
+: > "$log"
+python=.venv/bin/python
+make_venv
+echo "$project" > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rstar2_project.pth"
+step "verl and what it needs beside the project's packages" pip_install --no-deps -r requirements/verl-cpu.txt
+echo "$want" > "$stamp"
