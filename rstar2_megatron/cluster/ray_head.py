@@ -87,7 +87,7 @@ class RayHead:
         # RLinf's workers have their own environments, so they cannot use workers that Ray starts in advance.
         env.setdefault("RAY_prestart_worker_first_driver", "0")
         # Ray's control process keeps a record of each call for a dashboard that is not started: 0.5 MB a step, 170 MB in all.
-        env.setdefault("RAY_task_events_max_num_task_in_gcs", "5000")
+        env.setdefault("RAY_task_events_max_num_task_in_gcs", "1000")
         with log_path.open("wb") as log:
             self._process = start_child(
                 [
