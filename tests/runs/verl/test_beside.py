@@ -9,6 +9,8 @@ import pytest
 
 from rstar2_megatron.runs.verl.beside import ARMS, Beside, arm_words
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load_settings
+from tests.e2e.runs import ProgramRun, read_jsonl
+from tests.rollout.memorised import SETTINGS
 
 ROOT = CONFIG_DIR.parent
 TINY = "rstar2-tiny-cpu"
@@ -59,3 +61,42 @@ def test_finished_runs_are_drawn_and_not_run_again(tmp_path: Path) -> None:
     assert Beside(TINY, words, ["verl", "grpo"], [0], tmp_path, Path("absent")).run() == 0
     text = (tmp_path / "comparison.txt").read_text()
     assert "grpo - verl: +0.100 at trajectories 256" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_three_steps_of_verl_itself(memorised_model: Path, tmp_path: Path) -> None:
+    """verl's trainer, agent loop and engine with this project's tool, judge and grader. The model knows two conversations."""
+    problems, out = tmp_path / "problems.jsonl", tmp_path / "beside"
+    prompts = ("right?", "broken?")  # one calls the tool rightly, one writes a call that is no JSON
+    rows = [{"prompt": prompts[i % 2], "solutions": ["42"], "query_id": str(i)} for i in range(16)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {
+        "cold_start.enabled": False,
+        "cold_start.builder": "null",
+        "rollout.model.model_path": memorised_model,
+        "data.train_data_paths": f"[{problems}]",
+        "data.val_data_paths": "[]",
+        "data.rollout_batch_size": 4,
+        "algorithm.down_sampling.down_sampling_config.down_sample_to_n": 4,
+        "agentloop.system_prompt": f"'{SETTINGS.system_prompt}'",
+        "runner.max_steps": 3,
+        "runner.save_interval": -1,
+    }
+    run = ProgramRun(
+        [
+            *("bash", str(ROOT / "examples/agent/rstar2/compare_with_verl.sh"), TINY),
+            *(f"{key}={value}" for key, value in words.items()),
+            *("--arms", "verl", "--out", str(out)),
+        ],
+        tmp_path / "beside.log",
+    ).start()
+    assert run.wait(1100) == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    steps = [row["data"] for row in read_jsonl(out / "verl-0" / "metrics.jsonl")]
+    assert [step["training/global_step"] for step in steps] == [1, 2, 3]
+    rewards = [step["critic/rewards/mean"] for step in steps]
+    assert all(0 < reward < 1 for reward in rewards), rewards
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    assert all(step["num_turns/mean"] > 2 for step in steps)
+    assert "arm verl" in (out / "comparison.txt").read_text()
