@@ -26,14 +26,12 @@ def execute(
 ) -> int:
     """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input.
 
-    origins: of the keys, for the `algorithm` block of the plan. later: keys that may be empty in a dry run, because an
-    earlier stage of a recipe sets them.
+    origins: of the keys, for the `algorithm` block of the plan. later: as for `check_before_start`.
     """
     try:
         settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
-        for warning in check_before_start(settings, dry_run=dry_run):
-            if not any(warning.startswith(f"{key} is empty") for key in later):
-                print(f"warning: {warning}", file=sys.stderr)
+        for warning in check_before_start(settings, dry_run=dry_run, later=later):
+            print(f"warning: {warning}", file=sys.stderr)
     except ConfigError:
         raise
     except ValueError as e:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -41,11 +41,12 @@ def check_before_start(
     dry_run: bool = False,
     find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
     free_bytes: Callable[[Path], int] | None = None,
+    later: Collection[str] = (),
 ) -> list[str]:
     """Raise ConfigError for the first kind of mistakes found, all of a kind together; return warnings.
 
     In a dry run, missing files and GPUs are warnings, so that a plan for another machine can be made. `find_gpus` and
-    `free_bytes` ask the machine; tests replace them.
+    `free_bytes` ask the machine; tests replace them. `later`: keys of files that an earlier stage of a recipe makes.
     """
     _raise(arithmetic_problems(settings))
     _raise(output_problems(settings))
@@ -81,7 +82,7 @@ def check_before_start(
         memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
         _raise_or_warn(list(object_store_problems(settings, memory, shared)), dry_run, warnings)
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
-    _raise_or_warn(list(data_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(data_problems(settings, later)), dry_run, warnings)
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
     if model is not None:
         ask = free_bytes if free_bytes is not None else _free_bytes
@@ -308,10 +309,10 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def data_problems(settings: Settings) -> Iterator[str]:
+def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[str]:
     """Missing files, bad rows, too few problems."""
     if settings.runner.task_type in ("sft", "preference"):
-        yield from training_file_problems(settings)
+        yield from training_file_problems(settings, later)
         return
     data = settings.data
     least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
