@@ -19,7 +19,7 @@ $py -m compileall -q rstar2_megatron tests
 # pytest's 1: tests failed
 echo "== pytest"; $py -m pytest "$@"; tests=$?
 if [ $tests -eq 1 ] && [ -n "${RSTAR2_AGAIN:-}" ]; then
-  echo "== pytest: what failed, once more, alone"; $py -m pytest "$@" --last-failed --maxfail=1; tests=$?
+  echo "== pytest: what failed, once more, alone"; $py -m pytest "$@" --last-failed --last-failed-no-failures=none --maxfail=1; tests=$?
 fi
 [ $tests -eq 0 ] || status=1
 [ $status -eq 0 ] || echo "run_tests.sh: something above failed" >&2
