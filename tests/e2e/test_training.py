@@ -87,7 +87,9 @@ def test_the_traced_step_has_every_row_and_the_shares_of_its_metrics(first_run: 
     assert all(whole.start - 0.01 <= span.start <= span.end <= whole.end + 0.01 for span in inside)
     laps = ("training", "save", "sync_weights")
     begin = [min(span.start for span in step.spans if span.name == lap) for lap in laps]
-    assert begin == sorted(begin), "a save after the sync would wake an actor that has given its memory to the engines"
+    assert begin == sorted(begin), (
+        "a save after the sync would wake an actor that has given its memory to the engines"
+    )
     row = read_jsonl(first_run / "metrics.jsonl")[1]
     shares = shares_of(step)
     assert sum(shares.values()) == pytest.approx(1)
