@@ -69,6 +69,7 @@ def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "actor_rollout_ref.actor.optim.min_lr_ratio": optim.min_lr / optim.lr,
         "actor_rollout_ref.actor.optim.lr_warmup_steps": sched.lr_warmup_iters,
         "actor_rollout_ref.actor.optim.lr_scheduler_type": sched.lr_decay_style,
+        "actor_rollout_ref.actor.optim.zero_indexed_step": False,  # else the first update has rate 0
         "actor_rollout_ref.actor.optim.weight_decay": optim.weight_decay,
         "actor_rollout_ref.actor.optim.betas": [optim.adam_beta1, optim.adam_beta2],
         "actor_rollout_ref.actor.optim.clip_grad": optim.clip_grad,
