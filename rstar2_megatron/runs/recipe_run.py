@@ -54,7 +54,9 @@ def _dry_run(plan: StagePlan) -> int:
         total += _say_hours(plan, stage)
         print()
     if total:
-        print(f"expected in all: {total:,.0f} GPU hours on H100s (stages of task search, and those that train on trees)")
+        print(
+            f"expected in all: {total:,.0f} GPU hours on H100s (stages of task search, and those that train on trees)"
+        )
     return 0
 
 

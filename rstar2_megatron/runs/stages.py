@@ -49,10 +49,10 @@ class Stage(Section):
     optimizer: Literal["keep", "reset"] = "reset"
     """keep: moments and step count of the stage before, which must also be a reasoning stage."""
     problems_from: str | None = None
-    """An earlier difficulty_filter stage, whose problems this stage trains on."""
+    """An earlier difficulty_filter or search stage, whose problems this stage trains on."""
     model_from: str | None = None
-    """An earlier reasoning or sft stage, whose model this stage starts from; configured: rollout.model.model_path of the recipe;
-    null: the last one."""
+    """An earlier reasoning or sft stage, whose model this stage starts from; configured: rollout.model.model_path of the
+    recipe; null: the last one."""
     trees_from: list[str] = Field(default_factory=list)
     """Earlier search stages, whose right solutions an sft stage trains on, and whose pairs a preference stage."""
     reward_model_from: str | None = None
@@ -75,7 +75,9 @@ class Recipe(Section):
         seen: dict[str, Stage] = {}
         for number, stage in enumerate(self.stages):
             if stage.name == CONFIGURED:
-                raise ValueError(f"no stage may be named {CONFIGURED}: model_from has it for the recipe's model")
+                raise ValueError(
+                    f"no stage may be named {CONFIGURED}: model_from has it for the recipe's model"
+                )
             if stage.name in seen:
                 raise ValueError(f"two stages are named {stage.name!r}")
             if stage.optimizer == "keep" and (
@@ -85,10 +87,10 @@ class Recipe(Section):
                     f"stage {stage.name!r} keeps an optimizer, but no reasoning stage comes before it"
                 )
             source = seen.get(stage.problems_from or "")
-            if stage.problems_from and (source is None or source.task != "difficulty_filter"):
+            if stage.problems_from and (source is None or source.task not in ("difficulty_filter", "search")):
                 raise ValueError(
                     f"stage {stage.name!r} takes problems_from {stage.problems_from!r}, which is no "
-                    "difficulty_filter stage before it"
+                    "difficulty_filter or search stage before it"
                 )
             _check_sources(stage, seen)
             seen[stage.name] = stage

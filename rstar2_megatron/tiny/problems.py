@@ -206,7 +206,7 @@ def _series(rng: random.Random, sizes: Sizes) -> TinyProblem:
     )
 
 
-CHAIN_NAMES = "abcd"
+CHAIN_NAMES = ("a", "b", "c", "d")
 MISTAKEN = {"+": "-", "-": "+", "*": "+", "%": "//"}
 """The operator that a mistaken step of a chain has instead."""
 _MOST = 9999  # of a value on the way, so that it is short to copy
@@ -226,15 +226,17 @@ def _chain(rng: random.Random, sizes: Sizes) -> TinyProblem:
     """Three dependent steps, one tool call each; a mistake in any single one changes the answer."""
     while True:
         operators = [rng.choice("+-*%") for _ in CHAIN_NAMES[1:]]
-        operands = [rng.randint(2, 9) if o == "*" else sizes.number(rng, fewer=int(o == "%")) for o in operators]
+        operands = [
+            rng.randint(2, 9) if o == "*" else sizes.number(rng, fewer=int(o == "%")) for o in operators
+        ]
         chain = (str(sizes.number(rng)), *(f"{o}{n}" for o, n in zip(operators, operands)))
         values = _chain_values(chain)
         others = [_chain_values((*chain[:i], mistaken(chain[i]), *chain[i + 1 :]))[-1] for i in (1, 2, 3)]
-        if 0 < min(values) and max(values) <= _MOST and values[-1] not in others:
+        if min(values) > 0 and max(values) <= _MOST and values[-1] not in others:
             break
     lines = [f"{x}={y}{z}" for x, y, z in zip(CHAIN_NAMES, ("", *CHAIN_NAMES), chain)]
     right = "\n".join([*lines, "print(d)"])
-    wrong = right.replace(chain[-1], mistaken(chain[-1]))
+    wrong = "\n".join([*lines[:-1], f"d=c{mistaken(chain[-1])}", "print(d)"])
     return TinyProblem(
         "chain",
         f"{', '.join(lines)}. Find d.",
@@ -248,7 +250,13 @@ def _chain(rng: random.Random, sizes: Sizes) -> TinyProblem:
 
 def _chain_values(chain: Sequence[str]) -> list[int]:
     """The values of all names of a chain."""
-    calculate = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "%": int.__mod__, "/": int.__floordiv__}
+    calculate = {
+        "+": int.__add__,
+        "-": int.__sub__,
+        "*": int.__mul__,
+        "%": int.__mod__,
+        "/": int.__floordiv__,
+    }
     values = [int(chain[0])]
     for operation in chain[1:]:
         values.append(calculate[operation[0]](values[-1], int(operation.lstrip("+-*/%"))))

@@ -191,7 +191,7 @@ def test_fingerprint_changes_with_what_runs(tmp_path: Path) -> None:
     [
         ([STAGES[1], STAGES[1]], "two stages are named 'rl-a'"),
         ([STAGES[0], {**STAGES[2]}], "no reasoning stage comes before it"),
-        ([STAGES[4]], "no difficulty_filter stage before it"),
+        ([STAGES[4]], "no difficulty_filter or search stage before it"),
         ([{**STAGES[1], "name": "a/b"}], "stages.0.name"),
         ([ROUNDS[2]], "takes model_from 'base', which is no reasoning or sft stage before it"),
         ([ROUNDS[0], ROUNDS[3]], "takes trees_from 'search-1', which is no search stage before it"),

@@ -17,7 +17,7 @@ def search_hours(settings: Settings, model: ModelConfig, kv_capacity_tokens: int
     """(GPU hours of `search.rollouts`, GPU hours of all `search.more_rollouts`) for `search.num_problems` problems.
 
     A rollout is counted as `search.candidates` solutions of half the longest length. That is what it generates when every node
-    on its way is new, so trees that come back to old nodes cost less. A reward model of the policy's size reads every token once.
+    on its way is new, so trees that come back to old nodes cost less. A reward model of the policy's size reads each token.
     """
     search, length = settings.search, settings.runner.seq_length // 2
     rate = decode_tokens_per_s(settings, model, kv_capacity_tokens, length)

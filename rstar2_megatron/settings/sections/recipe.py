@@ -77,6 +77,7 @@ class ColdStartSettings(Section):
     cache_dir: str = ".cache/rstar2"
     builder: Literal["tiny", "chained", "smollm2"] | None = None
     """The project makes model, problems and SFT data when they are absent. tiny: a model from nothing; chained: the
-    same with problems of three dependent tool calls; smollm2: a pretrained one from a registry package (requirements/smollm2.txt)."""
+    same with problems of three dependent tool calls; smollm2: a pretrained one from a registry package
+    (requirements/smollm2.txt)."""
     seed: int = 0
     phases: list[SFTPhaseSettings] = []
