@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -93,6 +94,10 @@ def journal(out: Path) -> list[dict]:
     return read_jsonl(out / "mcts.expansions.jsonl")
 
 
+def grown(out: Path, wanted: int) -> bool:
+    return len(journal(out)) >= wanted
+
+
 def test_a_stopped_and_a_killed_search_end_with_the_same_trees(
     memorised_model: Path, data: Path, whole: dict[str, Any], judge: JudgeService, port: int, tmp_path: Path
 ) -> None:
@@ -100,15 +105,14 @@ def test_a_stopped_and_a_killed_search_end_with_the_same_trees(
     recorded = 0
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         run = ProgramRun(words, tmp_path / f"{number.name}.log").start()
-        run.wait_for(lambda: len(journal(tmp_path)) >= recorded + 3, 300, "expansions")
+        enough = functools.partial(grown, tmp_path, recorded + 3)
+        run.wait_for(enough, 300, "expansions")
         run.send(number)
         assert run.wait(60) == code, run.text()[-3000:]
         run.assert_nothing_left(killed=number is signal.SIGKILL)
         recorded = len(journal(tmp_path))
         assert len(trees(tmp_path)) < len(whole), "the stop came too late to test anything"
-    kept = {
-        (row["query_id"], row["tag"], step["text"]) for row in journal(tmp_path) for step in row["steps"]
-    }
+    kept = {(row["query_id"], row["tag"], step["text"]) for row in journal(tmp_path) for step in row["steps"]}
     finished = (tmp_path / "mcts.jsonl").read_text()
     last = ProgramRun(words, tmp_path / "last.log").start()
     assert last.wait(400) == 0, last.text()[-3000:]
