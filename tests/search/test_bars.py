@@ -25,13 +25,26 @@ def row(name: str, right: int, problems: int = 40) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("mcts", "greedy", "votes", "passed"),
-    [(30, 10, 12, True), (30, 28, 12, False), (30, 12, 28, False), (12, 30, 30, False)],
+    ("mcts", "greedy", "votes", "more", "passed"),
+    [
+        (30, 10, 12, 13, True),
+        (30, 28, 12, 13, False),
+        (30, 12, 28, 13, False),
+        (30, 12, 13, 28, False),
+        (12, 30, 30, 30, False),
+    ],
 )
-def test_both_greedy_and_majority_must_be_beaten(
-    mcts: int, greedy: int, votes: int, passed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_greedy_and_both_majorities_must_be_beaten(
+    mcts: int,
+    greedy: int,
+    votes: int,
+    more: int,
+    passed: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [row("greedy", greedy), row(CHOSEN, mcts), row(f"majority@{VOTES}", votes)]
+    rows.append(row("sampling, majority@17", more))
     assert _report(rows, tmp_path / "bars.json") == (0 if passed else 1)
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["passed"] is passed
@@ -39,4 +52,4 @@ def test_both_greedy_and_majority_must_be_beaten(
     assert against["value"] == pytest.approx((mcts - greedy) / 40)
     assert against["low"] <= against["value"] <= against["high"]
     kept = json.loads((tmp_path / "bars.json").read_text())["rows"]
-    assert [r["tokens"] for r in kept] == [100, 100, 100] and "scores" not in kept[0]
+    assert [r["tokens"] for r in kept] == [100, 100, 100, 100] and "scores" not in kept[0]
