@@ -5,8 +5,8 @@
 Runs `python -m rstar2_megatron.search --compare` (greedy, MCTS and beam guided by the preference model, independent attempts)
 and a second search that is guided by the known answers, the ceiling, on the same problems. Attempts are those that fit into the
 generated tokens of the MCTS, problem by problem. Differences are paired over problems, with 95 % bootstrap intervals. The exit
-code is 0 when MCTS beats greedy, majority@8 and the majority at equal tokens by 0.15 with intervals above 0, else 1. --next-model adds the next round's
-policy, measured greedily.
+code is 0 when MCTS beats greedy, majority@8 and the majority at equal tokens by 0.15 with intervals above 0, else 1.
+--next-model adds the next round's policy, measured greedily.
 """
 
 from __future__ import annotations
