@@ -41,25 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("model", "reward-model", "data", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--next-model", help="policy of the next round")
-    parser.add_argument("--config", default="rstar2-tiny-cpu")
+    parser.add_argument("--config", help="configuration when the policies are not in runs")
     parser.add_argument("--problems", type=int, default=128)
     parser.add_argument("--result", type=Path, help="also write this JSON file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="search.rollouts=8 ...")
     own = parser.parse_intermixed_args(argv)
     out = Path(own.out)
-    common = ["--data", own.data, "--config", own.config, "--problems", str(own.problems), "--mode", "mcts"]
+    common = ["--data", own.data, "--problems", str(own.problems)]
+    common += ["--config", own.config] if own.config else []
+    mcts = [*common, "--model", own.model, "--mode", "mcts"]
     scored = ["--reward-model", own.reward_model, "--compare", "search.guide=scores"]
-    _search([*common, "--model", own.model, *scored, "--out", str(out / "scores"), *own.overrides])
+    _search([*mcts, *scored, "--out", str(out / "scores"), *own.overrides])
     truth = ["search.guide=answers", "--out", str(out / "answers")]
-    _search([*common, "--model", own.model, *truth, *own.overrides])
+    _search([*mcts, *truth, *own.overrides])
     rows = [*_rows(out / "scores"), *_rows(out / "answers", "guided by the answers: ")]
     rows.append(_votes(out / "scores" / "sampling.jsonl"))
     if own.next_model:
         greedy = ["search.mode=sampling", "search.rollouts=1", "search.temperature=0", "search.guide=answers"]
-        without_mode = common[:-2]
-        _search(
-            [*without_mode, "--model", own.next_model, "--out", str(out / "next"), *own.overrides, *greedy]
-        )
+        _search([*common, "--model", own.next_model, "--out", str(out / "next"), *own.overrides, *greedy])
         rows += [{**row, "name": "greedy of the next round"} for row in _rows(out / "next")]
     return _report(rows, own.result)
 

@@ -1,6 +1,6 @@
 """Whether a search keeps the engine's batches full: its generated tokens/s against plain sampling.
 
-    python -m benchmarks.search_batches --model DIR --data FILE --config NAME [key=value ...]
+    python -m benchmarks.search_batches --model DIR --data FILE [key=value ...]
 
 One engine and one judge serve plain sampling (whole attempts of the agent loop), then a search by `search.*`, then plain
 sampling again, each with `search.trees` x `search.candidates` requests under way. The share is the search's tokens/s by the
@@ -41,13 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("model", "data", "config"):
+    for name in ("model", "data"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--config", help="configuration when the policy is not in a run")
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--result", type=Path, help="also write this JSON file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="search.trees=16 ...")
     own = parser.parse_intermixed_args(argv)
-    words = ["--model", own.model, "--data", own.data, "--config", own.config, *own.overrides]
+    words = ["--model", own.model, "--data", own.data, *own.overrides]
+    words += ["--config", own.config] if own.config else []
     arguments = parse([*words, "search.mode=mcts"])
     settings, sampling = configure(arguments)
     search = guided(settings.search)
