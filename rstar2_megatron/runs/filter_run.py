@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rstar2_megatron.data.difficulty import difficulty_report, pass_counts, render_report
+from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.evaluation.sampling import SamplingSettings, sample
@@ -24,7 +24,7 @@ from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.runs.base_run import BaseRun, Stopped
 from rstar2_megatron.settings.placement import slots_of, visible_gpus
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import DataSettings, DifficultyFilterSettings, Settings
 from rstar2_megatron.trajectory import Problem
 
 
@@ -56,17 +56,7 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     )
     samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
     counts = pass_counts(problems, ((s.query_id, s.reward) for s in samples))
-    dropped = {
-        count.query_id: why
-        for count in counts
-        if (
-            why := count.why_dropped(
-                always_solved=options.drop_always_solved,
-                never_solved=options.drop_never_solved,
-                wanted=options.num_samples,
-            )
-        )
-    }
+    dropped = dropped_problems(counts, options, options.num_samples)
     report = difficulty_report(counts, dropped, options.num_samples)
     write_jsonl(out / "pass_counts.jsonl", (asdict(count) for count in counts))
     kept = [problem for problem in problems if problem.query_id not in dropped]
@@ -74,7 +64,7 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
         raise DataError(
             f"no problem is left of {len(problems)}: {report['dropped']}; see {out / 'pass_counts.jsonl'}"
         )
-    write_jsonl(out / "train.jsonl", (_row(p, data.prompt_key, data.answer_key) for p in kept))
+    write_problems(out / "train.jsonl", kept, data)
     write_json(out / "report.json", report)
     print(render_report(report), flush=True)
     print(
@@ -82,6 +72,23 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
         flush=True,
     )
     return report
+
+
+def dropped_problems(
+    counts: Sequence[PassCount], options: DifficultyFilterSettings, wanted: int
+) -> dict[str, str]:
+    """The reason by query_id of each problem that `options` drop; those with fewer than `wanted` attempts stay."""
+    always, never = options.drop_always_solved, options.drop_never_solved
+    reasons = {
+        count.query_id: count.why_dropped(always_solved=always, never_solved=never, wanted=wanted)
+        for count in counts
+    }
+    return {query_id: why for query_id, why in reasons.items() if why}
+
+
+def write_problems(path: Path, problems: Sequence[Problem], data: DataSettings) -> None:
+    """Write problems as a data file, which a stage with `problems_from` reads."""
+    write_jsonl(path, (_row(problem, data.prompt_key, data.answer_key) for problem in problems))
 
 
 def short_problems(settings: Settings, limit: int) -> list[Problem]:

@@ -26,6 +26,8 @@ from rstar2_megatron.runs.stages import MODEL_TASKS, Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import kill_tree
 from rstar2_megatron.settings.load import ConfigError, print_config
+from rstar2_megatron.settings.planning.hours import preference_hours, search_hours, sft_hours
+from rstar2_megatron.settings.planning.plan import make_plan, model_of
 
 STATE = "recipe.json"
 _END_GRACE_S = 90.0  # in which a stage ends its workers, engines, judge and Ray
@@ -44,12 +46,48 @@ def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_
 
 
 def _dry_run(plan: StagePlan) -> int:
+    total = 0.0
     for number, stage in enumerate(plan.recipe.stages, 1):
         print(_title(number, plan, stage), flush=True)
         later = [f"{stage.task}.train_data_paths"] if stage.trees_from else []
         execute(plan.settings(stage, for_plan=True), dry_run=True, later=later)
+        total += _say_hours(plan, stage)
         print()
+    if total:
+        print(
+            f"expected in all: {total:,.0f} GPU hours on H100s (stages of task search, and those that train on trees)"
+        )
     return 0
+
+
+def _say_hours(plan: StagePlan, stage: Stage) -> float:
+    """Print and return the GPU hours of a search, or of a stage that trains on trees; 0.0 for the others and on CPU slots."""
+    settings = plan.settings(stage, for_plan=True)
+    if stage.reward_model_from:
+        search = settings.search.model_copy(update={"reward_model": stage.reward_model_from})
+        settings = settings.model_copy(update={"search": search})
+    model, _ = model_of(settings)
+    if model is None or settings.actor.model.precision != "bf16":
+        return 0.0
+    more, assumed = 0.0, ""
+    if stage.task == "search" and settings.search.num_problems > 0:
+        capacity = make_plan(settings).kv_capacity_tokens
+        assert capacity is not None  # the plan fits
+        hours, more = search_hours(settings, model, capacity)
+        assumed = f"{settings.search.num_problems:,} problems, solutions of half the longest length"
+    elif stage.trees_from:
+        searches = [s for s in plan.recipe.stages if s.name in stage.trees_from]
+        trees = sum(max(0, plan.settings(s, for_plan=True).search.num_problems) for s in searches)
+        of_task = sft_hours if stage.task == "sft" else preference_hours
+        hours = of_task(settings, model, trees)
+        assumed = f"a right solution in each of {trees:,} trees"
+    else:
+        return 0.0
+    if not hours:
+        return 0.0
+    extra = f", and up to {more:,.0f} more for problems without a right solution" if more else ""
+    print(f"expected: {hours:,.0f} GPU hours on H100s{extra} ({assumed})")
+    return hours
 
 
 def _title(number: int, plan: StagePlan, stage: Stage) -> str:

@@ -11,7 +11,8 @@ A recipe is a YAML (`config/recipe/NAME.yaml` or a path):
       - {name: rl-12k, optimizer: reset, problems_from: filter, overrides: {...}}
 
 rStar-Math's rounds: stages of task search make trees, `trees_from` gives them to stages of task sft and preference, and
-`reward_model_from` gives the model of a preference stage to a later search. `model_from` is the stage whose model begins one.
+`reward_model_from` gives the model of a preference stage to a later search. `model_from` is the stage whose model begins one,
+or `configured`.
 
 On the command line `key=value` goes to all stages and `STAGE/key=value` to one.
 """
@@ -35,6 +36,8 @@ from rstar2_megatron.settings.schema import Section, Settings
 
 RECIPE_DIR = CONFIG_DIR / "recipe"
 MODEL_KEY = "rollout.model.model_path"
+CONFIGURED = "configured"
+"""In place of a stage: the model of the recipe, from which every round of rStar-Math begins."""
 
 
 class Stage(Section):
@@ -46,9 +49,10 @@ class Stage(Section):
     optimizer: Literal["keep", "reset"] = "reset"
     """keep: moments and step count of the stage before, which must also be a reasoning stage."""
     problems_from: str | None = None
-    """An earlier difficulty_filter stage, whose problems this stage trains on."""
+    """An earlier difficulty_filter or search stage, whose problems this stage trains on."""
     model_from: str | None = None
-    """An earlier reasoning or sft stage, whose model this stage starts from; null: the last one."""
+    """An earlier reasoning or sft stage, whose model this stage starts from; configured: rollout.model.model_path of the
+    recipe; null: the last one."""
     trees_from: list[str] = Field(default_factory=list)
     """Earlier search stages, whose right solutions an sft stage trains on, and whose pairs a preference stage."""
     reward_model_from: str | None = None
@@ -70,6 +74,10 @@ class Recipe(Section):
     def _stages_fit_together(self) -> Recipe:
         seen: dict[str, Stage] = {}
         for number, stage in enumerate(self.stages):
+            if stage.name == CONFIGURED:
+                raise ValueError(
+                    f"no stage may be named {CONFIGURED}: model_from has it for the recipe's model"
+                )
             if stage.name in seen:
                 raise ValueError(f"two stages are named {stage.name!r}")
             if stage.optimizer == "keep" and (
@@ -79,21 +87,24 @@ class Recipe(Section):
                     f"stage {stage.name!r} keeps an optimizer, but no reasoning stage comes before it"
                 )
             source = seen.get(stage.problems_from or "")
-            if stage.problems_from and (source is None or source.task != "difficulty_filter"):
+            if stage.problems_from and (source is None or source.task not in ("difficulty_filter", "search")):
                 raise ValueError(
                     f"stage {stage.name!r} takes problems_from {stage.problems_from!r}, which is no "
-                    "difficulty_filter stage before it"
+                    "difficulty_filter or search stage before it"
                 )
             _check_sources(stage, seen)
             seen[stage.name] = stage
         return self
 
     def model_before(self, name: str) -> str | None:
-        """The stage whose model `name` starts from: its `model_from`, else the last one before it that exports a policy."""
+        """The stage whose model `name` starts from: its `model_from`, else the last one before it that exports a policy.
+
+        None: the configured model.
+        """
         found = None
         for stage in self.stages:
             if stage.name == name:
-                return stage.model_from or found
+                return None if stage.model_from == CONFIGURED else stage.model_from or found
             if stage.task in MODEL_TASKS:
                 found = stage.name
         raise KeyError(name)
@@ -115,7 +126,7 @@ def _check_sources(stage: Stage, seen: Mapping[str, Stage]) -> None:
         ("reward_model_from", stage.reward_model_from, ("preference",), ("search",)),
     ]
     for key, name, makers, users in wanted:
-        if name is None:
+        if name is None or (key == "model_from" and name == CONFIGURED):
             continue
         if name not in seen or seen[name].task not in makers:
             raise ValueError(

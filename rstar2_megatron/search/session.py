@@ -27,6 +27,7 @@ from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Scorer, Values
 from rstar2_megatron.services.run_temporary import RunTemporary
+from rstar2_megatron.settings.schema import RolloutSettings
 from rstar2_megatron.settings.sections.search import SearchSettings
 from rstar2_megatron.trajectory import Problem
 
@@ -104,6 +105,23 @@ def write_conversations(
     return write_jsonl(out, rows)
 
 
+def seeded(rollout: RolloutSettings) -> RolloutSettings:
+    """Engines that sample by the seeds of their requests."""
+    arguments = {"enable_deterministic_inference": True, **rollout.sglang.server_args}
+    sglang = rollout.sglang.model_copy(update={"server_args": arguments})
+    return rollout.model_copy(update={"sglang": sglang})
+
+
+def loop_sampling(sampling: SamplingSettings, search: SearchSettings) -> SamplingSettings:
+    """The agent loop's sampling in a search."""
+    turns = search.depth + (search.rules == "released")
+    spec = replace(
+        sampling.spec, temperature=search.temperature, top_p=search.top_p, max_assistant_turns=turns
+    )
+    agentloop = sampling.agentloop.model_copy(update={"max_assistant_turns": turns})
+    return replace(sampling, spec=spec, agentloop=agentloop)
+
+
 class _Session:
     def __init__(self, problems: Sequence[Problem], sampling: SamplingSettings, out: Path) -> None:
         self.problems, self.sampling, self.out = problems, sampling, out
@@ -127,7 +145,7 @@ class _Session:
         return planned, self.spoiled
 
     def _file(self, plan: Plan) -> TreeFile:
-        sampling = self._sampling(plan.settings)
+        sampling = loop_sampling(self.sampling, plan.settings)
         return TreeFile(self.out / f"{plan.name}.jsonl", identity(sampling, plan.settings))
 
     def _missing(self, plan: Plan) -> list[Problem]:
@@ -143,23 +161,8 @@ class _Session:
         rows = TreeFile(self.out / f"{name}.jsonl", {}).rows()
         return sum(row["generated_tokens"] for _, row in rows if row["query_id"] in wanted)
 
-    def _sampling(self, search: SearchSettings) -> SamplingSettings:
-        """The loop's sampling; engines sample by the seeds of requests."""
-        turns = search.depth + (search.rules == "released")
-        spec = replace(
-            self.sampling.spec,
-            temperature=search.temperature,
-            top_p=search.top_p,
-            max_assistant_turns=turns,
-        )
-        agentloop = self.sampling.agentloop.model_copy(update={"max_assistant_turns": turns})
-        return replace(self.sampling, spec=spec, agentloop=agentloop)
-
     async def _run(self, planned: list[Plan], search: SearchSettings, compare: bool) -> None:
-        rollout = self.sampling.rollout
-        arguments = {"enable_deterministic_inference": True, **rollout.sglang.server_args}
-        sglang = rollout.sglang.model_copy(update={"server_args": arguments})
-        whole = rollout.model_copy(update={"sglang": sglang})
+        whole = seeded(self.sampling.rollout)
         reward, share = search.reward_model, search.reward_memory
         beside = whole if reward is None else policy_rollout(whole, share, on_gpu=torch.cuda.is_available())
         logs = self.out.resolve() / "logs"
@@ -179,7 +182,7 @@ class _Session:
         settings = plan.settings
         file = self._file(plan)
         finished, recorded = file.open(self.problems)
-        sampling = self._sampling(settings)
+        sampling = loop_sampling(self.sampling, settings)
         scorers: Sequence[Scorer] = reward_models or [LikelihoodScorer() for _ in services.engines]
         expanders = [
             Expander(services.agent_loop(engine, sampling), Values(settings, services.pool, scorer), settings)

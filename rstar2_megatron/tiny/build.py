@@ -25,7 +25,13 @@ from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tiny.problems import Level, TinyProblem, stream
-from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, smollm2_recipe, tiny_agent_loop
+from rstar2_megatron.tiny.recipe import (
+    TinyModelShape,
+    TinyRecipe,
+    chained_recipe,
+    smollm2_recipe,
+    tiny_agent_loop,
+)
 from rstar2_megatron.tiny.sft import (
     Segments,
     TraceWriter,
@@ -33,7 +39,13 @@ from rstar2_megatron.tiny.sft import (
     pieces,
 )
 
-Base = Literal["tiny", "smollm2"]
+Base = Literal["tiny", "chained", "smollm2"]
+
+_RECIPES: dict[Base, Callable[[], TinyRecipe]] = {
+    "tiny": TinyRecipe,
+    "chained": chained_recipe,
+    "smollm2": smollm2_recipe,
+}
 
 # Files whose code decides the result.
 _CODE = (
@@ -107,15 +119,15 @@ def build_tiny(
         seed: Of problems, traces and initial weights.
         agentloop: Conversation format of the SFT data; must be that of the rollouts. Default `tiny_agent_loop()`.
         recipe, shape: Amounts, and the sizes of a tiny model.
-        base: A tiny model from nothing, or the pretrained one of `smollm2`.
+        base: A tiny model from nothing, with short or with chained problems, or the pretrained one of `smollm2`.
         progress: Called with a line at the start of each part.
 
     Raises:
         OSError: when `cache_dir` cannot be written.
     """
     agentloop = agentloop or tiny_agent_loop()
-    recipe = recipe or (TinyRecipe() if base == "tiny" else smollm2_recipe())
-    shape = (shape or TinyModelShape()) if base == "tiny" else None
+    recipe = recipe or _RECIPES[base]()
+    shape = None if base == "smollm2" else shape or TinyModelShape()
     parameters = {
         "seed": seed,
         "agentloop": agentloop.model_dump(include=_FORMAT),

@@ -27,6 +27,7 @@ class TinyProblem:
     right_code: str  # prints the answer
     wrong_code: str  # runs, prints something else
     error_codes: tuple[str, ...]  # raise, each in its own way
+    chain: tuple[str, ...] = ()  # of a chained problem: the first number, then an operation a tool call
 
     def row(self, query_id: str) -> dict[str, Any]:
         """The problem as a row of the data files (the schema of the processed DAPO data)."""
@@ -205,6 +206,63 @@ def _series(rng: random.Random, sizes: Sizes) -> TinyProblem:
     )
 
 
+CHAIN_NAMES = ("a", "b", "c", "d")
+MISTAKEN = {"+": "-", "-": "+", "*": "+", "%": "//"}
+"""The operator that a mistaken step of a chain has instead."""
+_MOST = 9999  # of a value on the way, so that it is short to copy
+
+
+def chain_code(place: int, value: str, operation: str) -> str:
+    """The program of one step of a chain: it prints the value number `place` (from 1), made of the one before."""
+    before, name = CHAIN_NAMES[place - 1 : place + 1]
+    return f"{before}={value}\n{name}={before}{operation}\nprint({name})"
+
+
+def mistaken(operation: str) -> str:
+    return MISTAKEN[operation[0]] + operation[1:]
+
+
+def _chain(rng: random.Random, sizes: Sizes) -> TinyProblem:
+    """Three dependent steps, one tool call each; a mistake in any single one changes the answer."""
+    while True:
+        operators = [rng.choice("+-*%") for _ in CHAIN_NAMES[1:]]
+        operands = [
+            rng.randint(2, 9) if o == "*" else sizes.number(rng, fewer=int(o == "%")) for o in operators
+        ]
+        chain = (str(sizes.number(rng)), *(f"{o}{n}" for o, n in zip(operators, operands)))
+        values = _chain_values(chain)
+        others = [_chain_values((*chain[:i], mistaken(chain[i]), *chain[i + 1 :]))[-1] for i in (1, 2, 3)]
+        if min(values) > 0 and max(values) <= _MOST and values[-1] not in others:
+            break
+    lines = [f"{x}={y}{z}" for x, y, z in zip(CHAIN_NAMES, ("", *CHAIN_NAMES), chain)]
+    right = "\n".join([*lines, "print(d)"])
+    wrong = "\n".join([*lines[:-1], f"d=c{mistaken(chain[-1])}", "print(d)"])
+    return TinyProblem(
+        "chain",
+        f"{', '.join(lines)}. Find d.",
+        str(values[-1]),
+        right,
+        wrong,
+        _slips(right),
+        chain,
+    )
+
+
+def _chain_values(chain: Sequence[str]) -> list[int]:
+    """The values of all names of a chain."""
+    calculate = {
+        "+": int.__add__,
+        "-": int.__sub__,
+        "*": int.__mul__,
+        "%": int.__mod__,
+        "/": int.__floordiv__,
+    }
+    values = [int(chain[0])]
+    for operation in chain[1:]:
+        values.append(calculate[operation[0]](values[-1], int(operation.lstrip("+-*/%"))))
+    return values
+
+
 FAMILIES: dict[str, Callable[[random.Random, Sizes], TinyProblem]] = {
     "sum": _sum,
     "product": _product,
@@ -216,6 +274,8 @@ FAMILIES: dict[str, Callable[[random.Random, Sizes], TinyProblem]] = {
     "digits": _digits,
     "series": _series,
 }
+CHAINED: dict[str, Callable[[random.Random, Sizes], TinyProblem]] = {"chain": _chain}
+"""Not in the default run; `cold_start.builder: chained` makes these alone."""
 
 
 def stream(
@@ -229,7 +289,7 @@ def stream(
     sizes = SIZES[level]
     while True:
         for name in families:
-            make = FAMILIES[name]
+            make = (FAMILIES | CHAINED)[name]
             for _ in range(1000):
                 problem = make(rng, sizes)
                 if problem.question not in seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.tiny.problems import FAMILIES, Level
+from rstar2_megatron.tiny.problems import CHAINED, FAMILIES, Level
 
 
 def tiny_agent_loop() -> AgentLoopSettings:
@@ -49,6 +49,9 @@ class Mix:
     untagged: float = 0.15
     retry_right: float = 0.85
     """Share of careless conversations whose second program is the right one (otherwise the wrong one)."""
+    chain_mistakes: dict[str, float] = field(default_factory=lambda: {"+": 0.2, "-": 0.2, "*": 0.2, "%": 0.6})
+    """Chained problems: how often a step has another operator than the question, by the question's. Where it is above a half,
+    the most likely step is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,11 @@ class TinyRecipe:
     """Share of the SFT conversations about problems of the main level; the others are easy."""
     mix: Mix = field(default_factory=Mix)
     copy: CopyCurriculum | None = field(default_factory=CopyCurriculum)
+
+
+def chained_recipe() -> TinyRecipe:
+    """Chained problems alone: each takes three dependent tool calls, and the policy makes mistakes on the way."""
+    return TinyRecipe(families=tuple(CHAINED), train_problems=1024, conversations=4096, main_share=0.8)
 
 
 def smollm2_recipe() -> TinyRecipe:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from rstar2_megatron.judge.sandbox.snippet import FILE_NAME
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_response import format_tool_response, truncate
-from rstar2_megatron.tiny.problems import TinyProblem
+from rstar2_megatron.tiny.problems import CHAIN_NAMES, TinyProblem, chain_code, mistaken
 from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem
@@ -60,7 +60,9 @@ class TraceWriter:
     mix: Mix = field(default_factory=Mix)
 
     def conversation(self, problem: TinyProblem) -> Segments:
-        """One conversation about `problem`, of a kind drawn from the mix."""
+        """One conversation about `problem`, of a kind drawn from the mix; a chained one with the mix's mistakes."""
+        if problem.chain:
+            return self._chain(problem)
         kinds: dict[str, Callable[[TinyProblem], Segments]] = {
             "right": lambda p: self._calls(p, [p.right_code]),
             "wrong": lambda p: self._calls(p, [p.wrong_code]),
@@ -75,6 +77,20 @@ class TraceWriter:
     def _error(self, problem: TinyProblem) -> Segments:
         second = problem.right_code if self.rng.random() < self.mix.retry_right else problem.wrong_code
         return self._calls(problem, [self.rng.choice(problem.error_codes), second])
+
+    def _chain(self, problem: TinyProblem) -> Segments:
+        """A call for each step, which goes on from what the call before printed."""
+        turns, responses, value = [], [], problem.chain[0]
+        for place, operation in enumerate(problem.chain[1:], 1):
+            if self.rng.random() < self.mix.chain_mistakes[operation[0]]:
+                operation = mistaken(operation)
+            code = chain_code(place, value, operation)
+            turns.append(call_turn(f"Find {CHAIN_NAMES[place]}.", code))
+            run = run_trusted(code, seconds=self.rng.choice(RUN_SECONDS))
+            responses.append(self._response(run))
+            value = run.stdout.strip()
+        turns.append(answer_turn(REASON_ANSWER, value))
+        return self._segments(problem, turns, responses)
 
     def _calls(self, problem: TinyProblem, codes: list[str], *, tagged: bool = True) -> Segments:
         turns, responses, value = [], [], ""

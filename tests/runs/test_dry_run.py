@@ -111,6 +111,13 @@ def test_dry_run_of_every_recipe_plans_each_stage(
         f"{stage.name} ({stage.task})" for stage in stages
     ]
     assert out.count("\nfits\n") == len(stages)
+    if name == "rstar-math-7b":
+        hours = [float(n.replace(",", "")) for n in re.findall(r"expected: ([\d,]+) GPU hours", out)]
+        (total,) = re.findall(r"expected in all: ([\d,]+) GPU hours", out)
+        assert len(hours) == len(stages)
+        assert sum(hours) == pytest.approx(float(total.replace(",", "")), abs=len(stages))
+        # the paper's rounds 2 and 3 took 3 days on 60 A100 each, 4,320 hours
+        assert 1000 < hours[2] < 10_000
 
 
 def test_dry_run_of_sft_plans_it_and_misses_its_data(capsys: pytest.CaptureFixture[str]) -> None:

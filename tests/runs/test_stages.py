@@ -124,6 +124,27 @@ def test_the_rounds_of_rstar_math_are_shipped() -> None:
     assert guides == ["answers", "answers+scores"]
 
 
+def test_the_four_rounds_of_the_paper_are_shipped() -> None:
+    """Every policy begins at the configured model; round 3 is the first that a preference model guides."""
+    r = load_recipe("rstar-math-7b")
+    stages = StagePlan(r)
+    settings = {s.name: stages.settings(s, for_plan=True) for s in r.stages}
+    searches = [settings[f"search-{n}"].search for n in (1, 2, 3, 4)]
+    assert [s.rollouts for s in searches] == [8, 16, 16, 16]
+    assert [s.more_rollouts for s in searches] == [0, 16, 16, 112]
+    assert [s.candidates for s in searches] == [5, 8, 8, 16]
+    assert [s.guide for s in searches] == ["answers", "answers", "answers+scores", "answers+scores"]
+    assert settings["search-4-seed-1"].search == searches[3].model_copy(update={"seed": 1})
+    begins = {s.name: r.model_before(s.name) for s in r.stages}
+    assert all(begins[f"sft-{n}"] is None for n in (1, 2, 3, 4)), "the configured model"
+    assert [begins[name] for name in ("search-1", "search-2", "ppm-2", "search-3", "search-4")] == [
+        None, "sft-1", "sft-2", "sft-2", "sft-3",
+    ]  # fmt: skip
+    sft, preference = settings["sft-4"].sft, settings["ppm-4"].preference
+    assert (sft.epochs, sft.lr, sft.batch_size, sft.lr_decay_style) == (2, 7e-6, 128, "linear")
+    assert (preference.epochs, preference.lr, preference.batch_size) == (1, 7e-6, 512)
+
+
 def test_overrides_of_all_stages_and_of_one(tmp_path: Path) -> None:
     stages = plan(
         tmp_path,
@@ -170,7 +191,7 @@ def test_fingerprint_changes_with_what_runs(tmp_path: Path) -> None:
     [
         ([STAGES[1], STAGES[1]], "two stages are named 'rl-a'"),
         ([STAGES[0], {**STAGES[2]}], "no reasoning stage comes before it"),
-        ([STAGES[4]], "no difficulty_filter stage before it"),
+        ([STAGES[4]], "no difficulty_filter or search stage before it"),
         ([{**STAGES[1], "name": "a/b"}], "stages.0.name"),
         ([ROUNDS[2]], "takes model_from 'base', which is no reasoning or sft stage before it"),
         ([ROUNDS[0], ROUNDS[3]], "takes trees_from 'search-1', which is no search stage before it"),

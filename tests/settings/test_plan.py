@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import config_names, load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
+from rstar2_megatron.settings.planning.hours import search_hours, sft_hours
 from rstar2_megatron.settings.planning.plan import (
     RunPlan,
     host_memory,
@@ -299,3 +300,29 @@ def test_transport_rows() -> None:
         if section == "transport"
     }
     assert set(rows) == {"host memory", "object store", "seconds a step"}
+
+
+def test_hours_of_a_search_by_hand() -> None:
+    """7B: 256 trajectories of 2048 tokens read 15.2 GB of weights and 256 x 1024 x 57,344 bytes of cache a token."""
+    words = [
+        "data.max_prompt_length=1024",
+        "algorithm.sampling_params.max_new_tokens=3072",
+        "search.num_problems=1000",
+        "search.rollouts=16",
+        "search.candidates=8",
+        "search.more_rollouts=8",
+    ]
+    s = load("rstar2-qwen2.5-7b-megatron", words).settings
+    model = known_model("Qwen2.5-7B")
+    assert model is not None
+    read = 2 * 7.62e9 + 256 * 1024 * 57_344
+    rate = 256 * 0.5 * 3.35e12 / read
+    hours, more = search_hours(s, model, kv_capacity_tokens=850_000)
+    assert hours == pytest.approx(1000 * 16 * 8 * 2048 / rate / 3600, rel=0.01)
+    assert more == hours / 2
+    scored = s.search.model_copy(update={"reward_model": "ppm"})
+    with_scores, _ = search_hours(s.model_copy(update={"search": scored}), model, kv_capacity_tokens=850_000)
+    forward = 1000 * 16 * 8 * 2048 * 2 * 7.1e9 / (989e12 * 0.4) / 3600  # without embeddings
+    assert with_scores - hours == pytest.approx(forward, rel=0.1)
+    epoch = sft_hours(s, model, 1000) / s.sft.epochs
+    assert epoch == pytest.approx(2 * 1000 * 2048 * 6 * 7.1e9 / (989e12 * 0.4) / 3600, rel=0.1)

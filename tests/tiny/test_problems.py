@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rstar2_megatron.tiny.problems import FAMILIES, SIZES, TinyProblem, stream
+from rstar2_megatron.tiny.problems import CHAINED, FAMILIES, SIZES, TinyProblem, chain_code, mistaken, stream
 from rstar2_megatron.tiny.sft import run_trusted
 
 
@@ -15,11 +15,11 @@ def take(level: str, seed: int, count: int, seen: set[str] | None = None) -> lis
 
 
 @pytest.mark.parametrize("level", ["easy", "main"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | CHAINED)
 def test_code_does_what_its_name_says(family: str, level: str) -> None:
     rng = random.Random(f"{family} {level}")
     for _ in range(40):
-        problem = FAMILIES[family](rng, SIZES[level])  # type: ignore[index]
+        problem = (FAMILIES | CHAINED)[family](rng, SIZES[level])  # type: ignore[index]
         assert run_trusted(problem.right_code, 0.0).stdout == f"{problem.answer}\n"
         wrong = run_trusted(problem.wrong_code, 0.0)
         assert wrong.success and wrong.stdout.strip() != problem.answer
@@ -31,6 +31,18 @@ def test_families_take_turns_and_questions_do_not_repeat() -> None:
     problems = take("main", 0, 20 * len(FAMILIES))
     assert [p.family for p in problems] == list(FAMILIES) * 20
     assert len({p.question for p in problems}) == len(problems)
+
+
+def test_every_step_of_a_chain_decides_the_answer() -> None:
+    rng = random.Random(0)
+    for _ in range(40):
+        problem = CHAINED["chain"](rng, SIZES["main"])
+        for wrong in range(4):  # 0: none
+            value = problem.chain[0]
+            for place, operation in enumerate(problem.chain[1:], 1):
+                step = mistaken(operation) if place == wrong else operation
+                value = run_trusted(chain_code(place, value, step), 0.0).stdout.strip()
+            assert (value == problem.answer) == (wrong == 0)
 
 
 def test_a_stream_is_decided_by_its_seed() -> None:

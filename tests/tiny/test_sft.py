@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
 from rstar2_megatron.tiny.build import TinyPaths
-from rstar2_megatron.tiny.problems import stream
+from rstar2_megatron.tiny.problems import mistaken, stream
 from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix, tiny_agent_loop
 from rstar2_megatron.tiny.sft import TraceWriter, copy_rows, pieces, run_trusted
 from rstar2_megatron.trajectory import Problem
@@ -59,6 +59,28 @@ def test_other_kinds_fail_as_meant(template: ChatTemplate) -> None:
         assert "Tool call failure" in failed[2][0] and "Tool call success" in failed[4][0]
         assert "Error" in failed[2][0].split("...(truncated)...")[1]  # what went wrong survives the cut
         assert box in final_turn(failed)
+
+
+def test_a_chain_is_followed_step_by_step_with_the_mistakes_of_the_mix(template: ChatTemplate) -> None:
+    rng = random.Random(2)
+    chains = list(itertools.islice(stream("main", rng, set(), ["chain"]), 30))
+    for share in (0.0, 1.0):
+        mix = Mix(chain_mistakes=dict.fromkeys("+-*%", share))
+        for problem in chains:
+            row = TraceWriter(template, rng, mix).conversation(problem)
+            assert [trained for _, trained in row] == [0, 1, 0, 1, 0, 1, 0, 1]
+            calls = [parse_tool_calls(text, template.schemas)[0] for text, trained in row[:-1] if trained]
+            codes = [call.arguments["code"] for call in calls]
+            for before, code in itertools.pairwise(codes):  # a step begins with what the one before printed
+                printed = run_trusted(before, 0.0).stdout.strip()
+                assert code.splitlines()[0].partition("=")[2] == printed
+            last = run_trusted(codes[-1], 0.0).stdout.strip()
+            assert final_turn(row).endswith(f"\\boxed{{{last}}}\n</answer><|im_end|>")
+            if not share:
+                assert last == problem.answer
+            assert [code.splitlines()[1][3:] for code in codes] == [
+                mistaken(operation) if share else operation for operation in problem.chain[1:]
+            ]
 
 
 def test_conversations_begin_as_rollouts_do(template: ChatTemplate) -> None:

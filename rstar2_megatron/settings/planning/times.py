@@ -16,6 +16,16 @@ HOST_BYTES_PER_S, HOST_SHARE = 614e9, 0.5
 HOST_BYTES_PER_PARAMETER = 36
 
 
+def decode_tokens_per_s(
+    settings: Settings, model: ModelConfig, kv_capacity_tokens: int, length: int
+) -> float:
+    """Tokens that one engine generates in a second, with as many trajectories of `length` tokens as fit."""
+    rollout = settings.rollout
+    running = max(min(rollout.max_running_requests, kv_capacity_tokens // length), 1)
+    read = 2 * model.num_parameters + running * length / 2 * kv_bytes_per_token(model, "bf16")
+    return running * PEAK_BYTES_PER_S * rollout.tensor_parallel_size / read * DECODE_SHARE
+
+
 def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int) -> None:
     """Expected seconds of a step on H100s, for trajectories of half the longest length."""
     if plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
@@ -28,9 +38,7 @@ def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int
         kept = algorithm.group_size
     problems = settings.data.rollout_batch_size
     train_s = model.train_flops([length]) * problems * kept / (world * PEAK_FLOPS * TRAIN_SHARE)
-    running = max(min(rollout.max_running_requests, plan.kv_capacity_tokens // length), 1)
-    read = 2 * model.num_parameters + running * length / 2 * kv_bytes_per_token(model, "bf16")
-    per_engine = running * PEAK_BYTES_PER_S * rollout.tensor_parallel_size / read * DECODE_SHARE
+    per_engine = decode_tokens_per_s(settings, model, plan.kv_capacity_tokens, length)
     tokens = problems * algorithm.group_size * length
     rollout_s = tokens / (per_engine * max(world // rollout.tensor_parallel_size, 1))
     host = ""
