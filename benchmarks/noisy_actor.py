@@ -1,13 +1,14 @@
 """An actor whose engines get other weights than it trains: Gaussian noise on every matrix, drawn anew for each weight sync.
 
 The size is that of the mean |log-prob of the engine - log-prob of the actor| of a trained token, taken from the environment.
-The noise follows it: after each step its scale is multiplied by what was wanted over what the step has measured. The weights
+The noise follows it: after each step its scale is multiplied by the root of what was wanted over what was measured. The weights
 of the start are exact, because the checks before the first update compare them, and so are those after the last step, so that
 the last evaluation is of the policy that was trained.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,9 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import WeightRoute
 
 SIZE = "BENCHMARK_ENGINE_NOISE"  # nats
-_FIRST_SCALE = 0.1  # of a matrix's standard deviation, for 1 nat
+_NATS = (
+    2.0  # for noise as large as the matrices; the difference grows with the square of the scale (tiny model)
+)
 _MOST = 2.0  # times that one step may change the scale
 
 
@@ -29,24 +32,23 @@ class NoisyActor(ActorWorker):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._size = float(os.environ[SIZE])
-        self._scale = _FIRST_SCALE * self._size
-        self._trained = self._noisy = 0
+        self._scale = math.sqrt(self._size / _NATS)
+        self._sent = 0  # before the first step, then after each
         self._random = torch.Generator().manual_seed(settings.actor.seed)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         metrics: dict[str, float] = super().train_step(batch)
-        self._trained += 1
-        measured = metrics.get("actor/logprob_diff_mean", 0.0)
-        if self._noisy and measured > 0:
-            self._scale *= min(max(self._size / measured, 1 / _MOST), _MOST)
+        measured = metrics.get("actor/logprob_diff_mean", 0.0)  # of the first rank, whose weights are sent on CPU
+        if self._sent > 1 and measured > 0:
+            self._scale *= min(max(math.sqrt(self._size / measured), 1 / _MOST), _MOST)
         metrics["actor/engine_noise_scale"] = self._scale
         return metrics
 
     def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
         named = self.actor.iter_hf_weights()
-        if 0 < self._trained < self._settings.runner.max_steps:
-            self._noisy += 1
+        if 0 < self._sent < self._settings.runner.max_steps:
             named = perturbed(named, self._scale, self._random)
+        self._sent += 1
         return self._sender.send(named, route, engines)
 
 
