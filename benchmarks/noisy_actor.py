@@ -38,7 +38,8 @@ class NoisyActor(ActorWorker):
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         metrics: dict[str, float] = super().train_step(batch)
-        measured = metrics.get("actor/logprob_diff_mean", 0.0)  # of the first rank, whose weights are sent on CPU
+        # only the first rank has it, which on CPU sends the weights of all
+        measured = metrics.get("actor/logprob_diff_mean", 0.0)
         if self._sent > 1 and measured > 0:
             self._scale *= min(max(math.sqrt(self._size / measured), 1 / _MOST), _MOST)
         metrics["actor/engine_noise_scale"] = self._scale
