@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import keep_rows
-from benchmarks.rollout.engine_speed import EngineSpeed
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import STAGE_8K, Shape, Trace, synthetic
 from rstar2_megatron.model.known_models import known_model
@@ -27,15 +26,14 @@ from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.scheduling.staleness import StalenessSchedule
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.settings.planning.engine_speed import PEAK_FLOPS, TRAIN_SHARE, EngineSpeed
 from rstar2_megatron.settings.planning.memory import training_memory
-from rstar2_megatron.settings.planning.times import PEAK_FLOPS, TRAIN_SHARE
+from rstar2_megatron.settings.planning.times import handover_s, sync_s
 from rstar2_megatron.trajectory import Problem
 
 GPUS, TP, GPU_BYTES = 8, 2, 80e9
 KV_BYTES = {"7b": 56 * 1024, "14b": 160 * 1024}
 SHARED, ALONE = 0.5, 0.85  # of a GPU's memory for an engine: beside a sleeping actor, and alone
-LINK_BYTES_PER_S = 25e9  # of a weight sync, and of a GPU's way to host memory
-STATE_BYTES = 18  # a parameter: weights, gradients, and the optimizer's fp32 copy and moments
 _IDLE_LOOK_S = 0.1
 
 
@@ -57,12 +55,12 @@ class Actor:
     @property
     def sync_s(self) -> float:
         """From actor to engines."""
-        return 2 * self.model.num_parameters / LINK_BYTES_PER_S
+        return sync_s(self.model)
 
     @property
     def handover_s(self) -> float:
         """The actor's state to the host and back, where engines take its GPUs."""
-        return 2 * STATE_BYTES * self.model.num_parameters / self.gpus / LINK_BYTES_PER_S
+        return handover_s(self.model, self.gpus)
 
 
 class AsyncSimulator(Simulator):

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rstar2_megatron.actor.network.model import unwrap
 from rstar2_megatron.actor.optimizer_state import (
@@ -134,20 +135,30 @@ class PendingSave:
         return not int(waiting)
 
     def finish(self) -> None:
-        """Wait for the files and rename the directory to its final name; collective. Raises the writer's error."""
+        """Wait for the files and rename the directory to its final name; collective. Raises OSError for a failed write."""
         self._thread.join()
         failed = torch.tensor([int(self._failure is not None)])
         dist.all_reduce(failed, group=_host_group())
         if self._failure is not None:
-            raise self._failure
+            raise self._not_written() from self._failure
         if int(failed):
             raise OSError(f"another rank could not write its part of {self._final}; is the disk full?")
-        for finalize in self._request.finalize_fns:
-            finalize()
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except CheckpointException as error:  # torch's writer does not tell a full disk from other faults
+            raise self._not_written() from error
         dist.barrier()
         if dist.get_rank() == 0:
             replace_directory(self._partial, self._final)
         dist.barrier()
+
+    def _not_written(self) -> OSError:
+        free = shutil.disk_usage(self._partial).free
+        return OSError(
+            f"could not write {self._final} ({free / 1e6:.0f} MB are free there); is the disk full? Earlier checkpoints are "
+            "whole: make room, or set runner.output_dir to a larger disk, and start the same command again"
+        )
 
 
 def _host_copy(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:

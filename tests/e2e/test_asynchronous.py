@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -14,22 +19,22 @@ from rstar2_megatron.records.trace import read_trace, trace_path
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.report.step_bound import row_names
 from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.trajectory import Trajectory
 from tests.e2e.runs import RunProcess, arguments, read_jsonl
+from tests.processes import command_line
 
 LIMIT_S = 600
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
 BATCH, SIZE, BOUND, STEPS = 2, 8, 2, 5
+ONE_CHECKPOINT_MB = 34  # room for one checkpoint of 21 MB, not for two
+AWAY_S = 10.0
 
 
-def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(
-    cache: Path, tmp_path: Path
-) -> None:
-    """SIGKILL some steps after a checkpoint. Every problem that the loader gave is in exactly one step, whole, however long
-    its trajectories are; what the checkpoint holds of them continues token for token.
-    """
-    command = arguments(
+def apart(cache: Path, results: Path, steps: int) -> list[str]:
+    """Arguments of a run `apart` with actor and engine on slots of their own, which saves every second step."""
+    return arguments(
         cache,
-        tmp_path,
+        results,
         "apart",
         f"algorithm.max_staleness={BOUND}",
         "cluster.component_placement={actor: 0, rollout: 1, reward: 0}",
@@ -39,15 +44,50 @@ def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(
         "algorithm.down_sampling.down_sampling_config.min_zero_reward_trace_num=1",
         "algorithm.down_sampling.down_sampling_config.min_non_zero_reward_trace_num=1",
         f"data.rollout_batch_size={BATCH}",
-        f"runner.max_steps={STEPS}",
+        f"runner.max_steps={steps}",
         "runner.save_interval=2",
         "runner.save_rollout_tokens=True",
-        "runner.trace=4",
-        "runner.val_check_interval=2",
         "evaluation.before_and_after=False",
         "evaluation.num_problems=4",
         "evaluation.num_samples=1",
     )
+
+
+def assert_within_the_bound(rows: Sequence[dict[str, Any]], steps: int) -> None:
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert row["rollout/groups_kept"] == BATCH and not row["rollout/dropped_infrastructure"]
+        assert row["rollout/engine/staleness_max"] <= BOUND and not row["rollout/engine/dropped_stale"]
+
+
+def trained_once(directory: Path, steps: int) -> list[tuple[int, Trajectory]]:
+    """(step, trajectory) of all that was trained on: every problem that the loader gave, once and whole."""
+    groups = [
+        (step, group)
+        for step in range(1, steps + 1)
+        for group in read_groups(rollouts_path(directory / "rollouts", step))
+    ]
+    trained = [group.problem.query_id for _, group in groups]
+    assert len(trained) == len(set(trained))
+    settings = load_settings(str(directory / "config.yaml"))
+    problems = read_problems(
+        settings.data.train_data_paths, settings.data.prompt_key, settings.data.answer_key
+    )
+    given = ProblemLoader(problems, settings.data).take(len(trained))
+    assert set(trained) == {problem.query_id for problem in given}
+    every = [(step, t) for step, group in groups for t in group.trajectories]
+    assert len(every) == SIZE * len(trained) and all(t.usable for _, t in every)
+    assert all(span.version < step for step, t in every for span in t.version_spans)
+    return every
+
+
+def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(
+    cache: Path, tmp_path: Path
+) -> None:
+    """SIGKILL some steps after a checkpoint. Every problem that the loader gave is in exactly one step, whole, however long
+    its trajectories are; what the checkpoint holds of them continues token for token.
+    """
+    command = [*apart(cache, tmp_path, STEPS), "runner.trace=4", "runner.val_check_interval=2"]
     directory = tmp_path / "apart"
     metrics, first = directory / "metrics.jsonl", directory / "checkpoints" / "global_step_2"
     run = RunProcess(command, tmp_path / "killed.log").start()
@@ -63,10 +103,8 @@ def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(
     assert f"resuming from {first}" in again.text()
 
     rows = read_jsonl(metrics)
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert_within_the_bound(rows, STEPS)
     for row in rows:
-        assert row["rollout/groups_kept"] == BATCH and not row["rollout/dropped_infrastructure"]
-        assert row["rollout/engine/staleness_max"] <= BOUND and not row["rollout/engine/dropped_stale"]
         shares = [row[f"rollout/engine/staleness_share/{n}"] for n in range(BOUND + 1)]
         assert sum(shares) == pytest.approx(1)
         assert row["rollout/engine/trainer_idle_seconds"] == row["time/rollout"]
@@ -76,18 +114,7 @@ def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(
 
     assert {"engine 0", "actor rank 0"} <= set(row_names(read_trace(trace_path(directory, 4))).values())
 
-    steps = {step: read_groups(rollouts_path(directory / "rollouts", step)) for step in range(1, STEPS + 1)}
-    trained = [group.problem.query_id for groups in steps.values() for group in groups]
-    assert len(trained) == len(set(trained))
-    settings = load_settings(str(directory / "config.yaml"))
-    problems = read_problems(
-        settings.data.train_data_paths, settings.data.prompt_key, settings.data.answer_key
-    )
-    given = ProblemLoader(problems, settings.data).take(len(trained))
-    assert set(trained) == {problem.query_id for problem in given}
-    every = [(step, t) for step, groups in steps.items() for g in groups for t in g.trajectories]
-    assert len(every) == SIZE * len(trained) and all(t.usable for _, t in every)
-    assert all(span.version < step for step, t in every for span in t.version_spans)
+    every = trained_once(directory, STEPS)
     assert any(len({span.version for span in t.version_spans}) > 1 for _, t in every)
 
     finished = {(t.query_id, t.rollout_index): t for _, t in every}
@@ -95,3 +122,58 @@ def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(
     for t in [*begun, *(t for g in (*state.complete, *state.rejected) for t in g.trajectories)]:
         count = len(t.response_ids)
         assert finished[t.query_id, t.rollout_index].response_ids[:count].tolist() == t.response_ids.tolist()
+
+
+def ray_workers(run: RunProcess, name: str) -> list[psutil.Process]:
+    return [p for p in run.processes() if "".join(command_line(p)).startswith(f"ray::{name}")]
+
+
+def test_full_disk_absent_judge_and_killed_actor_cost_no_problem(cache: Path, tmp_path: Path) -> None:
+    """The disk is full at the second checkpoint; the run goes on with more space. Then the judge stands still for some
+    seconds, which ends nothing, and the actor is killed, which ends the run. The third start ends it well.
+    """
+    steps, directory = 6, tmp_path / "apart"
+    metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={ONE_CHECKPOINT_MB}m", "tmpfs", str(checkpoints)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system here")
+    command = apart(cache, tmp_path, steps)
+    try:
+        full = RunProcess(command, tmp_path / "full.log").start()
+        assert full.wait(LIMIT_S) == 1, full.text()[-6000:]
+        full.assert_nothing_left(30)
+        assert "MB are free there); is the disk full?" in full.text(), full.text()[-6000:]
+        assert [path.name for path in checkpoints.glob("global_step_?")] == ["global_step_2"]
+
+        subprocess.run(["mount", "-o", "remount,size=1g", str(checkpoints)], check=True)
+        killed = RunProcess(command, tmp_path / "killed.log").start()
+        rows = len(read_jsonl(metrics))
+        killed.wait_for(lambda: "resuming from" in killed.text(), LIMIT_S, "the resume")
+        killed.wait_for(lambda: len(read_jsonl(metrics)) == 3, LIMIT_S, f"step 3 again, after {rows} rows")
+        judge = [p for p in killed.processes() if "rstar2_megatron.judge" in " ".join(command_line(p))]
+        assert judge
+        for process in judge:
+            process.suspend()
+        time.sleep(AWAY_S)
+        for process in judge:
+            process.resume()
+        killed.wait_for(
+            lambda: len(read_jsonl(metrics)) >= 5 and (checkpoints / "global_step_4").is_dir(),
+            LIMIT_S,
+            "the fifth step",
+        )
+        (actor,) = ray_workers(killed, "ActorWorker")
+        actor.kill()
+        assert killed.wait(120) == 1, killed.text()[-6000:]
+        killed.assert_nothing_left(30)
+        assert "ActorWorker" in killed.text() and "died" in killed.text(), killed.text()[-6000:]
+
+        last = RunProcess(command, tmp_path / "last.log").start()
+        assert last.wait(LIMIT_S) == 0, last.text()[-6000:]
+        last.assert_nothing_left()
+        assert f"resuming from {checkpoints / 'global_step_4'}" in last.text()
+    finally:
+        subprocess.run(["umount", "-l", str(checkpoints)], check=True)
+    assert_within_the_bound(read_jsonl(metrics), steps)
+    trained_once(directory, steps)

@@ -316,7 +316,7 @@ def test_hours_of_a_search_by_hand() -> None:
     model = known_model("Qwen2.5-7B")
     assert model is not None
     read = 2 * 7.62e9 + 256 * 1024 * 57_344
-    rate = 256 * 0.5 * 3.35e12 / read
+    rate = 256 * 0.6 * 3.35e12 / read
     hours, more = search_hours(s, model, kv_capacity_tokens=850_000)
     assert hours == pytest.approx(1000 * 16 * 8 * 2048 / rate / 3600, rel=0.01)
     assert more == hours / 2

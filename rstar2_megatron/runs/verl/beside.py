@@ -96,11 +96,11 @@ class Beside:
             raise ConfigError(f"unknown arms {unknown}; known: {', '.join(ARMS)}")
         settings = resolve_tiny(load_settings(self.config, self.overrides))
         self.out.mkdir(parents=True, exist_ok=True)
-        start = self._start_model(settings)
+        start = self.start_model(settings)
         paths: dict[str, list[str]] = {arm: [] for arm in self.arms}
         for seed in self.seeds:  # so that a comparison that is stopped has whole seeds
             for arm in self.arms:
-                words = [*start, *_seed_words(seed), *arm_words(arm, settings)]
+                words = [*start, *seed_words(seed), *arm_words(arm, settings)]
                 run = self._run_verl if arm == VERL else self._run_ours
                 paths[arm].append(str(run(f"{arm}-{seed}", words, settings.runner.max_steps)))
         arms = [word for arm in self.arms for word in ("--arm", f"{arm}={','.join(paths[arm])}")]
@@ -109,31 +109,31 @@ class Beside:
         # RoC rejects groups, so that a step does not train on as much in every arm
         return draw([*arms, "--metrics", *shown, "--x", "trajectories", "--out", str(self.out)])
 
-    def _start_model(self, settings: Settings) -> list[str]:
+    def start_model(self, settings: Settings) -> list[str]:
         """Overrides that start a run from the model of the cold start, which is made here if it is not cached."""
         words = [f"cold_start.seed={settings.cold_start.seed}"]
         if not settings.cold_start.enabled:
             return words
         if find_cached(settings) is None:
             only = ["runner.max_steps=1", "runner.save_interval=-1", "runner.val_check_interval=-1"]
-            self._ours("sft", [*only, *self._place("sft")])
+            self._ours("sft", [*only, *self.place("sft")])
         cached = find_cached(settings)
         if cached is None:
             raise RuntimeError(f"the cold start left no model; see {self.out / 'sft.log'}")
         return [*words, "cold_start.enabled=False", f"rollout.model.model_path={cached.model}"]
 
-    def _place(self, name: str) -> list[str]:
+    def place(self, name: str) -> list[str]:
         return [f"runner.output_dir={self.out}", f"runner.experiment_name={name}"]
 
     def _run_ours(self, name: str, words: Sequence[str], steps: int) -> Path:
         directory = self.out / name
         if not (directory / "finished.json").is_file():
-            self._ours(name, [*words, *self._place(name)])
+            self._ours(name, [*words, *self.place(name)])
         return directory
 
     def _ours(self, name: str, words: Sequence[str]) -> None:
         command = ["bash", str(_ROOT / "run_rstar2.sh"), self.config, *self.overrides, *words]
-        _logged(command, self.out / f"{name}.log", dict(os.environ), Path.cwd())
+        logged(command, self.out / f"{name}.log", dict(os.environ), Path.cwd())
 
     def _run_verl(self, name: str, words: Sequence[str], steps: int) -> Path:
         directory, merged = self.out / name, self.out / name / "metrics.jsonl"
@@ -155,7 +155,7 @@ class Beside:
                 str(directory / "run_verl.sh"),
                 *(f"{key}={value}" for key, value in keys.items()),
             ]
-            _logged(command, self.out / f"{name}.log", verl_environment(self.python), directory)
+            logged(command, self.out / f"{name}.log", verl_environment(self.python), directory)
         finally:
             judge.stop()
         runner = settings.runner
@@ -177,7 +177,7 @@ def arm_words(arm: str, settings: Settings) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def _seed_words(seed: int) -> list[str]:
+def seed_words(seed: int) -> list[str]:
     return [f"actor.seed={seed}", f"data.seed={seed}"]
 
 
@@ -207,7 +207,7 @@ def verl_environment(python: Path) -> dict[str, str]:
     }
 
 
-def _logged(command: Sequence[str], log: Path, environment: dict[str, str], cwd: Path) -> None:
+def logged(command: Sequence[str], log: Path, environment: dict[str, str], cwd: Path) -> None:
     """Run a command with its output in `log`. Raises RuntimeError with the end of the log when it fails."""
     print(f"{log.stem}: output in {log}", flush=True)
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.times import (
-    PEAK_FLOPS,
-    TRAIN_SHARE,
-    decode_tokens_per_s,
-)
+from rstar2_megatron.settings.planning.engine_speed import PEAK_FLOPS, TRAIN_SHARE
+from rstar2_megatron.settings.planning.times import decode_tokens_per_s
 from rstar2_megatron.settings.schema import Settings
 
 SOLUTIONS = 2  # right solutions of a problem that SFT takes (`search/traces.py`)

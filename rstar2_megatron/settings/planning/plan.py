@@ -25,6 +25,7 @@ from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memor
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
+from rstar2_megatron.settings.planning.split import plan_split
 from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
 from rstar2_megatron.settings.planning.times import plan_times
 from rstar2_megatron.settings.planning.training import plan_training
@@ -104,4 +105,5 @@ def make_plan(
         if collocated(settings.cluster, slots):
             plan_sharing(plan, settings, slots, model)
         plan_times(plan, settings, model, world)
+        plan_split(plan, settings, slots, model, places)
     return plan

@@ -12,7 +12,7 @@ from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 def plan_rollout(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, num_slots: int) -> None:
     rollout = settings.rollout
-    engines = max(num_slots // rollout.tensor_parallel_size, 1)
+    plan.num_engines = engines = max(num_slots // rollout.tensor_parallel_size, 1)
     trajectories = settings.data.rollout_batch_size * settings.algorithm.group_size
     longest = settings.runner.seq_length
     plan.add("rollout", "engines", f"{engines} x TP {rollout.tensor_parallel_size}")
