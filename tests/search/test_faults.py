@@ -31,13 +31,12 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def judge(port: int) -> Iterator[JudgeService]:
-    service = judge_at(port)
-    yield service
-    service.stop()
+    with judge_at(port) as service:
+        yield service
 
 
 def judge_at(port: int) -> JudgeService:
-    return JudgeService(port=port, workers=1, time_limit_s=1.0).start()
+    return JudgeService(port=port, workers=1, time_limit_s=1.0)
 
 
 def command(model: Path, data: Path, out: Path, port: int) -> list[str]:
