@@ -79,7 +79,7 @@ def _answer(channel: Connection) -> float:
 
 def time_training(settings: Settings, count: int, turns: int) -> tuple[int, dict[Precision, list[float]]]:
     """(tokens of a step, CPU seconds of each step by precision)."""
-    lengths = rollout_lengths(count, _MEAN_TOKENS)
+    lengths = [min(length, settings.runner.seq_length) for length in rollout_lengths(count, _MEAN_TOKENS)]
     context = get_context("spawn")
     ends: dict[Precision, Connection] = {}
     processes = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,20 +145,19 @@ class Beside:
         )
         # of a run that was stopped; verl would append to its log
         shutil.rmtree(directory, ignore_errors=True)
+        dumps = directory / "rollouts"
+        keys = {**_ON_A_CPU, "trainer.rollout_data_dir": dumps}
+        command = ["bash", str(directory / "run_verl.sh"), *(f"{key}={value}" for key, value in keys.items())]
         judge = CodeJudgeService(settings.tools.codejudge, directory / "judge.log")
-        try:
-            judge.begin()
-            export(_with_judge(settings, judge.wait_ready()), directory)
-            dumps = directory / "rollouts"
-            keys = {**_ON_A_CPU, "trainer.rollout_data_dir": dumps}
-            command = [
-                "bash",
-                str(directory / "run_verl.sh"),
-                *(f"{key}={value}" for key, value in keys.items()),
-            ]
-            logged(command, self.out / f"{name}.log", verl_environment(self.python), directory)
-        finally:
-            judge.stop()
+        # verl, its Ray and its loggers leave their temporary files
+        with tempfile.TemporaryDirectory(prefix="verl-", ignore_cleanup_errors=True) as temporary:
+            try:
+                judge.begin()
+                export(_with_judge(settings, judge.wait_ready()), directory)
+                environment = verl_environment(self.python) | {"TMPDIR": temporary}
+                logged(command, self.out / f"{name}.log", environment, directory)
+            finally:
+                judge.stop()
         runner = settings.runner
         log = directory / "logs" / runner.logger.project_name / f"{runner.experiment_name}.jsonl"
         reached = add_tool_errors(log, dumps, merged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,10 @@ def test_finished_runs_are_drawn_and_not_run_again(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_three_steps_of_verl_itself(memorised_model: Path, tmp_path: Path) -> None:
-    """verl's trainer, agent loop and engine with this project's tool, judge and grader. The model knows two conversations."""
+    """verl's trainer, agent loop and engine with this project's tool, judge and grader. The model knows one of the prompts."""
     problems, out = tmp_path / "problems.jsonl", tmp_path / "beside"
-    prompts = ("right?", "broken?")  # one calls the tool rightly, one writes a call that is no JSON
-    rows = [{"prompt": prompts[i % 2], "solutions": ["42"], "query_id": str(i)} for i in range(16)]
+    prompts = ("right?", "a?", "b?", "7?")  # at those that it does not know it is right now and then
+    rows = [{"prompt": prompts[i % 4], "solutions": ["42"], "query_id": str(i)} for i in range(16)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = {
         "cold_start.enabled": False,
@@ -78,7 +79,7 @@ def test_three_steps_of_verl_itself(memorised_model: Path, tmp_path: Path) -> No
         "data.train_data_paths": f"[{problems}]",
         "data.val_data_paths": "[]",
         "data.rollout_batch_size": 4,
-        "algorithm.down_sampling.down_sampling_config.down_sample_to_n": 4,
+        "algorithm.down_sampling.down_sampling_config.down_sample_to_n": 8,
         "agentloop.system_prompt": f"'{SETTINGS.system_prompt}'",
         "runner.max_steps": 3,
         "runner.save_interval": -1,
@@ -95,8 +96,9 @@ def test_three_steps_of_verl_itself(memorised_model: Path, tmp_path: Path) -> No
     run.assert_nothing_left()
     steps = [row["data"] for row in read_jsonl(out / "verl-0" / "metrics.jsonl")]
     assert [step["training/global_step"] for step in steps] == [1, 2, 3]
-    rewards = [step["critic/rewards/mean"] for step in steps]
-    assert all(0 < reward < 1 for reward in rewards), rewards
-    assert all(step["actor/grad_norm"] > 0 for step in steps)
-    assert all(step["num_turns/mean"] > 2 for step in steps)
-    assert "arm verl" in (out / "comparison.txt").read_text()
+    means = [
+        [step[key] for key in ("critic/rewards/mean", "actor/grad_norm", "num_turns/max")] for step in steps
+    ]
+    rewards, norms, turns = zip(*means, strict=True)
+    assert 0 < sum(rewards) < 3 and max(norms) > 0 and max(turns) > 2, means
+    assert re.search(r"rollout/pass_rate +verl +1 +1-3 ", (out / "comparison.txt").read_text())
