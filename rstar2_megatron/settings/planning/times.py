@@ -6,7 +6,6 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.planning.engine_speed import (
     DECODE_SHARE,
     MEAN_LENGTH,
-    PEAK_BYTES_PER_S,
     PEAK_FLOPS,
     TRAIN_SHARE,
     Engines,
@@ -22,16 +21,6 @@ HOST_BYTES_PER_S, HOST_SHARE = 614e9, 0.5
 HOST_BYTES_PER_PARAMETER = 36
 LINK_BYTES_PER_S = 25e9  # of a weight sync, and of a GPU's way to host memory
 _STATE_BYTES = 18  # a parameter on the GPUs: weights, gradients, fp32 copy, two moments
-
-
-def decode_tokens_per_s(
-    settings: Settings, model: ModelConfig, kv_capacity_tokens: int, length: int
-) -> float:
-    """Tokens that one engine generates in a second, with as many trajectories of `length` tokens as fit."""
-    rollout = settings.rollout
-    running = max(min(rollout.max_running_requests, kv_capacity_tokens // length), 1)
-    read = 2 * model.num_parameters + running * length / 2 * kv_bytes_per_token(model, "bf16")
-    return running * PEAK_BYTES_PER_S * rollout.tensor_parallel_size / read * DECODE_SHARE
 
 
 def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int) -> None:
