@@ -118,6 +118,15 @@ def assert_complete(done: PhaseResult) -> None:
     assert all(t.usable for group in done.groups for t in group.trajectories)
 
 
+def use_model(settings: Settings, directory: Path) -> Path:  # noqa: F811
+    """Make a model for real engines, and let the settings use it."""
+    model = make_model(directory / "model")
+    settings.rollout.model.model_path = str(model)
+    settings.runner.logger.log_path = str(directory)
+    settings.agentloop.system_prompt = SETTINGS.system_prompt
+    return model
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_killed_worker_is_replaced_and_its_work_done(
@@ -128,10 +137,7 @@ def test_a_killed_worker_is_replaced_and_its_work_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIGKILL in a rollout: nothing is lost or doubled. The restarted one has the sync's weights; a second death is final."""
-    model = make_model(tmp_path / "model")
-    settings.rollout.model.model_path = str(model)
-    settings.runner.logger.log_path = str(tmp_path)
-    settings.agentloop.system_prompt = SETTINGS.system_prompt
+    model = use_model(settings, tmp_path)
     with_route(settings, tmp_path).rollout.engine_start_timeout_s = 300.0
     monkeypatch.setattr(cluster.settings.rollout, "max_engine_restarts", 1)
     engines = cluster._launch(KillableEngine, "Mortal", "rollout", settings, "cpu", max_concurrency=64)
@@ -220,10 +226,7 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps of `algorithm.max_staleness`, without an actor: a worker is killed while groups of it wait in the buffer."""
-    model = make_model(tmp_path / "model")
-    settings.rollout.model.model_path = str(model)
-    settings.runner.logger.log_path = str(tmp_path)
-    settings.agentloop.system_prompt = SETTINGS.system_prompt
+    model = use_model(settings, tmp_path)
     settings.agentloop.max_assistant_turns = 1
     settings.algorithm.max_staleness, settings.algorithm.group_size = 2, 4
     settings.algorithm.sampling_params.max_new_tokens = 96
