@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -32,8 +32,10 @@ from rstar2_megatron.actor.network.model import unwrap
 from rstar2_megatron.actor.optimizer_state import (
     PutState,
     check_state_fits_weights,
+    copy_views,
     local_checksums,
     positions_without_padding,
+    states_by_parameter,
     states_without_data,
     take_held_states,
 )
@@ -200,7 +202,8 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[
     state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         state[_model_key(chunks, number)] = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
-    with positions_without_padding(chunks):
+    gathered = states_without_data(optimizer) if loading else states_by_parameter(optimizer)
+    with positions_without_padding(chunks), gathered:
         state["optimizer"] = optimizer.sharded_state_dict(
             dict(state), is_loading=loading, metadata=dict(_METADATA)
         )
@@ -226,12 +229,15 @@ def start_save(
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
     state[_COUNTERS] = counters
+    live = _live_storages(chunks, optimizer)
+    apply_factories(state)  # a part of it, split here, can be copied before the next one is
+    copy_views(state["optimizer"], live)
     request = dist_checkpointing.save(
         state, str(partial), _ThreadedSave(), async_sharded_save=True, content_metadata=dict(_METADATA)
     )
     assert request is not None
     torch.save(_random_states(), partial / _RANDOM / _random_file())
-    return PendingSave(request, partial, final, _live_storages(chunks, optimizer))
+    return PendingSave(request, partial, final, live)
 
 
 def read_counters(directory: str | Path) -> dict[str, Any]:
@@ -272,8 +278,7 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     state does not match the weights. Random states are restored only when the number of ranks is that of the save.
     """
     path = Path(directory)
-    with states_without_data(optimizer):
-        state = _sharded_state(chunks, optimizer, loading=True)
+    state = _sharded_state(chunks, optimizer, loading=True)
     for number, chunk in enumerate(chunks):
         weights = state.pop(_model_key(chunks, number))
         _load_in_pieces(

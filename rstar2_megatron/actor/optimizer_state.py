@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
 from rstar2_megatron.actor.network.model import unwrap
@@ -61,9 +62,26 @@ def states_without_data(optimizer: Any) -> Iterator[None]:
 
     megatron-core would allocate masters and moments of all parameters, 12 bytes each, on every rank (:1033).
     """
+    with _gathered_by(_shapes, optimizer):
+        yield
+
+
+@contextmanager
+def states_by_parameter(optimizer: Any) -> Iterator[None]:
+    """Context in which the sharded state dict for a save has an own host tensor for each state of each parameter.
+
+    megatron-core gathers all states of a bucket before it joins the first (:1051), and returns slices of joined buffers,
+    which its writer must copy: up to 36 bytes of host memory a parameter. Here they are 12, and 4 more for a bucket on its way.
+    """
+    with _gathered_by(_gather, optimizer):
+        yield
+
+
+@contextmanager
+def _gathered_by(function: Callable[..., Any], optimizer: Any) -> Iterator[None]:
     parts = [part for part in optimizer.chained_optimizers if _is_distributed(part)]
     for part in parts:
-        part.get_parameter_state_dp_zero = functools.partial(_shapes, part)
+        part.get_parameter_state_dp_zero = functools.partial(function, part)
     try:
         yield
     finally:
@@ -84,6 +102,85 @@ def _shapes(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, Tensor]]]:
         }
         for number, ranges in enumerate(part.gbuf_ranges)
     }
+
+
+class _Pieces:
+    """A state of a buffer's parameters. megatron-core reads `[start:end]`, the position of a parameter, from it (:1494)."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, start: int, end: int, state: Tensor) -> None:
+        """Copy the state of the parameter at [start:end] to fp32 host memory of its own."""
+        self._pieces[start, end] = state.detach().to("cpu", torch.float32, copy=True)
+
+    def __getitem__(self, position: slice) -> Tensor:
+        return self._pieces[position.start, position.stop]
+
+
+def _gather(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, _Pieces]]] | None:
+    """What `get_parameter_state_dp_zero` returns, on the first data-parallel rank; None on others. Collective.
+
+    Reads positions without padding (`positions_without_padding`).
+    """
+    group = part.data_parallel_group_gloo
+    gather = _states_of_this_rank if group.size() == 1 else _states_of_all_ranks
+    state = {
+        number: {dtype: gather(part, number) for dtype in ranges}
+        for number, ranges in enumerate(part.gbuf_ranges)
+    }
+    return state if group.rank() == 0 else None
+
+
+def _states_of_this_rank(part: Any, number: int) -> dict[str, _Pieces]:
+    """The states of a buffer, all of which this rank holds."""
+    pieces = {name: _Pieces() for name in _STATES}
+    for parameter, (start, end, _) in part.buffers[number].param_index_map.items():
+        states = part._get_main_param_and_optimizer_states(parameter)
+        for name in _STATES:
+            pieces[name].add(start, end, states[name])
+    return pieces
+
+
+def _states_of_all_ranks(part: Any, number: int) -> dict[str, _Pieces]:
+    """The states of a buffer on the first data-parallel rank, nothing on others; collective, over gloo."""
+    group, buffer = part.data_parallel_group_gloo, part.buffers[number]
+    first, ranks = group.rank() == 0, group.size()
+    [ranges] = part.gbuf_ranges[number].values()
+    # One memory for all calls: gloo's threads let go of what they sent only a moment after the call.
+    largest = max(bucket.grad_data.numel() for bucket in buffer.buckets)
+    shard_memory, whole_memory = torch.zeros(largest // ranks), torch.empty(largest if first else 0)
+    pieces = {name: _Pieces() for name in _STATES}
+    for name in _STATES:
+        before = 0
+        for at, bucket in enumerate(buffer.buckets):
+            size = bucket.grad_data.numel()
+            shard, whole = shard_memory[: size // ranks], whole_memory[:size]
+            for parameter, place in ranges[at]["param_map"].items():
+                own = part._get_main_param_and_optimizer_states(parameter)[name]
+                shard[place["gbuf_local"].start : place["gbuf_local"].end].copy_(own.detach())
+            received = list(whole.chunk(ranks)) if first else None
+            dist.gather(shard, received, dist.get_global_rank(group, 0), group)
+            for start, end, bucket_of_parameter in buffer.param_index_map.values():
+                if first and bucket_of_parameter == at:
+                    pieces[name].add(start, end, whole[start - before : end - before])
+            before += bucket.numel_unpadded
+    return pieces
+
+
+def copy_views(state: Any, live: set[int]) -> None:
+    """Give the tensors of a sharded state that are parts of a gathered tensor memory of their own; in place.
+
+    megatron-core splits gate and up of gathered states, and its writer would copy the parts while the whole still lives.
+    live: addresses of the storages that are not gathered.
+    """
+    for tensor in nested_values(state):
+        data = getattr(tensor, "data", None)
+        if not torch.is_tensor(data) or not data.is_cpu:
+            continue
+        storage = data.untyped_storage()
+        if storage.nbytes() != data.nbytes and storage.data_ptr() not in live:
+            tensor.data = data.clone()
 
 
 PutState = Callable[[Any], None]

@@ -207,7 +207,7 @@ def test_a_save_and_a_load_take_the_bytes_of_the_plan(
     if config[
         0
     ].optim.use_distributed_optimizer:  # the other one is read into place, but gate and up are joined
-        assert planned_load < 0.2 * planned
+        assert planned_load < 1.45 * piece
         assert all(0.6 * planned_load < loaded <= 1.02 * planned_load for _, loaded in counted), (
             planned_load,
             counted,

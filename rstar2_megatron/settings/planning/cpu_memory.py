@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.settings.planning.host_memory import save_bytes
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.planning.memory import GB, training_memory
 from rstar2_megatron.settings.planning.table import RunPlan
@@ -26,6 +27,7 @@ class CpuMemory:
     """GB of one actor rank, of one engine with its worker, and of driver, Ray, RLinf, judge and reward workers."""
 
     actor: float
+    """A rank's mean, in a step or while a checkpoint is saved."""
     engine: float
     services: float
     ranks: int
@@ -43,8 +45,9 @@ def cpu_memory(settings: Settings, model: ModelConfig, world: int, engines: int)
     kv = (settings.rollout.max_total_tokens or _DEFAULT_KV_TOKENS) * kv_bytes_per_token(model, precision)
     weights = (2 if precision == "bf16" else 4) * model.num_parameters
     extra = (ACTIVATION_FACTOR[settings.actor.model.precision] - 1) * memory.activations
+    saving = save_bytes(settings.actor, model, world, ranks=world) / world / GB
     return CpuMemory(
-        actor=ACTOR_PROCESS_GB + memory.total + extra,
+        actor=ACTOR_PROCESS_GB + max(memory.total + extra, memory.static + saving),
         engine=ENGINE_PROCESSES_GB + (weights + kv + min(kv, _DENSE_GB)) / GB,
         services=SERVICES_GB,
         ranks=world,

@@ -1,11 +1,11 @@
 """Host memory of a node for the actor's ranks and the engines.
 
 `actor.offload_*` copies are in pinned memory that is allocated once and kept (`actor/offload.py`). A save gathers masters
-and moments, 12 bytes a parameter, on the first rank of each data-parallel group. The peak adds the larger of:
-- while gathering, for one gradient bucket of B parameters: each rank's shard (12 B / data-parallel ranks), and 12 B on the
-  gathering rank for received and joined tensors and the previous state tensor, which is not freed yet. Without overlapped
-  communication a buffer is one bucket;
-- while writing: the copies of weights and state. torch's writer copies each piece of a larger tensor.
+and moments, 12 bytes a parameter, on the first rank of each data-parallel group (`actor/optimizer_state.py`), one of the
+three after the other. The peak is the larger of:
+- while gathering, with gradient buckets of at most B parameters: all states, 4 B for joined shards on the gathering rank, and
+  4 B / data-parallel ranks for the shard of each rank. Without overlapped communication a buffer is one bucket;
+- while writing: all states and a copy of the weights.
 
 A load takes less: every rank reads pieces of LOAD_PIECE_BYTES, or one parameter if it has more. tests/actor/test_checkpoint.py
 counts these bytes.
@@ -62,17 +62,19 @@ def save_bytes(
     held = sum(share.held * gathering(share) for share in shares)
     if not optim.use_distributed_optimizer:
         return (width + (STATE_BYTES if bf16 else 8)) * held
-    shards = arriving = 0.0
-    for share in shares:  # one optimizer after the other; the first one's shards are not freed yet
+    peak = gathered = 0.0
+    for share in shares:  # one optimizer after the other
+        gathered += STATE_BYTES * share.held * gathering(share)
         size = share.held
         if (
             optim.overlap_grad_reduce or optim.overlap_param_gather
         ):  # the largest bucket has a vocabulary matrix
             matrix = model.vocab_size * model.hidden_size / actor.model.tensor_model_parallel_size
             size = min(bucket + matrix, share.held)
-        shards += STATE_BYTES * size * ranks * share.updated / share.held
-        arriving = max(arriving, STATE_BYTES * size * gathering(share))
-    return STATE_BYTES * held + max(shards + arriving, (STATE_BYTES + width) * held)
+        on_their_way = gathering(share) + ranks * share.updated / share.held
+        alone = share.updated == share.held
+        peak = max(peak, gathered + (0 if alone else 4 * size * on_their_way))
+    return max(peak, gathered + width * held)
 
 
 def load_bytes(
