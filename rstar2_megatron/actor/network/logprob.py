@@ -76,7 +76,7 @@ class _LogProbEntropy(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, local, mine, log_sums, entropy, *kept = ctx.saved_tensors
         by_logprob, by_entropy = grads[0].unbind(0)
         use_entropy = bool(by_entropy.any())
@@ -109,12 +109,11 @@ class _LogProbEntropy(torch.autograd.Function):
             del log_p, grad_logits
         if parameter is None:
             return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
-        # DDP waits for a returned gradient. The flag tells DDP that the buffer has it already. With a tied embedding DDP adds
-        # the returned gradient all the same, because it includes the embedding's; our part of it must then be zero.
+        # DDP waits for a returned gradient. The flag tells DDP that the buffer has it already. With an embedding of this rank
+        # that has the same weight, DDP waits for the embedding's gradient, and adds it all the same.
         parameter.grad_added_to_main_grad = True
         shared = getattr(parameter, "zero_out_wgrad", False)
-        placeholder = torch.zeros_like(weight) if shared else torch.empty_like(weight)
-        return grad_hidden, placeholder, None, None, None, None
+        return grad_hidden, None if shared else torch.empty_like(weight), None, None, None, None
 
 
 def _in_blocks(hidden: Tensor) -> bool:

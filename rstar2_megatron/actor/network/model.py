@@ -206,10 +206,11 @@ def build_chunks(
             vp_stage=vp_stage,
         )
         chunk.to(device)
-        if hasattr(
-            chunk, "rotary_pos_emb"
-        ):  # its own rope_scaling fixes all numbers of Llama 3's but the factor
-            chunk.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
+        if hasattr(chunk, "rotary_pos_emb"):
+            # Its own rope_scaling fixes all numbers of Llama 3's but the factor. The frequencies are put where the replaced
+            # ones are, because megatron-core itself moves them to the GPU at their first use.
+            rotary = chunk.rotary_pos_emb
+            rotary.inv_freq = rotary_frequencies(model).to(rotary.inv_freq.device)
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." in name:
                 # The gradients of experts are summed over the expert data-parallel group. megatron-core marks experts so
