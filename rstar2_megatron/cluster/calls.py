@@ -106,6 +106,11 @@ class PendingCall:
         ended, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)
         return len(ended) == len(self.refs)
 
+    def running(self) -> list[int]:
+        """Ranks of the workers that have not ended this call. Never waits."""
+        ended = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0])
+        return [rank for rank, ref in zip(self._ranks, self.refs, strict=True) if ref not in ended]
+
     def result_if_ended(self) -> list[Any] | None:
         """As `result` when every worker has ended this call, None before. Never waits."""
         return self.result(1.0) if self.wait_for_end(0) else None

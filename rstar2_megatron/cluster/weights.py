@@ -27,6 +27,8 @@ from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, We
 
 STEP_TIMEOUT_S = 25.0
 """Longest wait for one bucket, either in a collective or until the engine has loaded it: the next route begins within 30 s."""
+SENDER_STEPS = 2
+"""An engine waits this many STEP_TIMEOUT_S for its next bucket: in one of them a sender may wait for another engine."""
 _LOOK_S = 0.2
 _KEEP_FREE = 0.1  # share of the host's memory that a copy of the weights must leave free
 
@@ -274,7 +276,13 @@ class _Transfer:
     async def buckets(self) -> AsyncIterator[tuple[WeightBucket, bool]]:
         last = False
         while not last:
-            item = await self._queue.get()
+            try:
+                async with asyncio.timeout(SENDER_STEPS * STEP_TIMEOUT_S):
+                    item = await self._queue.get()
+            except TimeoutError:
+                raise TransferFailed(
+                    f"no bucket arrived within {SENDER_STEPS * STEP_TIMEOUT_S:.0f} s: an actor rank is stuck"
+                ) from None
             if item is None:
                 raise TransferFailed(self.failure)
             yield item

@@ -14,6 +14,8 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import Place, RouteKind, WeightRoute, make_route, possible_routes
 
 logger = logging.getLogger(__name__)
+# Of calls that move nothing: one that takes longer is stuck, and the run ends with its name.
+_SHORT_CALL_S = 120.0
 
 
 class WeightSync:
@@ -23,7 +25,7 @@ class WeightSync:
         """Raises ValueError when `actor.weight_sync.route` names one that cannot work here."""
         self._settings, self._actor, self._rollout = settings, actor, rollout
         self._timeout_s = settings.runner.step_timeout_s
-        self._actor_places = actor.call("place", timeout_s=self._timeout_s)
+        self._actor_places = actor.call("place", timeout_s=_SHORT_CALL_S)
         self._engine_places: list[Place | None] = []  # None: lost
         self._seen_changes = -1
         self._look_at_engines()
@@ -73,9 +75,11 @@ class WeightSync:
             self._rollout.call("abort_weights", route, str(error), timeout_s=STEP_TIMEOUT_S)
             for call in (sending, receiving):
                 if not call.wait_for_end(2 * STEP_TIMEOUT_S):
+                    ranks = ", ".join(map(str, call.running()))
                     raise DeadlineExceeded(
-                        f"{call.name} did not end within {2 * STEP_TIMEOUT_S:.0f} s after a failure of the weight sync "
-                        f"by {route.kind}: {error}"
+                        f"{call.name} is stuck on rank {ranks}, as a call to the device that never returns: it did not end "
+                        f"within {2 * STEP_TIMEOUT_S:.0f} s after a failure of the weight sync by {route.kind}. The same "
+                        f"command resumes from the last checkpoint. The failure: {error}"
                     ) from error
             with contextlib.suppress(WorkerFailed):
                 receiving.check()  # notes workers that died
@@ -83,8 +87,9 @@ class WeightSync:
         told = receiving
         if route.kind == "cuda_ipc":
             told = self._keep_host_copy(route, version, sent)
-            lost = told.result(self._timeout_s)
-        self._actor.call("forget_weights", timeout_s=self._timeout_s)
+            # it starts lost engines again
+            lost = told.result(self._settings.rollout.engine_start_timeout_s + _SHORT_CALL_S)
+        self._actor.call("forget_weights", timeout_s=_SHORT_CALL_S)
         for rank, reason in zip(told.ranks, lost, strict=True):
             if reason:
                 self._rollout.lose(rank, reason)
@@ -101,9 +106,9 @@ class WeightSync:
         while self._seen_changes != self._rollout.changes:
             self._seen_changes = self._rollout.changes
             call = self._rollout.start("place")
-            places = dict(zip(call.ranks, call.result(self._timeout_s)))
+            places = dict(zip(call.ranks, call.result(_SHORT_CALL_S)))
             self._engine_places = [places.get(rank) for rank in range(len(self._rollout))]
-            self._rollout.call("set_engine_workers", self._rollout.workers, timeout_s=self._timeout_s)
+            self._rollout.call("set_engine_workers", self._rollout.workers, timeout_s=_SHORT_CALL_S)
 
     def _keep_host_copy(self, route: WeightRoute, version: int, sent: list[Sent]) -> PendingCall:
         """Tell every engine where its node's host copy is. Result: why engines could not be started again, or ""."""

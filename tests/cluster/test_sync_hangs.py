@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.cluster.calls import WorkerGroup
-from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S
+from rstar2_megatron.cluster.calls import DeadlineExceeded, WorkerGroup
+from rstar2_megatron.cluster.weights import SENDER_STEPS, STEP_TIMEOUT_S
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training import weight_sync
 from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.weights.route import RouteKind
 from tests.cluster.test_cluster import (  # noqa: F401  fixtures
@@ -22,7 +23,7 @@ from tests.cluster.test_cluster import (  # noqa: F401  fixtures
     settings,
     with_route,
 )
-from tests.cluster.workers import Fault, Receiver, Sender
+from tests.cluster.workers import FORGET, Fault, Receiver, Sender
 
 STEP_S = 3.0  # here; STEP_TIMEOUT_S in a run
 
@@ -68,6 +69,64 @@ def test_a_receiver_that_hangs_costs_one_deadline(
     assert_synced(senders, receivers, 1)
     sync.run(2)
     assert_synced(senders, receivers, 2)
+
+
+STUCK = {
+    "shared memory": (
+        "shared_memory",
+        "SharedBucket",
+        1,
+        r"send_weights is stuck on rank 0[, 1]*.* checkpoint",
+    ),
+    "device buffer": ("cuda_ipc", "handle_of", 0, r"send_weights is stuck on rank 0[, 1]*.* checkpoint"),
+    "after the last bucket": (
+        "disk",
+        FORGET,
+        0,
+        r"forget_weights did not finish within 6 s on 1 of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "step", "at", "words"), STUCK.values(), ids=STUCK)
+def test_a_sender_stuck_in_a_call_that_never_returns_ends_the_run(
+    cluster: Any,  # noqa: F811
+    settings: Settings,  # noqa: F811
+    receivers: WorkerGroup,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: RouteKind,
+    step: str,
+    at: int,
+    words: str,
+) -> None:
+    """As in a CUDA call that waits for a dead peer: nothing can interrupt it, so no other route is possible.
+
+    The error names rank and remedy, the engines' workers serve on, and the stuck process can be killed.
+    """
+    monkeypatch.setattr(weight_sync, "STEP_TIMEOUT_S", STEP_S)
+    monkeypatch.setattr(weight_sync, "_SHORT_CALL_S", 2 * STEP_S)
+    name = f"StuckSenders{len(cluster._groups)}"
+    settings = with_route(settings, tmp_path)
+    settings.actor.group_name = name
+    settings.actor.weight_sync.bucket_mb = 0
+    stuck = cluster._launch(Sender, name, "actor")
+    for group in (stuck, receivers):
+        group.call("set_step_timeout", STEP_S, timeout_s=240)
+    try:
+        sync = WeightSync(settings, stuck, receivers, "cuda")
+        sync._routes = [kind, "disk"]
+        stuck.call("plant", Fault(step, at=at, how="stick"), ranks=[0], timeout_s=60)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=rf"{name}\.{words}"):
+            sync.run(1)
+        assert time.monotonic() - started < (SENDER_STEPS + 2) * STEP_S + 15
+        assert len(receivers.call("place", timeout_s=10)) == 2
+    finally:
+        started = time.monotonic()
+        stuck.kill()
+        assert time.monotonic() - started < 15
+        receivers.call("set_step_timeout", STEP_TIMEOUT_S, timeout_s=60)
 
 
 # After these one end of the collective waits for the other, and RLinf's group serves nobody any more.

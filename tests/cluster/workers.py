@@ -41,11 +41,15 @@ def _tensors() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+STUCK_S = 3600.0
+FORGET = "WeightSender.forget"
+
+
 @dataclass
 class Fault:
-    """Call number `at` (from 0) of `name` in the module `cluster.weights` raises, once.
+    """Call number `at` (from 0) of `name` in the module `cluster.weights` fails, once.
 
-    how: "raise"; "hang": a coroutine that never ends; "die": the process is killed.
+    how: "raise"; "hang": a coroutine that never ends; "stick": a call that blocks its thread; "die": the process is killed.
     """
 
     name: str
@@ -71,6 +75,8 @@ def planted(module: Any, fault: Fault | None) -> Iterator[None]:
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault.how == "hang":
                 return asyncio.Event().wait()
+            if fault.how == "stick":
+                time.sleep(STUCK_S)
             raise RuntimeError(f"planted in {fault.name}")
         return original(*args, **kwargs)
 
@@ -113,11 +119,14 @@ class Sender(Worker):
         """Figures of a sync of some tensors of several types and shapes, and their checksums."""
         tensors = self.tensors()
         self._sender = WeightSender(self)
-        with planted(weights, self._fault):
+        in_forget = self._fault is not None and self._fault.name == FORGET
+        with planted(weights, None if in_forget else self._fault):
             return self._sender.send(iter(tensors), route, engines), weights_checksum(tensors)
 
     def forget(self) -> None:
-        self._sender.forget()
+        """A fault in `FORGET` is one of this call only: a transfer also begins with it."""
+        with planted(weights, self._fault):
+            self._sender.forget()
 
     def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
         return self.send(route, engines)[0]
