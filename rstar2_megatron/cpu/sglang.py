@@ -50,13 +50,17 @@ def allow_seeded_sampling() -> None:
 
 
 def prepare_scheduler() -> None:
-    """Set up the process that runs the model: batched attention, no torch.compile (it needs a compiler)."""
+    """Set up the process that runs the model: batched attention, sampling, no torch.compile (it needs a compiler)."""
     if torch.cuda.is_available():
         return
     importlib.import_module("torch._dynamo").config.disable = True
-    from rstar2_megatron.cpu import sglang_attention  # imports SGLang, which needs the stand-ins
+    from rstar2_megatron.cpu import (  # import SGLang, which needs the stand-ins
+        sglang_attention,
+        sglang_sampling,
+    )
 
     sglang_attention.install()
+    sglang_sampling.install()
 
 
 class _EmptyModule(types.ModuleType):

@@ -42,6 +42,12 @@ from rstar2_megatron.services.process import kill_tree
 
 _REPORT_INTERVAL_S = 1.0
 _PARENT_CHECK_S = 0.5
+_EVERY_SAMPLING: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 8},
+)
+_TWO_TOKENS = {"max_new_tokens": 2, "ignore_eos": True}
 
 
 def main() -> None:
@@ -130,6 +136,8 @@ class _EngineServer:
         self._max_context = int(scheduler["max_req_input_len"])
         await self._manager.get_loads()  # which opens the scheduler's file: now all of SGLang's are open
         shared_files.remove(os.getpid())
+        if not self._server_args.get("is_embedding"):
+            await self._warm_up()
         reporter = asyncio.create_task(self._report())
         try:
             while True:
@@ -140,6 +148,22 @@ class _EngineServer:
         except (asyncio.IncompleteReadError, ConnectionError):
             reporter.cancel()
             _end_tree(0)  # the parent closed the connection or is gone
+
+    async def _warm_up(self) -> None:
+        """Generate with each kind of sampling, before the first report.
+
+        Kernels are compiled at their first use, which may take minutes. A start has a deadline for that; a request after it
+        would count as an engine that makes no progress.
+        """
+        started = time.monotonic()
+        for number, sampling in enumerate(_EVERY_SAMPLING):
+            await self._generate(
+                {"input_ids": [0, 0], "sampling": {**sampling, **_TWO_TOKENS}, "rid": f"warm-up-{number}"}
+            )
+        while not await self._flush_cache(None):  # refused until the last request has left the scheduler
+            await asyncio.sleep(0.02)
+        seconds = time.monotonic() - started
+        print(f"warm-up: {len(_EVERY_SAMPLING)} requests in {seconds:.1f} s", flush=True)
 
     async def _report(self) -> None:
         while True:
