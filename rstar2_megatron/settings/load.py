@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from rstar2_megatron.settings import rlinf_keys
+from rstar2_megatron.settings.precision import resolve_precision
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.settings.variant import PARTS, Origins, apply_variant, origins_of
@@ -72,6 +73,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
     try:
         notes = rlinf_keys.translate(data)
         apply_variant(data, origins)
+        notes += resolve_precision(data)
         _read_wording(data)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rollout.asynchronous import ALONE, GPUS, SHARED, TP, Actor, cluster_of
+from benchmarks.rollout.asynchronous import ALONE, NODE, SHARED, Actor, cluster_of
 from benchmarks.rollout.traces import STAGE_8K
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import load
@@ -19,6 +19,7 @@ from rstar2_megatron.settings.planning.plan import RunPlan, make_plan
 from rstar2_megatron.settings.planning.split import RECOMPUTE_COST, splits
 
 SIMULATED = Path(__file__).parents[2] / "benchmarks" / "results" / "asynchronous.json"
+TP = 2  # of the simulated engines on one node
 H100 = Slots(8, 80.0)
 APART = [
     "algorithm.max_staleness=1",
@@ -40,17 +41,17 @@ def test_the_closed_forms_are_near_every_simulated_step_with_quick_tools() -> No
     seen = 0
     for row in json.loads(SIMULATED.read_text()):
         found = re.fullmatch(r"(7b|14b), (\d+) x (\d+), 8K", row["scenario"])
-        together = row["placement"] == f"collocated on {GPUS}"
+        together = row["placement"] == f"collocated on {NODE}"
         if found is None or "step_s" not in row or not (together or row["max_staleness"]):
             continue
         name, problems, size = found.groups()
         model = known_model(f"Qwen2.5-{name.upper()}")
         assert model is not None
-        count = int(row["placement"].split()[-1]) // TP
-        cluster = cluster_of(name, model, count, SHARED if together else ALONE)
+        gpus = int(row["placement"].split()[-1])
+        cluster = cluster_of(name, model, gpus, TP, SHARED if together else ALONE)
         work = (int(problems) * int(size), STAGE_8K.max_response_tokens)
-        engines = Engines(count, cluster.speed, cluster.kv_tokens, cluster.max_requests, *work)
-        actor = Actor(model, GPUS if together else GPUS - TP * count)
+        engines = Engines(cluster.engines, cluster.speed, cluster.kv_tokens, cluster.max_requests, *work)
+        actor = Actor(model, NODE if together else NODE - gpus)
         if together:
             step = engines.phase_s() + row["train_s"] + row["handover_and_sync_s"]
         else:

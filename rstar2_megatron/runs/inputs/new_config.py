@@ -17,6 +17,7 @@ from rstar2_megatron.runs.inputs.model_files import tokenizer_problems, weight_p
 from rstar2_megatron.settings.load import ConfigError, load, users_path
 from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.planning.plan import make_plan
+from rstar2_megatron.settings.precision import host_precision
 from rstar2_megatron.trajectory import Problem
 
 _PROMPT_STEP = 128  # prompt lengths are rounded up to it
@@ -117,7 +118,7 @@ def _candidates(
                     "sampling_params": {"max_new_tokens": response},
                 },
                 rollout={
-                    "model": {"precision": _host_precision()},
+                    "model": {"precision": host_precision()},
                     "max_total_tokens": 16 * length,
                     "max_running_requests": 64,
                     "trajectory_timeout_s": 1800,
@@ -125,22 +126,13 @@ def _candidates(
                 },
                 data={"rollout_batch_size": min(8, problems)},
                 actor={
-                    "model": {"precision": _host_precision(), "tensor_model_parallel_size": 1, **recompute},
+                    "model": {"precision": host_precision(), "tensor_model_parallel_size": 1, **recompute},
                     "optim": {"lr": 1e-5, "min_lr": 1e-6},
                 },
                 agentloop={"system_prompt": None, "user_prefix": None, "max_tool_response_length": 256},
                 cold_start={"enabled": False},
             ),
         }
-
-
-def _host_precision() -> str:
-    """bf16 where the processor multiplies in it: elsewhere it is slower than fp32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    except OSError:
-        flags = []
-    return "bf16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "fp32"
 
 
 def _merged(shared: dict[str, object], **sections: object) -> dict[str, object]:
