@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 
 from benchmarks.judge.bare import bare_fork_cpu_ms
@@ -107,12 +108,17 @@ def quantile(values: list[float], q: float) -> float | None:
     return round(1000 * sorted(values)[min(len(values) - 1, int(len(values) * q))], 1) if values else None
 
 
-async def one_turn(client: JudgeClient, case: str, numbers: Iterator[int]) -> list[tuple[JudgeResult, float]]:
+async def one_turn(
+    client: JudgeClient, http: aiohttp.ClientSession, case: str, numbers: Iterator[int]
+) -> list[tuple[JudgeResult, float]]:
     """One round of a client: its results, each with the latency in seconds."""
     if case == "batch":
         codes = [program(case, next(numbers)) for _ in range(BATCH_SIZE)]
+        submissions = [{"type": "python", "solution": code} for code in codes]
         sent = time.monotonic()
-        results = await client.run_batch(codes)
+        async with http.post("/run/long-batch", json={"type": "batch", "submissions": submissions}) as reply:
+            reply.raise_for_status()
+            results = map(JudgeResult.from_wire, (await reply.json())["results"])
         return [(result, time.monotonic() - sent) for result in results]
     session = uuid.uuid4().hex if case == "session" else None
     timed = []
@@ -145,7 +151,10 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
     latencies: list[float] = []
     outcomes: Counter[str] = Counter()
     lost = 0
-    async with JudgeClient(url, max_concurrency=clients, request_timeout_s=120, max_outage_s=60) as client:
+    async with (
+        JudgeClient(url, max_concurrency=clients, request_timeout_s=120, max_outage_s=60) as client,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=3600)) as http,
+    ):
         await client.run("1")
         others = [asyncio.create_task(_disturb(url, case, numbers)) for _ in range(case in BACKGROUND)]
         cpu_before, started = tree.cpu_s(), time.monotonic()
@@ -154,8 +163,8 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
             nonlocal lost
             while time.monotonic() - started < seconds:
                 try:
-                    timed = await one_turn(client, case, numbers)
-                except JudgeUnavailable:
+                    timed = await one_turn(client, http, case, numbers)
+                except (JudgeUnavailable, aiohttp.ClientError):
                     lost += BATCH_SIZE if case == "batch" else 1
                     continue
                 latencies.extend(latency for _, latency in timed)

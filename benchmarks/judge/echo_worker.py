@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 import orjson
 
-from rstar2_megatron.judge.commands import on_signals, watch_parent
+from rstar2_megatron.judge.commands import on_signals
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.worker.slots import Slot, SlotPool
 from rstar2_megatron.judge.worker.worker import Worker
+from rstar2_megatron.services.parent_death import die_with_parent
 
 
 class EchoSlot(Slot):
@@ -49,13 +50,12 @@ class EchoPool(SlotPool):
 async def main(uri: str) -> None:
     stop = asyncio.Event()
     on_signals(stop.set)
-    watcher = asyncio.create_task(watch_parent(stop.set))
+    die_with_parent()
     worker = Worker(JobQueue(uri), slots=32)
     worker.pool = EchoPool(32)
     await worker.start()
     running = asyncio.create_task(worker.run())
     await stop.wait()
-    watcher.cancel()
     await worker.stop()
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):

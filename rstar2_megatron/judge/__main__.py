@@ -10,9 +10,8 @@ import os
 import sys
 
 from rstar2_megatron.judge import commands
-from rstar2_megatron.judge.limits import LEVELS, CallLimits, default_permits, default_processes
+from rstar2_megatron.judge.limits import LEVELS, OPTION_NAMES, CallLimits, default_permits, default_processes
 
-log = logging.getLogger("judge")
 _SESSIONS_PER_CORE = 32
 
 
@@ -68,13 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 def limits_of(arguments: argparse.Namespace) -> CallLimits:
     """Flags over environment variables over defaults. ValueError names a bad value."""
     limits = CallLimits.from_environment()
-    given = {
-        name: getattr(arguments, name)
-        for name in ("time_limit_s", "memory_mb", "output_chars")
-        if getattr(arguments, name) is not None
-    }
-    limits = limits.with_options(given, ceiling=None)
-    return limits._replace(output_limit_mb=max(limits.output_limit_mb, 1))
+    given = {name: value for name in OPTION_NAMES if (value := getattr(arguments, name)) is not None}
+    return limits.with_options(given, ceiling=None)
 
 
 def slots_of(arguments: argparse.Namespace) -> int:
@@ -116,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
             arguments.workers = slots_of(arguments)
             check_counts(arguments)
         limits = limits_of(arguments)
+        if arguments.drain_s is None:
+            arguments.drain_s = limits.time_limit_s
         commands.go_before_calls()
         with contextlib.suppress(ImportError):
             import uvloop  # optional: absent where it cannot be built

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rstar2_megatron.judge.server import app as server_app
+from rstar2_megatron.judge.server.app import create_app
 
 
 def __getattr__(name: str) -> Any:
     """uvicorn's `app`, made from the environment on first use."""
     if name == "app":
-        return server_app.app
+        return create_app()
     raise AttributeError(name)

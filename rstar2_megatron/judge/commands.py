@@ -21,6 +21,7 @@ from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import end_child, is_loopback, listen
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
 
@@ -28,14 +29,7 @@ log = logging.getLogger("judge")
 _READY_TIMEOUT_S = 60.0
 _DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 _NICENESS = -10  # of the service's own processes
-
-
-async def watch_parent(stop: Callable[[], None]) -> None:
-    """Call `stop` when the parent process has ended."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        await asyncio.sleep(0.25)
-    stop()
+_SLICE_S = 0.0001  # likewise: they interrupt a call as soon as they need a core
 
 
 def on_signals(stop: Callable[[], None]) -> None:
@@ -55,27 +49,33 @@ def go_before_calls() -> None:
     with contextlib.suppress(PermissionError):
         if os.getpriority(os.PRIO_PROCESS, 0) == 0:
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    with contextlib.suppress(OSError):
+        linux.set_slice(_SLICE_S, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
     stop = asyncio.Event()
     on_signals(stop.set)
     if arguments.exit_with_parent:
-        watcher = asyncio.ensure_future(watch_parent(stop.set))
-        stop.watcher = watcher  # type: ignore[attr-defined]  # keeps the task alive
+        die_with_parent(signal.SIGTERM)
     return stop
+
+
+def _redis_of(arguments: argparse.Namespace) -> str:
+    """URI of a running Redis. Raises RedisUnavailable."""
+    uri = arguments.redis_uri or _DEFAULT_REDIS
+    check_redis(uri)
+    return str(uri)
 
 
 async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     """Run jobs until a signal, in this process or in several."""
     if arguments.processes > 1:
-        return await _run_workers(arguments, limits)
+        return await _run_workers(arguments)
     # Imported here, as the HTTP server below: each process loads only its own part.
     from rstar2_megatron.judge.worker.worker import Worker
 
-    stop = _stop_event(arguments)
-    uri = arguments.redis_uri or _DEFAULT_REDIS
-    check_redis(uri)
+    stop, uri = _stop_event(arguments), _redis_of(arguments)
     worker = Worker(
         JobQueue(uri),
         slots=arguments.workers,
@@ -90,19 +90,15 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     work = asyncio.ensure_future(worker.run())
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-    drain_s = limits.time_limit_s if arguments.drain_s is None else arguments.drain_s
-    await worker.stop(drain_s)
+    await worker.stop(arguments.drain_s)
     await cancel_and_wait(work, stopped)
     if not work.cancelled():
         work.result()  # raises what has ended it
 
 
-async def _run_workers(arguments: argparse.Namespace, limits: CallLimits) -> None:
-    stop = _stop_event(arguments)
-    uri = arguments.redis_uri or _DEFAULT_REDIS
-    check_redis(uri)
-    drain_s = limits.time_limit_s if arguments.drain_s is None else arguments.drain_s
-    workers = _Workers(arguments, uri, drain_s)
+async def _run_workers(arguments: argparse.Namespace) -> None:
+    stop, uri = _stop_event(arguments), _redis_of(arguments)
+    workers = _Workers(arguments, uri, arguments.drain_s)
     try:
         await workers.wait_until_ready(stop)
         await _until(stop, _keep_running(workers, None))
@@ -112,10 +108,7 @@ async def _run_workers(arguments: argparse.Namespace, limits: CallLimits) -> Non
 
 async def run_serve(arguments: argparse.Namespace, limits: CallLimits) -> None:
     """Serve HTTP until a signal; workers run elsewhere."""
-    stop = _stop_event(arguments)
-    sock = _listen(arguments)
-    uri = arguments.redis_uri or _DEFAULT_REDIS
-    check_redis(uri)
+    stop, sock, uri = _stop_event(arguments), _listen(arguments), _redis_of(arguments)
     async with _http_server(arguments, limits, uri, sock):
         _announce(arguments, sock, uri)
         await stop.wait()
@@ -128,9 +121,7 @@ async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
     redis_server = None if arguments.redis_uri else RedisServer().start()
     workers: _Workers | None = None
     try:
-        uri = arguments.redis_uri or redis_server.uri  # type: ignore[union-attr]
-        if redis_server is None:
-            check_redis(uri)
+        uri = redis_server.uri if redis_server else _redis_of(arguments)
         workers = _Workers(arguments, uri, drain_s=0.0)
         async with _http_server(arguments, limits, uri, sock):
             await workers.wait_until_ready(stop)

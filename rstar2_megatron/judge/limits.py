@@ -70,9 +70,6 @@ class CallLimits(NamedTuple):
         """Seconds after which it has ended on a machine with a free core."""
         return self.time_limit_s + (self.compile_time_s if kind == "cpp" else 0.0)
 
-    def as_dict(self) -> dict[str, Any]:
-        return self._asdict()
-
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CallLimits:
         """Defaults, overridden by the public server's environment variables. ValueError names a bad one."""

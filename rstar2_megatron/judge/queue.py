@@ -32,10 +32,8 @@ _READ_AT_ONCE = 256  # answers
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
 _CONNECTIONS = 32
-_AT_ONCE, _BYTES_AT_ONCE = (
-    256,
-    1 << 22,
-)  # jobs, bytes: a round trip with many more would exceed its deadline on a busy machine
+# Jobs, bytes: a round trip with many more would exceed its deadline on a busy machine.
+_AT_ONCE, _BYTES_AT_ONCE = 256, 1 << 22
 # What the scripts answer in place of a result: the job's worker died twice; its session is open nowhere.
 POISON, LOST = b"!poison", b"!lost"
 
@@ -243,17 +241,13 @@ async def until_redis_answers(
     while True:
         try:
             return await step()
-        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-            if stop is not None and stop.is_set():
+        except (RedisError, OSError) as error:
+            is_away = isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError))
+            passes = is_away or any(word in str(error) for word in _PASSING_STATES)
+            if not passes or (stop is not None and stop.is_set()):
                 raise
             if not told:
-                log.warning("%s: Redis is away (%s), waiting", what, error)
-                told = True
-        except RedisError as error:
-            if not any(word in str(error) for word in _PASSING_STATES):
-                raise
-            if not told:
-                log.warning("%s: Redis refuses (%s), waiting", what, error)
+                log.warning("%s: Redis %s (%s), waiting", what, "is away" if is_away else "refuses", error)
                 told = True
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s * 2, 1.0)

@@ -12,9 +12,10 @@ A job key is CLIENT/k... (its answer is kept for a retry) or CLIENT/u... (not ke
 a session, in `=NAME` when that session must be open already and is not to be rebuilt.
 """
 
-# Whether a job waits: a key may be in a queue without a job (it was withdrawn), or twice (and was then submitted again).
-# Adds `n` to the number of waiting jobs, of all and of the owner of `key`.
-_COUNT = """
+# What the scripts share.
+_LIBRARY = """
+-- Whether a job waits: a key may be in a queue without a job (it was withdrawn), or twice (and was then submitted again).
+-- Adds `n` to the number of waiting jobs, of all and of the owner of `key`.
 local function waits(P, key)
   return redis.call('HEXISTS', P..'jobs', key) == 1 and redis.call('HEXISTS', P..'owner', key) == 0
 end
@@ -23,12 +24,8 @@ local function count(P, key, n)
   if redis.call('INCRBY', P..'queued', n) < 0 then redis.call('SET', P..'queued', '0') end
   if redis.call('HINCRBY', P..'shares', owner, n) <= 0 then redis.call('HDEL', P..'shares', owner) end
 end
-"""
 
-# Puts a job into its queue: RPUSH for a new job, LPUSH for a requeued one. False when its session is open nowhere.
-_PLACE = (
-    _COUNT
-    + """
+-- Puts a job into its queue: RPUSH for a new job, LPUSH for a requeued one. False when its session is open nowhere.
 local function place(P, key, push)
   local client = string.match(key, '^(.-)/')
   local sort, session = string.match(key, '([@=])([^@=]+)$')
@@ -49,11 +46,8 @@ local function place(P, key, push)
   count(P, key, 1)
   return true
 end
-"""
-)
 
-# Wakes an idle worker when jobs wait that any worker may lease.
-_RING = """
+-- Wakes an idle worker when jobs wait that any worker may lease.
 local function ring(P)
   for _, s in ipairs({'', 's'}) do
     if redis.call('LLEN', P..s..'ring') > 0 and redis.call('LLEN', P..s..'bell') == 0 then
@@ -61,13 +55,8 @@ local function ring(P)
     end
   end
 end
-"""
 
-# ARGV: prefix.
-RING = _RING + "ring(ARGV[1]) return 1"
-
-# Ends a job: everyone who waits for it gets `answer`.
-_SETTLE = """
+-- Ends a job: everyone who waits for it gets `answer`.
 local function settle(P, key, answer)
   redis.call('HDEL', P..'jobs', key)
   redis.call('HDEL', P..'owner', key)
@@ -81,13 +70,13 @@ local function settle(P, key, answer)
 end
 """
 
+# ARGV: prefix.
+RING = "ring(ARGV[1]) return 1"
+
 # ARGV: prefix, reply list, largest number of waiting jobs, then key and payload of each job.
 # Returns the number of waiting jobs, or -1 when the new ones do not fit: an owner may have as many waiting jobs as there
 # would be room for others, so one alone takes half of the queue and leaves half.
-ENQUEUE = (
-    _PLACE
-    + _SETTLE
-    + """
+ENQUEUE = """
 local P, reply, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local queued = tonumber(redis.call('GET', P..'queued') or '0')
 local room, shares = most - queued - (#ARGV - 3) / 2, {}
@@ -116,18 +105,13 @@ for i = 4, #ARGV, 2 do
 end
 return tonumber(redis.call('GET', P..'queued') or '0')
 """
-)
 
 # ARGV: prefix, worker, number of jobs to lease, number of sessions it may open, seconds to keep an answer, number of jobs
 # leased before, then key and answer of each finished job. An answer from a worker that no longer owns the job is dropped.
 # Returns key, payload, tries of each leased job. Calls of open sessions and stateless calls alternate, the latter between
 # clients. A call that opens a session comes after both, or all sessions would be opened before any has ended; every 16th
 # turn serves it first.
-EXCHANGE = (
-    _COUNT
-    + _SETTLE
-    + _RING
-    + """
+EXCHANGE = """
 local P, worker, n, room, keep = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local before = tonumber(ARGV[6])
 for i = 7, #ARGV, 2 do
@@ -213,12 +197,9 @@ if redis.call('LLEN', P..'pinned:'..worker) > 0 and redis.call('LLEN', P..'bell:
 end
 return out
 """
-)
 
 # ARGV: prefix, worker, keys of the jobs it holds. Its other leased jobs never arrived and are requeued.
-RECLAIM = (
-    _PLACE
-    + """
+RECLAIM = """
 local P, worker = ARGV[1], ARGV[2]
 local held = {}
 for i = 3, #ARGV do held[ARGV[i]] = true end
@@ -235,12 +216,9 @@ for _, key in ipairs(redis.call('SMEMBERS', P..'taken:'..worker)) do
 end
 return again
 """
-)
 
 # ARGV: prefix, then job keys. Removes jobs that no worker has leased; returns 1 for each of them.
-WITHDRAW = (
-    _COUNT
-    + """
+WITHDRAW = """
 local P = ARGV[1]
 local out = {}
 for i = 2, #ARGV do
@@ -255,13 +233,10 @@ for i = 2, #ARGV do
 end
 return out
 """
-)
 
 # ARGV: prefix, then key of each job that nobody waits for any more. Its worker is told to end it. A session's call runs
 # to its end, because a retry under the same id must find its answer and not run it twice.
-CANCEL = (
-    _COUNT
-    + """
+CANCEL = """
 local P = ARGV[1]
 for i = 2, #ARGV do
   local key = ARGV[i]
@@ -279,7 +254,6 @@ for i = 2, #ARGV do
 end
 return 1
 """
-)
 
 # ARGV: prefix, worker, seconds until it counts as dead, its information. Returns the number of its sessions.
 HEARTBEAT = """
@@ -328,10 +302,7 @@ return 1
 
 # ARGV: prefix, largest number of tries. Jobs of dead workers go back to the head of their queue, or fail: as poison after
 # their last try, as lost with their session. Returns {jobs requeued, jobs failed}.
-REAP = (
-    _PLACE
-    + _SETTLE
-    + """
+REAP = """
 local P, most = ARGV[1], tonumber(ARGV[2])
 local back, failed = 0, 0
 local function again(key)
@@ -369,7 +340,6 @@ for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
 end
 return {back, failed}
 """
-)
 
 # ARGV: prefix, then job keys. Returns those of no job.
 UNKNOWN = """
@@ -380,4 +350,5 @@ end
 return missing
 """
 
-ALL = {name: text for name, text in list(globals().items()) if name.isupper() and not name.startswith("_")}
+_SCRIPTS = {name: text for name, text in globals().items() if name.isupper() and not name.startswith("_")}
+ALL = {name: _LIBRARY + text for name, text in _SCRIPTS.items()}

@@ -122,7 +122,15 @@ class JudgeClient:
         except UnicodeEncodeError as error:  # a lone surrogate, which no request can carry
             self._counts.update(("calls", f"outcome_{Outcome.ERROR}"))
             return JudgeResult(Outcome.ERROR, "", f"UnicodeEncodeError: {error}\n", 1, 0.0)
-        submission = self._submission(code, stdin, kind, expected_output, options)
+        submission: dict[str, Any] = {
+            "sub_id": uuid.uuid4().hex,
+            "type": kind,
+            "solution": code,
+            "input": stdin,
+            "options": {"time_limit_s": str(self.time_limit_s), **(options or {})},
+        }
+        if expected_output is not None:
+            submission["expected_output"] = expected_output
         if files:
             submission["options"]["files"] = {path: _wire_content(content) for path, content in files.items()}
         if session is not None:
@@ -135,11 +143,11 @@ class JudgeClient:
         if self._gate is None:
             self._gate = asyncio.Semaphore(self.max_concurrency)
         async with self._gate:
-            (result,) = await self._persist("/run", submission)
+            result = await self._persist(submission)
             if result.outcome is Outcome.INTERNAL_ERROR and not (session and self._sessions.get(session)):
                 self._counts["retries"] += 1  # once more, as another job
                 self._counts["internal_errors"] += 1
-                (result,) = await self._persist("/run", {**submission, "sub_id": uuid.uuid4().hex})
+                result = await self._persist({**submission, "sub_id": uuid.uuid4().hex})
         self._counts[f"outcome_{result.outcome}"] += 1
         if session is not None:
             self._note_session(session, result)
@@ -169,44 +177,14 @@ class JudgeClient:
         except (TimeoutError, aiohttp.ClientError):
             self._counts["sessions_left_to_expire"] += 1
 
-    async def run_batch(self, codes: list[str], *, kind: str = "python") -> list[JudgeResult]:
-        """Run programs in one request (`/run/long-batch`). Returns all results, in order.
-
-        It takes as long as its slowest call; calls that do not belong together should use `run`.
-        """
-        submissions = [self._submission(code, "", kind, None, None) for code in codes]
-        self._counts["calls"] += len(codes)
-        results = await self._persist("/run/long-batch", {"type": "batch", "submissions": submissions})
-        self._counts.update(f"outcome_{result.outcome}" for result in results)
-        return results
-
-    def _submission(
-        self,
-        code: str,
-        stdin: str,
-        kind: str,
-        expected_output: str | None,
-        options: Mapping[str, Any] | None,
-    ) -> dict[str, Any]:
-        submission: dict[str, Any] = {
-            "sub_id": uuid.uuid4().hex,
-            "type": kind,
-            "solution": code,
-            "input": stdin,
-            "options": {"time_limit_s": str(self.time_limit_s), **(options or {})},
-        }
-        if expected_output is not None:
-            submission["expected_output"] = expected_output
-        return submission
-
-    async def _persist(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
-        """Send the request until it is answered. Raises JudgeUnavailable after `max_outage_s` or `max_overload_s`."""
+    async def _persist(self, submission: dict[str, Any]) -> JudgeResult:
+        """Send the submission until it is answered. Raises JudgeUnavailable after `max_outage_s` or `max_overload_s`."""
         failing_since: dict[bool, float] = {}  # key: whether the judge is overloaded (else away)
         longest_wait_s = _FIRST_WAIT_S
         while True:
             started = time.monotonic()
             try:
-                return await self._attempt(route, body)
+                return await self._attempt(submission)
             except _TryAgain as failure:
                 self._counts["retries"] += 1
                 self._counts[f"failed_{failure.kind}"] += 1
@@ -223,20 +201,11 @@ class JudgeClient:
             await asyncio.sleep(wait_s)
             longest_wait_s = min(2 * longest_wait_s, _LONGEST_WAIT_S)
 
-    async def _attempt(self, route: str, body: dict[str, Any]) -> list[JudgeResult]:
+    async def _attempt(self, submission: dict[str, Any]) -> JudgeResult:
         try:
-            if route == "/run":
-                fields = await self._batches.run(body)
-            else:
-                total_s = max(self.request_timeout_s, self.max_overload_s)  # the whole batch in one answer
-                limits = aiohttp.ClientTimeout(total=total_s, sock_connect=5.0)
-                url = f"{self.base_url}{route}"
-                async with self._open().post(url, json=body, timeout=limits) as response:
-                    if response.status != 200:
-                        raise RefusedBatch(response.status, response.headers, (await response.text())[:300])
-                    fields = await response.json()
+            fields = await self._batches.run(submission)
         except RefusedBatch as refusal:
-            self._refuse(route, refusal)
+            self._refuse(refusal)
         except (TimeoutError, BrokenBatch, aiohttp.ClientError) as error:
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, TimeoutError) and await self._answers_ping():
@@ -244,10 +213,10 @@ class JudgeClient:
             self._down()
             raise _TryAgain("connection", why) from error
         self._up()
-        results = [JudgeResult.from_wire(item) for item in fields.get("results", [fields])]
-        if any(result.outcome is Outcome.QUEUE_TIMEOUT for result in results):
+        result = JudgeResult.from_wire(fields)
+        if result.outcome is Outcome.QUEUE_TIMEOUT:
             raise _TryAgain("queue_timeout", "not started in time")
-        return results
+        return result
 
     async def _answers_ping(self) -> bool:
         """Whether the judge is there: a call that got no answer in time was then late, not lost."""
@@ -266,7 +235,7 @@ class JudgeClient:
         except (TimeoutError, aiohttp.ClientError):
             return False
 
-    def _refuse(self, route: str, refusal: RefusedBatch) -> NoReturn:
+    def _refuse(self, refusal: RefusedBatch) -> NoReturn:
         """Raise _TryAgain or JudgeRejected for a status other than 200."""
         if refusal.status >= 500 or refusal.status in _RETRIED_STATUS:
             if refusal.status >= 500:
@@ -274,7 +243,7 @@ class JudgeClient:
             asked = refusal.headers.get("Retry-After", "")
             wait_s = min(float(asked), 10.0) if asked.replace(".", "", 1).isdigit() else 0.0
             raise _TryAgain(f"http_{refusal.status}", str(refusal), wait_s)
-        raise JudgeRejected(f"{self.base_url}{route}: {refusal}")
+        raise JudgeRejected(f"{self.base_url}/run: {refusal}")
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:

@@ -27,6 +27,7 @@ from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.output import SHORTAGES, Output, outcome_of_failure, report
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
+from rstar2_megatron.judge.sandbox.snippet import receive_exactly
 
 LENGTH = struct.Struct("<I")
 DEMOTED = bytes(4)  # an empty message to the worker during a call: the call is demoted, its answer follows
@@ -269,18 +270,6 @@ class CallRunner(Runner):
 
 def send_message(sock: socket.socket, body: bytes) -> None:
     sock.sendall(LENGTH.pack(len(body)) + body)
-
-
-def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """`size` bytes. EOFError when the other side has closed the socket."""
-    parts = []
-    while size:
-        data = sock.recv(min(size, 1 << 20))
-        if not data:
-            raise EOFError
-        parts.append(data)
-        size -= len(data)
-    return b"".join(parts)
 
 
 def receive_message(sock: socket.socket) -> bytes:

@@ -22,9 +22,8 @@ from rstar2_megatron.judge.sandbox.sandbox import WARMUPS, Descriptors, Program,
 
 _HELLO = struct.Struct("<q")  # resident bytes at the start
 _PID = struct.Struct("<i")
-_END = struct.Struct(
-    "<iq"
-)  # wait status, largest resident size in KB; a text follows if the program did not begin
+# Wait status, largest resident size in KB; a text follows if the program did not begin.
+_END = struct.Struct("<iq")
 _LARGEST_MESSAGE = 1 << 15  # bytes; a longer program is passed in a file
 _FDS = {12: struct.Struct("3i"), 16: struct.Struct("4i")}
 _FOUR_FDS = socket.CMSG_SPACE(16)
@@ -171,9 +170,13 @@ class CallParent:
     def end_call(self) -> None:
         """Kill the call's process and its process group. A call that has ended is no error.
 
-        The call parent may have reaped it a moment ago; its id is not reused before thousands of processes have started.
+        Its id may be another's when the call parent has reaped it, which it tells at once.
         """
-        end_group(self.pid)
+        pid = self.pid
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if self._messages.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return
+        end_group(pid)
 
     def _receive(self) -> bytes:
         try:

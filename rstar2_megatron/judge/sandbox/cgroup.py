@@ -19,6 +19,7 @@ _OTHERS = "rstar2-judge-others"  # the child group for the processes of a group 
 _MOUNT = Path("/sys/fs/cgroup")
 _LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _WEIGHT, _DEMOTED = 100, 25  # of a call, of one that has used its slice of CPU
+_IDLE = "cpu.idle"  # Linux 5.15: a new call has the core at once, and next to all of it
 _SHARES = {1: "cpu.shares", 2: "cpu.weight"}
 _QUOTA = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
 _NO_QUOTA, _PAUSED = {1: b"-1", 2: b"max 100000"}, {1: b"1000", 2: b"1000 100000"}  # 1% of a core
@@ -85,50 +86,55 @@ def _remove_tree(path: Path) -> None:
 
 
 class SlotGroup:
-    """One slot's group, reached through descriptors that stay valid after the file system is hidden."""
+    """One slot's group, reached through descriptors that stay valid after the file system is hidden.
+
+    A session has a group too, so there may be thousands: only what each call reads stays open, beside the directories.
+    """
 
     def __init__(self, memory: Path, cpu: Path | None, freezer: Path | None, version: int) -> None:
         """New directories in the hierarchies; `version` is that of memory and CPU, and 2 needs one directory for all."""
         self.descriptors: set[int] = set()
         self._version = version
         self._size = 0
-        self._weight = 0
+        self._weight = 0  # 0: unknown
         self._is_paused: bool | None = None
-        memory.mkdir()
-        self._limit = self._open(memory / _LIMIT[version])
+        opened: dict[Path | None, int] = {None: -1}
+        for path in (memory, cpu, freezer):
+            if path is not None and path not in opened:
+                path.mkdir()
+                opened[path] = self._open(str(path), os.O_RDONLY | os.O_DIRECTORY)
+        self._directories = [fd for fd in opened.values() if fd >= 0]
+        self._memory, self._cpu, self._freezer = opened[memory], opened[cpu], opened[freezer]
         names = ("memory.oom_control", "memory.failcnt") if version == 1 else ("memory.events",)
-        self._events = [self._open(memory / name, os.O_RDONLY) for name in names]
-        self._members = [self._open(memory / "cgroup.procs")]
+        self._events = [self._open(str(memory / name), os.O_RDONLY) for name in names]
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
-                (memory / "memory.swap.max").write_text("0")
-        self._shares = self._quota = self._freeze = -1
-        for path in (cpu, freezer):
-            if path is not None and path != memory:
-                path.mkdir()
-                self._members.append(self._open(path / "cgroup.procs"))
-        if freezer is not None:
-            with contextlib.suppress(OSError):  # a kernel before 5.2
-                self._freeze = self._open(freezer / _FREEZE)
-        if cpu is not None:
-            self._shares = self._open(cpu / _SHARES[version])
-            with contextlib.suppress(OSError):  # a kernel without CFS bandwidth control
-                self._quota = self._open(cpu / _QUOTA[version])
+                self._write(self._memory, "memory.swap.max", b"0")
+        self.has_freezer = freezer is not None and (freezer / _FREEZE).exists()  # not before Linux 5.2
+        self._has_idle = cpu is not None and (cpu / _IDLE).exists()
+        self._has_quota = cpu is not None and (cpu / _QUOTA[version]).exists()
 
-    def _open(self, path: Path, flags: int = os.O_WRONLY) -> int:
+    def _open(self, path: str, flags: int) -> int:
         fd = os.open(path, flags | os.O_CLOEXEC)
         self.descriptors.add(fd)
         return fd
 
+    def _write(self, directory: int, name: str, value: bytes) -> None:
+        fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            os.write(fd, value)
+        finally:
+            os.close(fd)
+
     def join(self) -> None:
         """Move the calling process into the group; its later children are in it too."""
-        for members in self._members:
-            os.write(members, b"0")
+        for directory in self._directories:
+            self._write(directory, "cgroup.procs", b"0")
 
     def set_limit(self, size: int) -> None:
         """Set the limit in bytes of the whole group. For one process only: it remembers the last value."""
         if size != self._size:
-            os.write(self._limit, str(size).encode())
+            self._write(self._memory, _LIMIT[self._version], str(size).encode())
             self._size = size
 
     def shortage(self) -> tuple[int, int]:
@@ -138,26 +144,28 @@ class SlotGroup:
         reached = told.get(b"max", words[-1])  # version 1: the other file's only number
         return int(told.get(b"oom_kill", 0)), int(reached)
 
-    def demote(self, demoted: bool = True) -> bool:
-        """Give the group the share of a call that has used its slice of CPU, or a new call's. False without CPU groups."""
-        weight = _DEMOTED if demoted else _WEIGHT
-        if self._shares >= 0 and weight != self._weight:
-            os.write(self._shares, _shares(weight, self._version))
-            self._weight = weight
-        return self._shares >= 0
+    def demote(self, demoted: bool = True, idle: bool = False) -> bool:
+        """Give the group the share of a call that has used its slice of CPU, or a new call's. False without CPU groups.
 
-    @property
-    def has_freezer(self) -> bool:
-        return self._freeze >= 0
+        `idle`: it uses only what calls that are not idle leave, and gives way at once, where the kernel can do that.
+        """
+        weight = (-1 if idle and self._has_idle else _DEMOTED) if demoted else _WEIGHT
+        if self._cpu >= 0 and weight != self._weight:
+            if self._has_idle:  # an idle group's weight cannot be set
+                self._write(self._cpu, _IDLE, b"1" if weight < 0 else b"0")
+            if weight > 0:
+                self._write(self._cpu, _SHARES[self._version], _shares(weight, self._version))
+            self._weight = weight
+        return self._cpu >= 0
 
     def pause(self, paused: bool = True) -> None:
         """Stop the group's processes, or let them continue; without a freezer, leave them next to no CPU."""
         if paused == self._is_paused:
             return
         if self.has_freezer:
-            os.write(self._freeze, b"1" if paused else b"0")
-        elif self._quota >= 0:
-            os.write(self._quota, (_PAUSED if paused else _NO_QUOTA)[self._version])
+            self._write(self._freezer, _FREEZE, b"1" if paused else b"0")
+        elif self._has_quota:
+            self._write(self._cpu, _QUOTA[self._version], (_PAUSED if paused else _NO_QUOTA)[self._version])
         self._is_paused = paused
 
 

@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +41,7 @@ class SessionRunner(Runner):
     """Runs the cells of one session. The interpreter starts with the first cell; the session ends with it."""
 
     pid = 0
+    end = -1  # a descriptor that becomes readable when the process ends
     channel: socket.socket
     out: Output
     err: Output
@@ -69,15 +69,14 @@ class SessionRunner(Runner):
             limits.time_limit_s,
             self.group,
             self._tell_demotion,
-            usage_of(self.pid),
+            usage_of(self.pid).cpu_s,
         )
         self._continue()
         code = 0
         verdict = self._send(job)
         if verdict is None:
-            with _watched(self.pid) as end:
-                ends = (end, self.channel.fileno())
-                verdict = self._watch(ends, self.out, self.err, limits, supervision, self.resident_at_start)
+            ends = (self.end, self.channel.fileno())
+            verdict = self._watch(ends, self.out, self.err, limits, supervision, self.resident_at_start)
             supervision.promote()
         done = self._collect(0.0 if verdict is None else self._interrupt())
         self._stop()
@@ -131,6 +130,7 @@ class SessionRunner(Runner):
 
         self.out, self.err = self._start(job, limits, self.directory, start)
         theirs.close()
+        self.end = os.pidfd_open(self.pid)
         self.channel.settimeout(_SEND_S)
 
     def _cpu_seconds(self, limits: CallLimits) -> int:
@@ -145,7 +145,8 @@ class SessionRunner(Runner):
             socket.send_fds(self.channel, [CELL_HEADER.pack(*map(len, parts))], [stdin])
             self.channel.sendall(b"".join(parts))
         except OSError:
-            return Outcome.KILLED if _is_alive(self.pid) else None
+            has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return None if has_ended else Outcome.KILLED
         finally:
             os.close(stdin)
         return None
@@ -209,18 +210,17 @@ class SessionRunner(Runner):
 
         An interpreter that is ending closes its descriptors before it is gone: `wait_s` lets it finish.
         """
-        with _watched(self.pid) as end:
-            poller = select.poll()
-            poller.register(end, select.POLLIN)
-            ended_itself = bool(poller.poll(wait_s * 1000))
+        poller = select.poll()
+        poller.register(self.end, select.POLLIN)
+        ended_itself = bool(poller.poll(wait_s * 1000))
         if self.group is not None:
             self.group.pause(False)
         end_group(self.pid)
         _, status = os.waitpid(self.pid, 0)
         if not self.sandbox.namespaced:
             self.sandbox.end_orphans()
-        for stream in (self.out, self.err):
-            os.close(stream.fd)
+        for fd in (self.out.fd, self.err.fd, self.end):
+            os.close(fd)
         self.channel.close()
         self._remove_directory(self.directory)
         self.pid = 0
@@ -229,23 +229,6 @@ class SessionRunner(Runner):
     def close(self) -> None:
         if self.pid:
             self._finish(wait_s=0.0)
-
-
-@contextlib.contextmanager
-def _watched(pid: int) -> Iterator[int]:
-    """A descriptor that becomes readable when the process ends."""
-    watched = os.pidfd_open(pid)
-    try:
-        yield watched
-    finally:
-        os.close(watched)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; False also for a zombie."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
 
 
 def _peak_memory_bytes(pid: int) -> int:

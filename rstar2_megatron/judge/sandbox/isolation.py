@@ -25,9 +25,8 @@ from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.services.parent_death import die_with_parent
 
 CALL_DIRECTORY = "/tmp"
-_UNCOVERED = (
-    "/uncovered"  # second mount of interpreter files below CALL_DIRECTORY, which a call's tmpfs hides
-)
+# Second mount of interpreter files below CALL_DIRECTORY, which a call's tmpfs hides.
+_UNCOVERED = "/uncovered"
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": CALL_DIRECTORY,

@@ -2,21 +2,26 @@
 
 A call that has used its slice of CPU is demoted: on a busy machine a call that begins later has the larger share of a core.
 
-Time in which a call waits for a core is not the program's: a call ends at its time limit only when the rest of the time, or
-its CPU time, is at least half the limit. With one core for eight calls each has that by four times the limit.
+A call ends at its time limit only when it has used the limit itself: by its CPU time, of which it may need half and some time
+to end, or by that and the time in which all its processes slept. Waits for a core count for nothing. With one core for eight
+calls each has its CPU time by five times the limit.
+
+Sleep is estimated: looks come at random times, and each tells of the time since the last. The kernel's account of waits
+(`schedstat`) would blame a call for waits of children that end between two looks, and for time that the machine's host takes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rstar2_megatron.judge.limits import WALL_FACTOR
 from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
 
 SLICE_S = 0.03  # CPU time after which a call is demoted
@@ -26,6 +31,7 @@ NICENESS = 6
 _FIRST_LOOK_S = 0.01  # most calls have ended by then
 _NEXT_LOOK_S = 0.02  # until the call is demoted
 _LATER_LOOK_S = 0.25
+_CPU_SHARE, _OWN_SHARE = 0.6, 0.9  # of the limit: CPU time, and CPU time with sleep, that end a call
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -60,8 +66,11 @@ def family(pid: int) -> Iterator[int]:
 
 def leave_priority() -> None:
     """In a process of a call: no higher priority than others have, which the service's own processes may have."""
-    if os.getpriority(os.PRIO_PROCESS, 0) < 0:
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    niceness = max(0, os.getpriority(os.PRIO_PROCESS, 0))
+    try:
+        linux.set_slice(linux.USUAL_SLICE, niceness)
+    except OSError:  # a container's filter may refuse it
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 def end_group(pid: int) -> None:
@@ -81,13 +90,7 @@ class Usage(NamedTuple):
 
     members: list[int]
     cpu_s: float  # with that of reaped children
-    # Of each thread: the kernel's account of its CPU time and of its waits for a core (changed when a wait ends, empty where
-    # the kernel keeps none), in ns, and whether it uses or waits for a core.
-    threads: dict[str, tuple[list[int], bool]]
-
-    @property
-    def is_running(self) -> bool:
-        return any(running for _, running in self.threads.values())
+    is_running: bool  # a thread uses a core, or waits for one
 
 
 def _stat(path: str) -> list[bytes]:
@@ -96,24 +99,16 @@ def _stat(path: str) -> list[bytes]:
 
 
 def usage_of(pid: int) -> Usage:
-    members, ticks, threads = [], 0, {}
+    members, ticks, is_running = [], 0, False
     for member in family(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = _stat(f"/proc/{member}")
             members.append(member)
             ticks += sum(map(int, fields[11:15]))  # own and waited-for children's, user and system
             tasks = os.listdir(f"/proc/{member}/task")
-            for task in tasks:
-                path = f"/proc/{member}/task/{task}"
-                state = (fields if len(tasks) == 1 else _stat(path))[0]
-                account: list[int] = []
-                with contextlib.suppress(OSError):
-                    account = [int(n) for n in _read(f"{path}/schedstat").split()[:2]]
-                threads[task] = account, state == b"R"
-    return Usage(members, ticks / _TICKS_PER_S, threads)
-
-
-_NOTHING = Usage([], 0.0, {})
+            states = (_stat(f"/proc/{member}/task/{task}")[0] for task in tasks)
+            is_running = is_running or fields[0] == b"R" or (len(tasks) > 1 and b"R" in states)
+    return Usage(members, ticks / _TICKS_PER_S, is_running)
 
 
 class Supervision:
@@ -129,11 +124,11 @@ class Supervision:
         limit_s: float,
         group: SlotGroup | None,
         on_demotion: Callable[[], None],
-        before: Usage = _NOTHING,
+        cpu_before_s: float = 0.0,
     ) -> None:
         """`find_pid` is called at the first look; most calls end before it. `on_demotion` is called once, when the call
-        sleeps, waits, has run for `_PERMIT_S`, or has used its slice of CPU: another call may begin. `before`: by a session's
-        earlier calls."""
+        sleeps, has run for `_PERMIT_S`, or has used its slice of CPU: another call may begin. `cpu_before_s`: used by a
+        session's earlier calls."""
         self.find_pid = find_pid
         self.started = started
         self.limit_s = limit_s
@@ -142,40 +137,30 @@ class Supervision:
         self.next_look = started + _FIRST_LOOK_S
         self.deadline = started + limit_s
         self.niceness = 0
-        self.cpu_s = 0.0
-        self._cpu_before_s = before.cpu_s
-        self._accounts = {task: (account, started) for task, (account, _) in before.threads.items()}
-        self._waited_before_s = self._waited_s = 0.0
-        self._waited_before_s = self._ended_waits_s()
+        self.cpu_s = self.slept_s = 0.0
+        self._cpu_before_s = cpu_before_s
+        self._last_look = started
         self._is_demoted = False
 
     def look(self, now: float) -> None:
-        pid = self.find_pid()
-        if not self._accounts:  # the first look: a call whose process is not there yet has waited
-            self._waited_before_s -= time.monotonic() - now
-        usage = usage_of(pid)
+        usage = usage_of(self.find_pid())
         self.cpu_s = usage.cpu_s - self._cpu_before_s
-        waiting_s = 0.0  # of the wait that has not ended
-        for task, (account, is_running) in usage.threads.items():
-            last, since = self._accounts.get(task, ([], now))
-            self._accounts[task] = account, since if account == last else now
-            if is_running and account and account == last:
-                waiting_s = max(waiting_s, now - since)
-        self._waited_s = self._ended_waits_s() - self._waited_before_s + waiting_s
+        if not usage.is_running:  # what a late look tells is not true of all the time before it
+            self.slept_s += min(now - self._last_look, 2 * _LATER_LOOK_S)
+        self._last_look = now
         is_late = now - self.started >= _PERMIT_S
         if not self._is_demoted and (self.cpu_s >= SLICE_S or is_late or not usage.is_running):
             self._is_demoted = True
             self.on_demotion()
         if self.cpu_s >= SLICE_S:
             self.niceness = NICENESS
-            if self.group is None or not self.group.demote():
+            has_its_share = self.cpu_s * WALL_FACTOR >= now - self.started
+            if self.group is None or not self.group.demote(idle=has_its_share):
                 for member in usage.members:  # includes processes that were started since the last look
                     with contextlib.suppress(OSError):
                         os.setpriority(os.PRIO_PROCESS, member, NICENESS)
-        self.next_look = now + (_LATER_LOOK_S if self.niceness else _NEXT_LOOK_S)
-
-    def _ended_waits_s(self) -> float:
-        return sum(account[1] for account, _ in self._accounts.values() if account) / 1e9
+        usual_s = _LATER_LOOK_S if self.niceness else _NEXT_LOOK_S
+        self.next_look = now + usual_s * random.uniform(0.5, 1.5)
 
     def promote(self) -> None:
         """At the end of a session's call: the next one begins with a full share. Without CPU groups that needs root."""
@@ -188,7 +173,7 @@ class Supervision:
         """At the deadline: TIMEOUT; QUEUE_TIMEOUT when the machine gave the call too little CPU; None: a later deadline."""
         self.look(now)
         passed = now - self.started
-        missing_s = self.limit_s / 2 - max(self.cpu_s, passed - self._waited_s)
+        missing_s = min(_CPU_SHARE * self.limit_s, _OWN_SHARE * self.limit_s - self.slept_s) - self.cpu_s
         if missing_s <= 0:
             return Outcome.TIMEOUT
         if passed >= WALL_FACTOR * self.limit_s:

@@ -38,7 +38,7 @@ getresuid getresgid getgroups setuid setgid setreuid setregid setresuid setresgi
 landlock_create_ruleset landlock_add_rule landlock_restrict_self
 """
 ALLOWED = _NAMES.split()
-NEEDED_BY_THE_SANDBOX = ("mount", "unshare", "setns", "seccomp", "memfd_create")
+NEEDED_BY_THE_SANDBOX = ("mount", "unshare", "setns", "seccomp", "sched_setattr", "memfd_create")
 
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _EPERM, _ENOSYS = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS))

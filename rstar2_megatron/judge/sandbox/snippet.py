@@ -29,9 +29,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 FILE_NAME = "source.py"
-CELL_HEADER = struct.Struct(
-    "<II"
-)  # bytes of a cell's program, its files as JSON; its standard input is a descriptor
+# Bytes of a cell's program, its files as JSON; its standard input is a descriptor.
+CELL_HEADER = struct.Struct("<II")
 CELL_DONE = struct.Struct("<i")  # its exit code
 _FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -246,14 +245,15 @@ def write_files(files: dict[str, str] | None) -> None:
             raise ValueError(f"files: {path!r} cannot be written: {error}") from None
 
 
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """`size` bytes. EOFError when the other side has closed the socket."""
+    data = bytearray()
     while len(data) < size:
         part = sock.recv(min(size - len(data), 1 << 20))
         if not part:
-            os._exit(0)  # the slot has gone
+            raise EOFError
         data += part
-    return data
+    return bytes(data)
 
 
 def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
@@ -270,10 +270,12 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
         try:
             header, stdin, _, _ = socket.recv_fds(channel, CELL_HEADER.size, 1)
             if not header:
-                os._exit(0)  # the slot has gone
-            program, files = (_receive_exactly(channel, size) for size in CELL_HEADER.unpack(header))
+                raise EOFError
+            program, files = (receive_exactly(channel, size) for size in CELL_HEADER.unpack(header))
         except KeyboardInterrupt:  # it arrived as the last cell ended
             continue
+        except EOFError:  # the slot has gone
+            os._exit(0)
         number += 1
         code = 1
         try:

@@ -247,18 +247,9 @@ def import_standard_library() -> None:
 
     All calls would copy rare modules, so programs import them: cmath, datetime (2 ms).
     """
-    import ast
-    import base64
-    import collections
-    import decimal
-    import fractions
-    import functools
-    import itertools
-    import math
-    import random
-    import string
-
-    del ast, base64, collections, decimal, fractions, functools, itertools, math, random, string
+    names = "ast base64 collections decimal fractions functools itertools math random string"
+    for name in names.split():
+        __import__(name)
     builtins.exit, builtins.quit = (_sitebuiltins.Quitter(name, "Ctrl-D") for name in ("exit", "quit"))
     builtins.help = _sitebuiltins._Helper()
 
@@ -346,9 +337,11 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     os.write(scratch_writer, scratch.encode())
     os.close(scratch_writer)
 
+    zygote = os.pidfd_open(child)  # a signal may come when the zygote has ended and its id is another's
+
     def stop(*_: object) -> None:
         with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGKILL)
+            signal.pidfd_send_signal(zygote, signal.SIGKILL)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)

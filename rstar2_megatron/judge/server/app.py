@@ -193,7 +193,7 @@ class JudgeServer:
             "session_room": sum(w["session_room"] for w in workers.values()),
             "isolation": min(levels, key=LEVELS.index) if levels else None,
             "workers": workers,
-            "limits": self.broker.limits.as_dict(),
+            "limits": self.broker.limits._asdict(),
             "queue_time_limit_s": self.broker.queue_time_limit_s,
         }
 
@@ -355,10 +355,3 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
         _, submissions = await _read(request, batch_from_wire)
         tickets = await server.broker.submit(submissions, client_name(request))
         return StreamingResponse(server.stream(request, tickets), media_type="application/x-ndjson")
-
-
-def __getattr__(name: str) -> Any:
-    """`uvicorn rstar2_megatron.judge.app:app` makes the application from the environment on first use."""
-    if name == "app":
-        return create_app()
-    raise AttributeError(name)

@@ -138,7 +138,7 @@ class Broker:
             "solution": submission.solution,
             "input": submission.input,
             "expected_output": submission.expected_output,
-            "limits": limits.as_dict(),
+            "limits": limits._asdict(),
         }
         if files:
             request["files"] = files

@@ -85,7 +85,7 @@ async def main():
     slot = await pool.free.get()
     endless = "import os, time\\nif os.fork() == 0:\\n    os.setsid()\\nprint('there', flush=True)\\ntime.sleep(60)"
     for solution in ("print('small')", "import numpy\\nprint('library')", endless, "print('after')"):
-        limits = CallLimits(time_limit_s=2.0).as_dict()
+        limits = CallLimits(time_limit_s=2.0)._asdict()
         job = {"type": "python", "solution": solution, "input": "", "limits": limits, "sub_id": "x"}
         result = json.loads(await slot.run(json.dumps(job).encode(), 30.0))
         print(result["outcome"], *result["stdout"].split()[:1], result["stderr"])
@@ -162,7 +162,7 @@ async def main():
     await pool.start(60)
     await pool.check_isolation("partial")
     slot = await pool.free.get()
-    job = {"type": "python", "solution": attack, "input": "", "limits": CallLimits().as_dict(), "sub_id": "x"}
+    job = {"type": "python", "solution": attack, "input": "", "limits": CallLimits()._asdict(), "sub_id": "x"}
     result = json.loads(await slot.run(json.dumps(job).encode(), 30.0))
     print(result["stdout"], result["stderr"])
     await pool.stop()

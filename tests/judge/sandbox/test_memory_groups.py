@@ -26,6 +26,27 @@ def tree() -> Iterator[GroupTree]:
     made.remove()
 
 
+def test_a_demoted_group_has_a_small_weight_or_none(tree: GroupTree) -> None:
+    if tree.without_cpu is not None:
+        pytest.skip(f"no CPU groups: {tree.without_cpu}")
+    (group,), slot = tree.slots, tree.roots[-2 if len(tree.roots) == 3 else -1] / "slot-0"
+    (weight,) = [path for name in ("cpu.shares", "cpu.weight") if (path := slot / name).exists()]
+    of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
+    has_idle = (slot / "cpu.idle").exists()
+    for demoted, idle, share in (
+        (False, False, 1),
+        (True, True, 0),
+        (True, False, 4),
+        (True, True, 0),
+        (False, False, 1),
+    ):
+        assert group.demote(demoted, idle)
+        if has_idle:
+            assert (slot / "cpu.idle").read_text() == f"{int(idle)}\n"
+        if share or not has_idle:
+            assert int(weight.read_text()) == of_a_call // (share or 4)
+
+
 @pytest.mark.parametrize(("own_mb", "outcome"), [(1000, Outcome.QUEUE_TIMEOUT), (40, Outcome.MEMORY)])
 def test_the_service_has_a_limit_below_the_machines_memory(
     tree: GroupTree, own_mb: int, outcome: Outcome
