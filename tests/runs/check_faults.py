@@ -50,6 +50,11 @@ def one_raises(job: Job) -> int:
     return job.rank
 
 
+def naps(job: Job, seconds: float) -> str:
+    time.sleep(seconds)
+    return "rested"
+
+
 def process_id(job: Job) -> int:
     return os.getpid()
 

@@ -37,6 +37,7 @@ class OneNode:
 
     def __init__(self, facts: list[dict[str, Any]]) -> None:
         self.facts = facts
+        self.patience = 1.0
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -117,6 +118,7 @@ def test_a_healthy_node_passes(check: Check) -> None:
         ("GPU memory", {"gpus": with_gpu(**{"memory.used": "20000"})}, "GPU 3: 19.5 of 79.6 GiB are in use"),
         ("NVLink", {"topology": TOPOLOGY.replace("{02}", "SYS")}, "no NVLink between GPU0-GPU2 (SYS)"),
         ("disk", {"writable": {"/nowhere": "Read-only file system"}}, "Read-only file system"),
+        ("disk", {"room_gb": {"/nowhere": 5.0}}, "5.0 GB free in /nowhere, these checks write 42."),
         ("host memory", {"host_gb": 64.0}, "64 GB of host memory, the plan needs"),
         ("host memory", {"shared_memory_gb": 0.06}, "/dev/shm has 0.06 GB"),
         (

@@ -72,13 +72,12 @@ class Runner:
 
         started = time.monotonic()
         self._work.put(body)
+        limit_s = check.deadline_s * context.nodes.patience + _GRACE_S
         answer: Finding | BaseException
         try:
-            answer = box.get(timeout=check.deadline_s + _GRACE_S)
+            answer = box.get(timeout=limit_s)
         except queue.Empty:
-            answer = CheckFailed(
-                f"did not end within {check.deadline_s + _GRACE_S:.0f} s and was left behind"
-            )
+            answer = CheckFailed(f"did not end within {limit_s:.0f} s and was left behind")
             self._start_thread()
         return _result(check, answer, time.monotonic() - started)
 

@@ -33,6 +33,7 @@ VERL = "verl"
 PANELS = (
     "pass-rate",
     "length",
+    "length-all",
     "tool-errors",
     "tool-errors-positive",
     "held-out",

@@ -17,20 +17,20 @@ def optimizer_error(job: Job, case: Case, batch: Batch) -> dict[str, float]:
     """Relative error of the first AdamW step against its formula, over all weights; seconds of the step."""
     actor = start(job, case)
     parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
-    before = [p.detach().float().cpu().clone() for p in parameters]
+    before = [p.detach().cpu().clone() for p in parameters]
     started = time.perf_counter()
     metrics = actor.train_step(batch)
     seconds = time.perf_counter() - started
     optim = case.actor.optim
     wrong = moved = 0.0
     for parameter, old in zip(parameters, before, strict=True):
-        new = parameter.detach().float().cpu()
-        gradient = parameter.main_grad.float().cpu()  # type: ignore[attr-defined]
+        start_value = old.to(parameter.device).float()
+        gradient = parameter.main_grad.float()  # type: ignore[attr-defined]
         decay = optim.weight_decay if parameter.ndim > 1 else 0.0
         step = gradient / (gradient.abs() + optim.adam_eps)  # both moments corrected for the first step
-        wanted = old - optim.lr * (step + decay * old)
-        wrong += float((new - wanted).double().square().sum())
-        moved += float((wanted - old).double().square().sum())
+        move = (step + decay * start_value).mul_(-optim.lr)
+        wrong += float((parameter.detach().float() - start_value).sub_(move).norm()) ** 2
+        moved += float(move.norm()) ** 2
     actor.close()
     assert torch.isfinite(torch.tensor(wrong))
     return {

@@ -10,6 +10,7 @@ from typing import Any
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import values
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
+from rstar2_megatron.runs.check.subjects.thin_model import thin_parameters
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.process import PROJECT
 from rstar2_megatron.settings.load import ConfigError
@@ -41,6 +42,9 @@ _GPU_TOO = (
 _OPTIONAL = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu13")
 _FREE_SHARE = 0.95  # of a GPU's memory, before anything of ours has started
 _TEMPORARY_GB = 2.0
+# For each parameter of the thin model in bf16, at most at a time: its weights, the gradients of one rank, a checkpoint with the
+# weights that it exports.
+_WRITTEN_BYTES = 2 + 2 + 14 + 2
 
 Facts = dict[str, Any]
 
@@ -223,14 +227,24 @@ def pairs_without_nvlink(topology: str) -> Iterable[str]:
 
 
 def disk(context: Context) -> Finding:
-    """The run's directory is there and writable on every node. The plan's check of its size is `configuration`."""
+    """The run's directory is there and writable on every node, with room for what the checks write.
+
+    The run's own size is the plan's (`configuration`).
+    """
     place = str(context.scratch.parent)
+    need_gb = _WRITTEN_BYTES * thin_parameters(context.settings) / 1e9
 
     def find(fact: Facts) -> Iterable[str]:
         if fact["writable"][place]:
             yield f"runner.output_dir cannot be written: {fact['writable'][place]}"
+        elif fact["room_gb"][place] is not None and fact["room_gb"][place] < need_gb:
+            yield f"{fact['room_gb'][place]:.1f} GB free in {place}, these checks write {need_gb:.1f} GB there and remove them"
 
-    return _judge(context, find, lambda fact: f"{fact['room_gb'][place] or 0:.0f} GB free in {place}")
+    return _judge(
+        context,
+        find,
+        lambda fact: f"{fact['room_gb'][place] or 0:.0f} GB free in {place}, the checks need {need_gb:.2g}",
+    )
 
 
 def host(context: Context) -> Finding:

@@ -15,6 +15,7 @@ from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 
 LAYERS = 2
+_MORE_TIME = 1e9  # so many parameters double every later deadline
 _KINDS = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -46,6 +47,15 @@ def thin_config(model_path: str, layers: int) -> dict[str, Any]:
             f"rollout.model.model_path={model_path} has no config.json, and its name is not a known model's"
         )
     return {**_as_dict(known), "num_hidden_layers": layers}
+
+
+def thin_parameters(settings: Any) -> int:
+    """Parameters of the thin model; 0 where the model is not known yet (another check says so)."""
+    try:
+        raw = thin_config(settings.rollout.model.model_path, layers_for(settings))
+        return ModelConfig.from_dict(raw).num_parameters
+    except (CheckFailed, ValueError, KeyError):
+        return 0
 
 
 def _as_dict(model: ModelConfig) -> dict[str, Any]:
@@ -126,6 +136,7 @@ def make(context: Context) -> Finding:
         precision=settings.actor.model.precision,
         tokenizer_from=settings.rollout.model.model_path,
     )[0]
+    context.nodes.patience = 1 + figures["parameters"] / _MORE_TIME
     model = context.thin_config
     words = (
         f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, vocabulary {model.vocab_size}: "
