@@ -10,6 +10,7 @@ flashinfer's own compilers do it, and the tests of tests/install.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -150,6 +151,8 @@ def main() -> None:
     size = subprocess.run(["du", "-sm", str(venv)], capture_output=True, text=True).stdout.split()[0]
     result: dict[str, Any] = {
         "command": "bash scripts/try_gpu_install.sh DIR",
+        "commit": _commit(),
+        "gpu_lock_sha256": hashlib.sha256((ROOT / "requirements" / "gpu.lock").read_bytes()).hexdigest(),
         "system": {
             "glibc": platform.libc_ver()[1],
             "python": platform.python_version(),
@@ -197,6 +200,12 @@ def main() -> None:
         + (f"failed: {', '.join(failed)}" if failed else "all passed")
     )
     sys.exit(1 if failed else 0)
+
+
+def _commit() -> str | None:
+    """Of the checkout; None outside a repository."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    return done.stdout.strip() or None
 
 
 def _version(name: str) -> str | None:

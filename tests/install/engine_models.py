@@ -310,7 +310,7 @@ def optimizer_of_shape(config_name: str, rank: int, implementation: Any) -> dict
     from rstar2_megatron.actor.layout import check_layout
     from rstar2_megatron.actor.network.model import build_chunks, unwrap
     from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
-    from rstar2_megatron.actor.optimizer_state import states_without_data, take_held_states
+    from rstar2_megatron.actor.optimizer_state import take_held_states
     from rstar2_megatron.cpu.megatron import repair_router_without_engine, repair_torch_adam_checkpoints
 
     repair_torch_adam_checkpoints()  # both do nothing beside TransformerEngine
@@ -325,8 +325,7 @@ def optimizer_of_shape(config_name: str, rank: int, implementation: Any) -> dict
         config, chunks = build_chunks(model, settings.actor.model, implementation, "cuda")
         chunks = wrap_ddp(config, chunks, optim)
         optimizer = build_optimizer(chunks, optim, settings.actor.model.precision)
-        with states_without_data(optimizer):
-            state = checkpoint._sharded_state(chunks, optimizer, loading=True)["optimizer"]
+        state = checkpoint._sharded_state(chunks, optimizer, loading=True)["optimizer"]
         sharded = [x for x in nested_values(state) if isinstance(x, ShardedBase)]
         held = take_held_states(optimizer, state)
         weights = [p for chunk in chunks for p in unwrap(chunk).parameters()]

@@ -20,8 +20,9 @@ from tests.install.engine_models import SHAPES, THIN, WORLD
 
 pytestmark = pytest.mark.timeout(900)  # a program of its own that imports all engines, on a busy machine
 
+HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 needs_engine = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
+    not HAS_ENGINE,
     reason="TransformerEngine is not installed; scripts/try_gpu_install.sh runs this where it is",
 )
 
@@ -50,6 +51,10 @@ def built_by(out: Path, *options: str) -> dict[str, Any]:
     return result
 
 
+# Of a thin model: nine of each Llama layer, three around the layers; Qwen2 has three biases more a layer, Qwen3 two norms.
+TENSORS = {"qwen2": 51, "qwen2-tied": 50, "qwen3": 47, "llama": 39, "moe": 111}
+
+
 @needs_engine
 @pytest.mark.parametrize("rank", [0, WORLD - 1])
 @pytest.mark.parametrize("size", SHAPES)
@@ -73,7 +78,7 @@ def test_a_shipped_size_is_built_and_its_names_are_whole(built: dict[str, Any], 
 def test_weights_come_out_of_the_layers_as_they_went_in(built: dict[str, Any], kind: str) -> None:
     one = built["thin"][kind]
     assert "error" not in one, one["error"]
-    assert one["wrong"] == [] and one["tensors"] > 40
+    assert one["wrong"] == [] and one["tensors"] == TENSORS[kind]
 
 
 @needs_engine
@@ -89,19 +94,20 @@ def test_the_optimizer_is_the_engines(built: dict[str, Any], kind: str) -> None:
 @pytest.mark.parametrize("rank", [0, WORLD - 1])
 @pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize(
-    ("fixture", "adam"),
+    "fixture",
     [
-        pytest.param("built_local", "AdamW", marks=pytest.mark.long),
-        pytest.param("built", "FusedAdam", marks=needs_engine),
+        pytest.param("built_local", marks=pytest.mark.long),
+        pytest.param("built", marks=needs_engine),
     ],
 )
 def test_the_optimizer_of_a_shipped_size_has_a_state_for_each_weight(
-    request: pytest.FixtureRequest, size: str, rank: int, fixture: str, adam: str
+    request: pytest.FixtureRequest, size: str, rank: int, fixture: str
 ) -> None:
     """At the real shape and the YAML's layout; a load asks for no more than the rank's share of the model."""
     one = request.getfixturevalue(fixture)["optimizer_shapes"][f"{size} rank {rank}"]
     assert "error" not in one, one["error"]
-    assert one["adam"] == [adam] and one["real_memory"] == 0
+    assert one["adam"] == ["FusedAdam" if HAS_ENGINE else "AdamW"]  # whatever the layers are
+    assert one["real_memory"] == 0
     assert one["sharded_states"] == 3 * one["weights"] > 0  # master and two moments of each
     assert one["state_elements"] == 3 * one["elements"]
     assert 3 * one["masters"] <= one["read"] <= one["state_elements"]
