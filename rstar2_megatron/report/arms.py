@@ -70,7 +70,7 @@ class Arm:
         return True
 
     def curve(self, name: str, smooth: int = 1) -> dict[int, Point]:
-        """step -> Point, over the steps that every run of the arm has; each value a mean of the last `smooth` values."""
+        """step -> Point, over the steps that every run of the arm has; each value a mean over the last `smooth` steps."""
         return mean_curve([smoothed(log.aligned(name), smooth) for log in self.logs])
 
     def clock(self, x: str) -> dict[int, float]:
@@ -88,13 +88,17 @@ def mean_curve(runs: Sequence[Series]) -> dict[int, Point]:
     }
 
 
-def smoothed(series: Series, points: int) -> Series:
-    """Each value replaced by the mean of the last `points` values, itself included."""
-    steps = sorted(series)
-    return {
-        step: statistics.fmean(series[s] for s in steps[max(0, i + 1 - points) : i + 1])
-        for i, step in enumerate(steps)
-    }
+def smoothed(series: Series, span: int) -> Series:
+    """Each value replaced by the mean over the last `span` steps, its own included.
+
+    Steps count, not values: five evaluations may lie fifty steps apart.
+    """
+    return {step: statistics.fmean(last_values(series, step, span)) for step in series}
+
+
+def last_values(series: Series, step: int, span: int) -> list[float]:
+    """Values of the `span` steps that end with `step`, as far as they have one."""
+    return [series[s] for s in range(step - span + 1, step + 1) if s in series]
 
 
 def clock(log: Log, x: str) -> Series:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from rstar2_megatron.report.arms import Arm, Point, clock
+from rstar2_megatron.report.arms import Arm, Point, clock, last_values
 from rstar2_megatron.report.log_formats import Log, Series
 from rstar2_megatron.report.names import (
     COMPARABLE,
@@ -29,9 +29,10 @@ SEEDS_FOR_A_CONCLUSION = 3
 
 
 def final_value(curve: dict[int, Point], last: int) -> float | None:
-    """Mean over the last `last` steps."""
-    tail = list(curve.values())[-last:]
-    return statistics.fmean(p.mean for p in tail) if tail else None
+    """Mean over the last `last` steps; a metric of fewer steps has fewer values there."""
+    if not curve:
+        return None
+    return statistics.fmean(last_values({step: p.mean for step, p in curve.items()}, max(curve), last))
 
 
 def best_value(curve: dict[int, Point]) -> tuple[int, float] | None:
@@ -100,30 +101,43 @@ class Difference:
 def difference(reference: Arm, arm: Arm, name: str, *, x: str = "step", last: int = 5) -> Difference | None:
     """Arm minus reference at the last place that every run of both has reached; None where there is none.
 
-    A value between two steps is interpolated. `last` counts the logged steps up to the place.
+    A value between two steps is interpolated. `last` counts the steps up to the place.
     """
     sides = [
-        [curve for log in side.logs if (curve := _over(log, name, x)) is not None]
+        [curve for log in side.logs if (curve := _Curve.of(log, name, x)) is not None]
         for side in (reference, arm)
     ]
     if not all(sides):
         return None
     runs = [curve for side in sides for curve in side]
-    place, first = min(c[0][-1] for c in runs), max(c[0][0] for c in runs)
+    place, first = min(c.spent[-1] for c in runs), max(c.spent[0] for c in runs)
     if place < first:
         return None
-    at = [[float(np.interp(place, xs, ys)) for xs, ys in side] for side in sides]
-    tail = [[float(ys[xs <= place][-last:].mean()) for xs, ys in side] for side in sides]
+    at = [[curve.at(place) for curve in side] for side in sides]
+    tail = [[curve.before(place, last) for curve in side] for side in sides]
     return Difference(place, bootstrap(*at), bootstrap(*tail), (len(sides[0]), len(sides[1])))
 
 
-def _over(log: Log, name: str, x: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """(x, values) of a run's curve."""
-    spent, series = clock(log, x), log.aligned(name)
-    steps = [step for step in sorted(series) if step in spent]
-    if not steps:
-        return None
-    return np.array([spent[s] for s in steps]), np.array([series[s] for s in steps])
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """A run's values of one metric by what it had spent at their steps."""
+
+    spent: list[float]
+    series: Series  # its steps are in the order of `spent`
+
+    @classmethod
+    def of(cls, log: Log, name: str, x: str) -> _Curve | None:
+        clocks, series = clock(log, x), log.aligned(name)
+        steps = [step for step in sorted(series) if step in clocks]
+        return cls([clocks[s] for s in steps], {s: series[s] for s in steps}) if steps else None
+
+    def at(self, place: float) -> float:
+        return float(np.interp(place, self.spent, list(self.series.values())))
+
+    def before(self, place: float, steps: int) -> float:
+        """Mean over the last steps up to the place."""
+        end = max(step for step, spent in zip(self.series, self.spent, strict=True) if spent <= place)
+        return statistics.fmean(last_values(self.series, end, steps))
 
 
 def bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:

@@ -103,7 +103,7 @@ def test_a_run_that_ended_early_does_not_bend_the_mean() -> None:
 
 
 def test_smoothing_and_axes() -> None:
-    assert smoothed({1: 0.0, 2: 1.0, 5: 2.0}, 2) == {1: 0.0, 2: 0.5, 5: 1.5}
+    assert smoothed({1: 0.0, 2: 1.0, 5: 2.0}, 2) == {1: 0.0, 2: 0.5, 5: 2.0}
     log = Log(Path("a"), "ours", first_step=0)
     log.series = {
         LENGTH: {0: 10.0, 1: 20.0},
@@ -169,6 +169,20 @@ def test_the_difference_is_taken_where_all_runs_still_are() -> None:
     found = difference(short, long, REWARD, last=2)
     assert found is not None and found.place == 3
     assert found.at.value == pytest.approx(0.2) and found.last.value == pytest.approx(0.3 - 0.15)
+
+
+def test_the_last_steps_of_a_metric_with_few_values_are_steps() -> None:
+    """Evaluations every third step: the value before training must not bend the curve of one arm, nor its final value."""
+    both = {3: 0.5, 6: 0.7, 9: 0.8, 12: 0.8}
+    before, after = arm("before"), arm("after")
+    before.logs, after.logs = [Log(Path("b"), "ours")], [Log(Path("a"), "ours")]
+    before.logs[0].series, after.logs[0].series = {REWARD: {0: 0.1, **both}}, {REWARD: both}
+    for log in (*before.logs, *after.logs):
+        log.first_step = 1
+    assert final_value(before.curve(REWARD), 5) == final_value(after.curve(REWARD), 5) == pytest.approx(0.8)
+    assert before.curve(REWARD, 5)[6].mean == after.curve(REWARD, 5)[6].mean == pytest.approx(0.6)
+    found = difference(before, after, REWARD, last=5)
+    assert found is not None and (found.at.value, found.last.value) == (0.0, 0.0)
 
 
 def test_comparison_table_has_a_row_per_metric_and_arm() -> None:
