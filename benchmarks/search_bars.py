@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import write_result
+from benchmarks.records import keep_rows
 from rstar2_megatron.evaluation.scores import estimate, majority
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.reward.pool import GraderPool
@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--next-model", help="policy of the next round")
     parser.add_argument("--config", help="configuration when the policies are not in runs")
     parser.add_argument("--problems", type=int, default=128)
-    parser.add_argument("--result", type=Path, help="also write this JSON file")
+    parser.add_argument("--result", type=Path, help="also add the result to this JSON file, a list of cases")
+    parser.add_argument(
+        "--case", default="seed 0", help="of the result; an older one of this name is replaced"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="search.rollouts=8 ...")
     own = parser.parse_intermixed_args(argv)
     out = Path(own.out)
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         greedy = ["search.mode=sampling", "search.rollouts=1", "search.temperature=0", "search.guide=answers"]
         _search([*common, "--model", own.next_model, "--out", str(out / "next"), *own.overrides, *greedy])
         rows += [{**row, "name": "greedy of the next round"} for row in _rows(out / "next")]
-    return _report(rows, own.result)
+    return _report(rows, own.result, own.case)
 
 
 def _search(words: Sequence[str]) -> None:
@@ -86,7 +89,7 @@ def _votes(path: Path) -> dict[str, Any]:
     return {"name": f"majority@{VOTES}", "uses_answers": False, **value, "scores": scores, "tokens": tokens}
 
 
-def _report(rows: Sequence[Mapping[str, Any]], path: Path | None) -> int:
+def _report(rows: Sequence[Mapping[str, Any]], path: Path | None, case: str = "seed 0") -> int:
     by_name = {row["name"]: row for row in rows}
     chosen, greedy = by_name[CHOSEN]["scores"], by_name["greedy"]["scores"]
     print(f"\n{'':<48}{'right':>7} {'95 %':>16} {'tokens':>8}  MCTS with the preference model against it")
@@ -105,10 +108,16 @@ def _report(rows: Sequence[Mapping[str, Any]], path: Path | None) -> int:
         )
     beaten = {row["name"]: row["mcts_minus_it"] for row in kept if _in_the_bar(row["name"])}
     passed = all(d["value"] >= BAR and d["low"] > 0 for d in beaten.values())
-    result: dict[str, Any] = {"problems": len(greedy), "bar": BAR, "passed": passed, "rows": kept}
+    result: dict[str, Any] = {
+        "case": case,
+        "problems": len(greedy),
+        "bar": BAR,
+        "passed": passed,
+        "rows": kept,
+    }
     if (after := by_name.get("greedy of the next round")) is not None:
         result["next_round_minus_greedy"] = asdict(paired_difference(after["scores"], greedy))
-    write_result(path, result)
+    keep_rows(path, [result])
     print(json.dumps({key: value for key, value in result.items() if key != "rows"} | {"against": beaten}))
     return 0 if passed else 1
 

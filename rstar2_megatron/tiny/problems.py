@@ -207,8 +207,13 @@ def _series(rng: random.Random, sizes: Sizes) -> TinyProblem:
 
 
 CHAIN_NAMES = ("a", "b", "c", "d")
-MISTAKEN = {"+": "-", "-": "+", "*": "+", "%": "//"}
-"""The operator that a mistaken step of a chain has instead."""
+MISTAKEN = {"+": "-", "-": "//", "*": "+", "%": "//"}
+"""The operator that a mistaken step of a chain has instead.
+
+No two operators are each other's mistake. The orders * + - // and % // put every operator before its mistake, so a preference
+model can rank a step and its mistake without the question. With - for + and + for - it must compare them with the question,
+which takes it many more pairs (benchmarks/NOTES.md).
+"""
 _MOST = 9999  # of a value on the way, so that it is short to copy
 
 

@@ -49,7 +49,7 @@ class Mix:
     untagged: float = 0.15
     retry_right: float = 0.85
     """Share of careless conversations whose second program is the right one (otherwise the wrong one)."""
-    chain_mistakes: dict[str, float] = field(default_factory=lambda: {"+": 0.2, "-": 0.2, "*": 0.2, "%": 0.6})
+    chain_mistakes: dict[str, float] = field(default_factory=lambda: {"+": 0.3, "-": 0.3, "*": 0.3, "%": 0.6})
     """Chained problems: how often a step has another operator than the question, by the question's. Where it is above a half,
     the most likely step is wrong."""
 

@@ -51,5 +51,14 @@ def test_greedy_and_both_majorities_must_be_beaten(
     against = line["against"]["greedy"]
     assert against["value"] == pytest.approx((mcts - greedy) / 40)
     assert against["low"] <= against["value"] <= against["high"]
-    kept = json.loads((tmp_path / "bars.json").read_text())["rows"]
+    kept = json.loads((tmp_path / "bars.json").read_text())[0]["rows"]
     assert [r["tokens"] for r in kept] == [100, 100, 100, 100] and "scores" not in kept[0]
+
+
+def test_a_result_takes_the_place_of_its_case_alone(tmp_path: Path) -> None:
+    path = tmp_path / "bars.json"
+    for case, right in (("seed 0", 10), ("seed 1", 12), ("seed 0", 30)):
+        rows = [row("greedy", 5), row(CHOSEN, right), row(f"majority@{VOTES}", 5)]
+        _report(rows, path, case)
+    found = {case["case"]: case["rows"][1]["value"] for case in json.loads(path.read_text())}
+    assert found == {"seed 1": 12 / 40, "seed 0": 30 / 40}

@@ -18,12 +18,16 @@ from tests.search.scripted import drive, settings
 PROMPT = "What is 12+5?"
 
 
-def write_trees(path: Path, tokenizer: Any, count: int = 4, **row: Any) -> Path:
-    """A first step that says "good" leads to right answers mostly; `row` replaces keys of every row."""
+def write_trees(path: Path, tokenizer: Any, count: int = 4, *, stray: int | None = None, **row: Any) -> Path:
+    """A first step that says "good" leads to right answers mostly; `row` replaces keys of every row.
+
+    stray: a token id put into every step, after its first token.
+    """
     rng = random.Random(0)
 
     def step(text: str, **fields: Any) -> Step:
         ids = tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+        ids[1:1] = [] if stray is None else [stray]
         mask = np.ones(len(ids), np.uint8)
         return Step(text, np.array(ids, np.int32), mask, np.zeros(len(ids), np.float32), **fields)
 

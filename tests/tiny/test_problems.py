@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from rstar2_megatron.tiny.problems import CHAINED, FAMILIES, SIZES, TinyProblem, chain_code, mistaken, stream
+from rstar2_megatron.tiny.problems import (
+    CHAINED,
+    FAMILIES,
+    MISTAKEN,
+    SIZES,
+    TinyProblem,
+    chain_code,
+    mistaken,
+    stream,
+)
 from rstar2_megatron.tiny.sft import run_trusted
 
 
@@ -43,6 +52,15 @@ def test_every_step_of_a_chain_decides_the_answer() -> None:
                 step = mistaken(operation) if place == wrong else operation
                 value = run_trusted(chain_code(place, value, step), 0.0).stdout.strip()
             assert (value == problem.answer) == (wrong == 0)
+
+
+def test_one_order_puts_every_operator_before_its_mistake() -> None:
+    """Otherwise a preference model would have to read the question to rank a step and its mistake."""
+    for operator in MISTAKEN:
+        followers = [operator]
+        while (mistake := MISTAKEN.get(followers[-1])) is not None:
+            assert mistake not in followers
+            followers.append(mistake)
 
 
 def test_a_stream_is_decided_by_its_seed() -> None:

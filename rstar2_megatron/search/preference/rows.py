@@ -56,7 +56,7 @@ def load_preference_rows(
             tree = _tree(row, where)
             rows.trees += 1
             if not checked:
-                checked = _check_vocabulary(tree, tokenizer, where)
+                checked = _check_vocabulary(tree, row["prompt_ids"], tokenizer, where)
             for found in pairs_of(tree, settings):
                 comparison, dropped = comparison_of(row["prompt_ids"], found, max_length)
                 rows.too_long += dropped
@@ -84,13 +84,15 @@ def _tree(row: dict[str, Any], where: str) -> Tree:
         raise DataError(f"{where}: {' '.join(str(error).split())[:200]}") from None
 
 
-def _check_vocabulary(tree: Tree, tokenizer: Any, where: str) -> bool:
+def _check_vocabulary(tree: Tree, prompt_ids: Sequence[int], tokenizer: Any, where: str) -> bool:
     """Whether there was a step to check. Raises DataError when the tokenizer reads its tokens as another text."""
     step = next((node.step for node in tree.root.walk() if node.step is not None), None)
     if step is None:
         return False
-    ids = step.ids[step.mask.astype(bool)].tolist()
-    if max(ids, default=0) >= len(tokenizer) or not tokenizer.decode(ids).startswith(step.text):
+    # A prompt has only the tokenizer's ids. A policy has rows beyond them (padding), which are sampled now and then, and
+    # which decode to nothing.
+    ids = [token for token in step.ids[step.mask.astype(bool)].tolist() if token < len(tokenizer)]
+    if max(prompt_ids) >= len(tokenizer) or not tokenizer.decode(ids).startswith(step.text):
         raise DataError(
             f"{where}: its token ids are of another vocabulary than the model's: train from a model with the tokenizer of the "
             "policy that searched"

@@ -78,6 +78,13 @@ def test_tokens_of_another_vocabulary_are_refused(tokenizer: Any, tmp_path: Path
         load_preference_rows([tmp_path / "absent.jsonl"], tokenizer, SETTINGS, 200)
 
 
+def test_a_token_that_only_the_model_has_is_no_other_vocabulary(tokenizer: Any, tmp_path: Path) -> None:
+    """Models have rows beyond their tokenizer; a policy at a high temperature samples one, and it decodes to nothing."""
+    path = write_trees(tmp_path / "mcts.jsonl", tokenizer, stray=len(tokenizer) + 3)
+    rows = load_preference_rows([path], tokenizer, SETTINGS, 200)
+    assert rows.trees == 4 and len(tokenizer) + 3 in rows.comparisons[0].continuations[0]
+
+
 def test_continuations_begin_where_the_shared_tokens_end(tokenizer: Any, tmp_path: Path) -> None:
     rows = load_preference_rows([write_trees(tmp_path / "mcts.jsonl", tokenizer)], tokenizer, SETTINGS, 200)
     for comparison in rows.comparisons:
