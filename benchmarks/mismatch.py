@@ -1,6 +1,6 @@
 """`python -m benchmarks.mismatch`: training where the engines' weights are not the actor's, with and without correction.
 
-    python -m benchmarks.mismatch --seeds 0 1 2 --noise 0.05 --steps 50 --out results/mismatch [NAME] [key=value ...]
+    python -m benchmarks.mismatch --seeds 0 1 2 --noise 0.05 [--once] --steps 50 --out results/mismatch [NAME] [key=value ...]
 
 Every run trains the tiny recipe from one cold start, with the policy's log-probs before the update as the old ones. The
 engines of all arms but `exact` get weights with noise (`noisy_actor`): the mean |log-prob of engine - of actor| is about
@@ -17,10 +17,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.noisy_actor import SIZE, NoisyActor
+from benchmarks.noisy_actor import ONCE, SIZE, NoisyActor
 from rstar2_megatron.cluster import launch
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.runs.main import main as run
@@ -46,8 +47,12 @@ _EVERY_ARM = (
 _CHILD = "--with-noise"
 
 
+@dataclass(frozen=True)
 class Mismatch(Beside):
     """Runs of the arms, from one model."""
+
+    once: bool = False
+    """The same noise at each weight sync."""
 
     def train(self, arm: str, seed: int, noise: float, words: Sequence[str]) -> Path:
         directory = self.out / f"{arm}-{seed}"
@@ -64,7 +69,7 @@ class Mismatch(Beside):
             self.config,
             *all_words,
         ]
-        environment = {**os.environ, SIZE: str(noise)}
+        environment = {**os.environ, SIZE: str(noise), ONCE: str(int(self.once))}
         logged(command, self.out / f"{directory.name}.log", environment, Path.cwd())
         return directory
 
@@ -96,6 +101,7 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[EXACT, "noise", "noise-tis"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--noise", type=float, default=0.05, help="nats a trained token, in the mean")
+    parser.add_argument("--once", action="store_true", help="the same noise at each weight sync")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path("results/mismatch"))
     options = parser.parse_intermixed_args()
@@ -110,6 +116,7 @@ def main() -> int:
         options.seeds,
         options.out,
         Path(sys.executable),
+        options.once,
     )
     return mismatch.compare(options.noise)
 

@@ -1,9 +1,10 @@
-"""An actor whose engines get other weights than it trains: Gaussian noise on every matrix, drawn anew for each weight sync.
+"""An actor whose engines get other weights than it trains: Gaussian noise on every matrix.
 
-The size is that of the mean |log-prob of the engine - log-prob of the actor| of a trained token, taken from the environment.
-The noise follows it: after each step its scale is multiplied by the root of what was wanted over what was measured. The weights
-of the start are exact, because the checks before the first update compare them, and so are those after the last step, so that
-the last evaluation is of the policy that was trained.
+The noise is drawn anew for each weight sync, or once: then the engines are wrong in one direction, as by rounding. The size is
+that of the mean |log-prob of the engine - log-prob of the actor| of a trained token, taken from the environment. The noise
+follows it: after each step its scale is multiplied by the root of what was wanted over what was measured. The weights of the
+start are exact, because the checks before the first update compare them, and so are those after the last step, so that the last
+evaluation is of the policy that was trained.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import WeightRoute
 
 SIZE = "BENCHMARK_ENGINE_NOISE"  # nats
+ONCE = "BENCHMARK_ENGINE_NOISE_ONCE"  # "1": the same noise at each sync
 _NATS = (
     2.0  # for noise as large as the matrices; the difference grows with the square of the scale (tiny model)
 )
@@ -48,6 +50,8 @@ class NoisyActor(ActorWorker):
     def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
         named = self.actor.iter_hf_weights()
         if 0 < self._sent < self._settings.runner.max_steps:
+            if os.environ.get(ONCE) == "1":
+                self._random.manual_seed(self._settings.actor.seed)
             named = perturbed(named, self._scale, self._random)
         self._sent += 1
         return self._sender.send(named, route, engines)

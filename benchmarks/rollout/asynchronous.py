@@ -1,9 +1,10 @@
 """`python -m benchmarks.rollout.asynchronous`: seconds of a step with `algorithm.max_staleness`, in simulated time.
 
 The simulator of `benchmarks.rollout.scheduler`, whose engines go on from step to step under the production schedule
-(`StalenessSchedule`), and a trainer in time: `TRAIN_SHARE` of an H100's FLOP/s over the kept trajectories of a batch. 8 x 80 GB
-are split between actor and engines (TP 2); every split that fits is tried. The baseline is the synchronous step with actor and
-engines on all 8 GPUs in turn. No group is rejected. One JSON line a case.
+(`StalenessSchedule`), and a trainer in time: `TRAIN_SHARE` of an H100's FLOP/s over the kept trajectories of a batch. GPUs of
+80 GB (`--gpus`) are split between actor and engines; every split that fits is tried, of whole nodes where there are several.
+The baseline is the synchronous step with actor and engines on all GPUs in turn, with engines of each TP of `--tp`; the splits
+have the TP of the best baseline. No group is rejected. One JSON line a case.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rstar2_megatron.settings.planning.memory import training_memory
 from rstar2_megatron.settings.planning.times import handover_s, sync_s
 from rstar2_megatron.trajectory import Problem
 
-GPUS, TP, GPU_BYTES = 8, 2, 80e9
+NODE, GPU_BYTES = 8, 80e9
 KV_BYTES = {"7b": 56 * 1024, "14b": 160 * 1024}
 SHARED, ALONE = 0.5, 0.85  # of a GPU's memory for an engine: beside a sleeping actor, and alone
 _IDLE_LOOK_S = 0.1
@@ -143,10 +144,10 @@ class AsyncSimulator(Simulator):
             self.schedule.add(number)
 
 
-def cluster_of(name: str, model: ModelConfig, engines: int, share: float) -> Cluster:
-    kv_tokens = int((GPU_BYTES * share * TP - 2 * model.num_parameters) / KV_BYTES[name])
-    speed = EngineSpeed.of_gpu(model.num_parameters, KV_BYTES[name], TP)
-    return Cluster(engines, speed, kv_tokens, 2048)
+def cluster_of(name: str, model: ModelConfig, gpus: int, tp: int, share: float) -> Cluster:
+    kv_tokens = int((GPU_BYTES * share * tp - 2 * model.num_parameters) / KV_BYTES[name])
+    speed = EngineSpeed.of_gpu(model.num_parameters, KV_BYTES[name], tp)
+    return Cluster(gpus // tp, speed, kv_tokens, 2048)
 
 
 def fits(name: str, model: ModelConfig, gpus: int) -> bool:
@@ -162,9 +163,11 @@ def fits(name: str, model: ModelConfig, gpus: int) -> bool:
     return gpus % tp == 0 and training_memory(settings, model, gpus, cpu=False).total * 1e9 <= GPU_BYTES
 
 
-def collocated(name: str, model: ModelConfig, shape: Shape, slice_size: int) -> dict[str, Any]:
-    cluster = cluster_of(name, model, GPUS // TP, SHARED)
-    actor = Actor(model, GPUS)
+def collocated(
+    name: str, model: ModelConfig, shape: Shape, slice_size: int, gpus: int, tp: int
+) -> dict[str, Any]:
+    cluster = cluster_of(name, model, gpus, tp, SHARED)
+    actor = Actor(model, gpus)
     budgets = make_budgets(cluster, "kv_adaptive")
     Simulator(synthetic(shape, 1), cluster, "kv_adaptive", slice_size, budgets).run()
     traces = synthetic(shape, 0)
@@ -172,7 +175,8 @@ def collocated(name: str, model: ModelConfig, shape: Shape, slice_size: int) -> 
     train, other = actor.train_s(traces), actor.handover_s + actor.sync_s
     step = result.makespan_s + train + other
     return {
-        "placement": f"collocated on {GPUS}",
+        "placement": f"collocated on {gpus}",
+        "engine_tp": tp,
         "max_staleness": 0,
         "step_s": round(step, 1),
         "rollout_s": round(result.makespan_s, 1),
@@ -183,10 +187,19 @@ def collocated(name: str, model: ModelConfig, shape: Shape, slice_size: int) -> 
 
 
 def apart(
-    name: str, model: ModelConfig, shape: Shape, slice_size: int, gpus: int, bound: int, warm: int, steps: int
+    name: str,
+    model: ModelConfig,
+    shape: Shape,
+    slice_size: int,
+    split: tuple[int, int],
+    tp: int,
+    bound: int,
+    warm: int,
+    steps: int,
 ) -> dict[str, Any]:
-    cluster = cluster_of(name, model, (GPUS - gpus) // TP, ALONE)
-    actor = Actor(model, gpus)
+    """A row of `split`: the GPUs of the actor and those of the engines."""
+    cluster = cluster_of(name, model, split[1], tp, ALONE)
+    actor = Actor(model, split[0])
     # engines go on to begin groups that the last measured step does not train on
     traces = synthetic(replace(shape, problems=shape.problems * (warm + steps + bound + 1)), 0)
     simulator = AsyncSimulator(traces, cluster, slice_size, actor, shape, bound, warm + steps)
@@ -196,7 +209,8 @@ def apart(
     ages = simulator.ages[warm * shape.problems :]
     train = simulator.trainer_busy_s / (warm + steps)
     return {
-        "placement": f"actor {gpus}, engines {GPUS - gpus}",
+        "placement": placement(split),
+        "engine_tp": tp,
         "max_staleness": bound,
         "step_s": round(seconds / steps, 1),
         "train_s": round(train, 1),
@@ -206,11 +220,26 @@ def apart(
     }
 
 
+def placement(split: tuple[int, int]) -> str:
+    return f"actor {split[0]}, engines {split[1]}"
+
+
+def splits(name: str, model: ModelConfig, gpus: int, tp: int) -> list[tuple[int, int]]:
+    """GPUs of actor and engines, where the actor fits; whole nodes where there are several."""
+    unit = tp if gpus <= NODE else NODE
+    return [(actor, gpus - actor) for actor in range(unit, gpus, unit) if fits(name, model, actor)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=KV_BYTES, default=list(KV_BYTES))
+    parser.add_argument("--gpus", type=int, default=NODE, help="8, or whole nodes of 8")
+    parser.add_argument("--tp", nargs="+", type=int, default=[2], help="of an engine, to choose from")
+    parser.add_argument(
+        "--actors", nargs="+", type=int, help="GPUs of the actor, instead of every split that fits"
+    )
     parser.add_argument("--bounds", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--problems", type=int, default=STAGE_8K.problems, help="of a step")
     parser.add_argument("--tool-median-s", type=float, default=STAGE_8K.tool_median_s, help="of a call")
@@ -219,33 +248,57 @@ def main() -> None:
     parser.add_argument("--slice-size", type=int, default=8)
     parser.add_argument("--out", type=Path, help="JSON file that the rows are added to")
     options = parser.parse_args()
+    if options.gpus > NODE and options.gpus % NODE:
+        parser.error(f"--gpus {options.gpus}: give whole nodes of {NODE}")
     shape = replace(STAGE_8K, problems=options.problems, tool_median_s=options.tool_median_s)
     for name in options.models:
-        model = known_model(f"Qwen2.5-{name.upper()}")
-        assert model is not None
-        tools = (
-            "" if shape.tool_median_s == STAGE_8K.tool_median_s else f", calls of {shape.tool_median_s:g} s"
-        )
-        scenario = {"scenario": f"{name}, {shape.problems} x {shape.group_size}, 8K{tools}"}
-        base = collocated(name, model, shape, options.slice_size)
-        rows = [base]
-        print(json.dumps({**scenario, **base}), flush=True)
-        for gpus in (gpus for gpus in range(TP, GPUS, TP) if fits(name, model, gpus)):
-            alone = Actor(model, gpus).train_s(synthetic(shape, 0))
-            for bound in options.bounds:
-                if alone > base["step_s"]:
-                    row = {"placement": f"actor {gpus}, engines {GPUS - gpus}", "train_s": round(alone, 1)}
-                    row["not_simulated"] = "training alone takes longer than the collocated step"
-                else:
-                    row = apart(
-                        name, model, shape, options.slice_size, gpus, bound, options.warm, options.steps
-                    )
-                    row["step_against_collocated"] = round(row["step_s"] / base["step_s"] - 1, 3)
-                print(json.dumps({**scenario, **row}), flush=True)
-                rows.append(row)
-                if alone > base["step_s"]:
-                    break
-        keep_rows(options.out, [{**scenario, **row} for row in rows])
+        keep_rows(options.out, rows_of(name, shape, options))
+
+
+def rows_of(name: str, shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The baselines of one model, then every split with every bound; each is printed when it is there."""
+    model = known_model(f"Qwen2.5-{name.upper()}")
+    assert model is not None
+    where = "" if options.gpus == NODE else f", {options.gpus} GPUs"
+    tools = "" if shape.tool_median_s == STAGE_8K.tool_median_s else f", calls of {shape.tool_median_s:g} s"
+    scenario = {"scenario": f"{name}, {shape.problems} x {shape.group_size}, 8K{tools}{where}"}
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> dict[str, Any]:
+        print(json.dumps({**scenario, **row}), flush=True)
+        rows.append({**scenario, **row})
+        return row
+
+    bases = [keep(collocated(name, model, shape, options.slice_size, options.gpus, tp)) for tp in options.tp]
+    base = min(bases, key=lambda row: row["step_s"])
+    for split in splits(name, model, options.gpus, base["engine_tp"]):
+        if options.actors and split[0] not in options.actors:
+            continue
+        alone = Actor(model, split[0]).train_s(synthetic(shape, 0))
+        if alone > base["step_s"]:
+            keep(
+                {
+                    "placement": placement(split),
+                    "train_s": round(alone, 1),
+                    "not_simulated": "training alone takes longer than the collocated step",
+                }
+            )
+            continue
+        for bound in options.bounds:
+            row = apart(
+                name,
+                model,
+                shape,
+                options.slice_size,
+                split,
+                base["engine_tp"],
+                bound,
+                options.warm,
+                options.steps,
+            )
+            row["step_against_collocated"] = round(row["step_s"] / base["step_s"] - 1, 3)
+            keep(row)
+    return rows
 
 
 if __name__ == "__main__":
