@@ -18,12 +18,14 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import write_result
+from rstar2_megatron.rollout.engine.arguments import compiler_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = (
@@ -62,7 +64,7 @@ IMPORTS = (
     "rlinf.scheduler",
     "rstar2_megatron.actor.policy",
 )
-# One kernel through the compiler that sglang's own kernels take, one through flashinfer's.
+# One kernel through the compiler that sglang's own kernels take, one through flashinfer's, those of TransformerEngine's Triton.
 KERNELS = {
     "tvm_ffi": """
 import tempfile, tvm_ffi.cpp
@@ -77,6 +79,45 @@ from flashinfer.norm import gen_norm_module
 module = gen_norm_module()
 module.build(verbose=False)
 print(module.get_library_path())
+""",
+    # TransformerEngine's Triton kernels that sort tokens by expert, as the 30B-A3B calls them
+    "transformer_engine.permutation": """
+import os, tempfile, types
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+import torch, triton, transformer_engine.pytorch
+import transformer_engine.pytorch.triton.permutation as moe
+from triton.backends.compiler import GPUTarget
+# A device to compile for; it has nothing that runs a kernel.
+device = dict(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
+triton.runtime.driver.set_active(types.SimpleNamespace(**device, get_current_stream=lambda index: 0))
+compiled = {}
+def launch(kernel, grid):
+    def compile_only(*args, **options):
+        variants = kernel.warmup(*args, grid=grid, **options)  # all those that autotuning would try
+        for x in variants if isinstance(variants, list) else [variants]:
+            assert x.asm["cubin"], x.name
+            compiled.setdefault(x.name, set()).add(x.hash)
+    return compile_only
+triton.runtime.jit.KernelInterface.__getitem__ = launch
+class OnMeta(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, kinds, args=(), options=None):
+        options = options or {}
+        return function(*args, **options | ({"device": "meta"} if "device" in options else {}))
+experts, k, hidden = 128, 8, 2048  # Qwen3-30B-A3B
+make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device="meta")
+with OnMeta():
+    for n in (1000, 32768):  # tokens; what 16 divides gets a kernel of its own
+        x, y = make(n, hidden, dtype=torch.bfloat16), make(n * k, hidden, dtype=torch.bfloat16)
+        probs, sorted_probs, chunks = make(n, experts), make(n * k), make(experts, dtype=torch.int64)
+        rows = moe.make_row_id_map(make(n, experts, dtype=torch.bool), n, experts)
+        order = moe.make_chunk_sort_map(chunks, chunks, n * k, experts)
+        for p, q in ((probs, sorted_probs), (None, None)):  # permute and its backward; those of unpermute
+            moe.permute_with_mask_map(x, rows, p, None, n, experts, n * k, hidden, None)
+            moe.unpermute_with_mask_map(y, rows, None, q, n, experts, hidden)
+            for forward in (True, False):
+                moe.sort_chunks_by_map(y, order, q, n * k, hidden, forward)
+assert len(compiled) == 7, compiled
+print({name: len(hashes) for name, hashes in compiled.items()})
 """,
 }
 
@@ -97,6 +138,15 @@ def run(command: list[str], timeout_s: float, **environment: str) -> dict[str, A
         "seconds": round(time.monotonic() - began, 1),
     }
     return result if result["ok"] else result | {"output": (done.stdout + done.stderr)[-2000:]}
+
+
+def preload(library: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """Whether the loader finds what `library` needs before any program runs, as in an engine's scheduler.
+
+    Without the system's cache of libraries: it may hold a CUDA runtime that other machines lack.
+    """
+    command = ["/lib64/ld-linux-x86-64.so.2", "--inhibit-cache", "--preload", str(library), "/bin/true"]
+    return run(command, 60, **environment)
 
 
 def steps(venv: Path) -> list[dict[str, Any]]:
@@ -170,6 +220,12 @@ def main() -> None:
         "steps": steps(venv),
         "transformer_engine_build": engine_build(directory),
         "imports": {name: run([sys.executable, "-c", f"import {name}"], 300) for name in IMPORTS},
+        "preloads": {
+            path.name: preload(path, compiler_environment(dict(os.environ)))
+            for path in sorted(
+                Path(sysconfig.get_path("purelib")).glob("torch_memory_saver_hook_mode_preload_cu13*")
+            )
+        },
         "kernels_for_sm_90": {
             name: run(
                 [sys.executable, "-c", source],
@@ -192,8 +248,12 @@ def main() -> None:
     write_result(directory / "report.json", result)
 
     failed = [
-        name for part in ("imports", "kernels_for_sm_90") for name, x in result[part].items() if not x["ok"]
+        name
+        for part in ("imports", "preloads", "kernels_for_sm_90")
+        for name, x in result[part].items()
+        if not x["ok"]
     ]
+    failed += [] if result["preloads"] else ["no library that releases an engine's memory"]
     failed += [] if tests["ok"] else ["tests/install"]
     print(
         f"try: {directory / 'report.json'} written; "

@@ -48,6 +48,8 @@ def engine_arguments(
         "grammar_backend": "none",
         "schedule_policy": "lpm",  # longest prefix match: compute the prompt of a group once
         "log_level": "warning",
+        # SGLang would end an engine whose batch takes 300 s, as the first one may, which compiles kernels. The client watches.
+        "watchdog_timeout": settings.engine_start_timeout_s,
     }
     if max_context_tokens is not None:  # SGLang refuses more than the model supports
         model = ModelConfig.from_directory(settings.model.model_path, scores=scores)
@@ -76,13 +78,15 @@ def engine_arguments(
 
 
 def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
-    """PATH and CUDA_HOME for an engine on a GPU, which compiles kernels while it runs.
+    """PATH, CUDA_HOME and LD_LIBRARY_PATH for an engine on a GPU, which compiles kernels while it runs.
 
-    RSTAR2_CUDA_HOME or CUDA_HOME names the toolkit; the default is the one in this Python environment's wheels. Raises
-    EngineError when ninja or nvcc is missing.
+    RSTAR2_CUDA_HOME or CUDA_HOME names the toolkit; the default is the one in this Python environment's wheels. The library
+    that lets an engine release its memory is preloaded, before torch can load the CUDA runtime that it needs. So that of the
+    wheels, which torch loads too, must be on the loader's path. Raises EngineError when ninja or nvcc is missing.
     """
     toolkit = environment.get("RSTAR2_CUDA_HOME") or environment.get("CUDA_HOME")
-    home = Path(toolkit) if toolkit else Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
+    wheels = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
+    home = Path(toolkit) if toolkit else wheels
     before = environment.get("PATH", os.defpath).split(":")
     path = ":".join(dict.fromkeys([str(Path(sys.executable).parent), str(home / "bin"), *before]))
     missing = [tool for tool in ("ninja", "nvcc") if shutil.which(tool, path=path) is None]
@@ -91,7 +95,8 @@ def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
             f"{' and '.join(missing)} not found on PATH={path}: SGLang compiles kernels while it runs; bash "
             "scripts/setup_env.sh installs both, RSTAR2_CUDA_HOME names another CUDA toolkit"
         )
-    return {"PATH": path, "CUDA_HOME": str(home)}
+    libraries = [str(wheels / "lib"), *filter(None, environment.get("LD_LIBRARY_PATH", "").split(":"))]
+    return {"PATH": path, "CUDA_HOME": str(home), "LD_LIBRARY_PATH": ":".join(dict.fromkeys(libraries))}
 
 
 def child_environment(

@@ -37,25 +37,55 @@ def load_shared(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def install() -> None:
-    """Add the checksum call to the scheduler class, and make a tensor that cannot be loaded an error reply.
+    """Add the checksum call to the scheduler class, make a tensor that cannot be loaded an error reply, repair a wake-up.
 
     SGLang does not catch a loader's exception in a tensor update, so the scheduler would die of it.
     """
     # Imported here: other processes import this module without SGLang.
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+    from sglang.srt.distributed import get_tp_group
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     setattr(Scheduler, CHECKSUM_METHOD, _write_checksums)
     update = WeightUpdater.update_weights_from_tensor
+    resume = SchedulerWeightUpdaterManager.resume_memory_occupation
 
     def update_or_refuse(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         try:
             result: tuple[bool, str] = update(self, *args, **kwargs)
         except Exception as error:
-            return False, f"a tensor could not be loaded: {error}"
-        return result
+            result = False, f"a tensor could not be loaded: {error}"
+        return first_failure(result, get_tp_group())
+
+    def resume_with_padding(self: Any, request: Any) -> Any:
+        answer = resume(self, request)
+        if not request.tags or GPU_MEMORY_TYPE_KV_CACHE in request.tags:
+            clear_padding(self.scheduler.req_to_token_pool)
+        return answer
 
     WeightUpdater.update_weights_from_tensor = update_or_refuse
+    SchedulerWeightUpdaterManager.resume_memory_occupation = resume_with_padding
+
+
+def first_failure(result: tuple[bool, str], group: Any) -> tuple[bool, str]:
+    """The result of all tensor-parallel ranks. SGLang answers with that of rank 0, and another rank would serve old weights."""
+    if group.world_size == 1:
+        return result
+    results: list[Any] = [None] * group.world_size
+    dist.all_gather_object(results, result, group=group.cpu_group)
+    failures = [f"tensor-parallel rank {rank}: {words}" for rank, (ok, words) in enumerate(results) if not ok]
+    return (False, failures[0]) if failures else result
+
+
+def clear_padding(pool: Any) -> None:
+    """Zero the padding row of SGLang's request table, as at the start.
+
+    It is in memory that a sleeping engine releases, and nothing writes it again. CUDA graphs read the KV page that it names for
+    the unused places of a batch.
+    """
+    pool.req_to_token[0].zero_()
 
 
 def _write_checksums(scheduler: Any, path: str) -> None:

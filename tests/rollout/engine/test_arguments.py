@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,13 @@ def test_the_toolkit_and_this_environments_programs_come_first(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv/bin/python"))
     program(tmp_path / "venv/bin/ninja")
     program(tmp_path / "cuda/bin/nvcc")
-    found = compiler_environment({"PATH": "/bin", "RSTAR2_CUDA_HOME": str(tmp_path / "cuda")})
+    environment = {"PATH": "/bin", "RSTAR2_CUDA_HOME": str(tmp_path / "cuda"), "LD_LIBRARY_PATH": "/mine"}
+    found = compiler_environment(environment)
+    wheels = Path(sysconfig.get_path("purelib")) / "nvidia/cu13"
     assert found == {
         "PATH": f"{tmp_path}/venv/bin:{tmp_path}/cuda/bin:/bin",
         "CUDA_HOME": str(tmp_path / "cuda"),
+        "LD_LIBRARY_PATH": f"{wheels}/lib:/mine",  # the runtime that torch loads, whatever the toolkit
     }
     assert compiler_environment(found) == found  # as the launcher has set it
 
