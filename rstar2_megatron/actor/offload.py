@@ -55,7 +55,7 @@ class DeviceMemory:
         self._masters = masters
         self._slabs = {"weights": HostSlabs(), "state": HostSlabs()}
         self._sizes: dict[str, list[int]] = {}
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._stream: torch.cuda.Stream | None = None  # made at its first use: it creates the CUDA context
 
     def offload(self, chunks: list[Any], optimizer: Any, parts: set[str]) -> None:
         """Copy `parts` to the host and free their device memory."""
@@ -103,6 +103,8 @@ class DeviceMemory:
 
     def _copy(self, part: str, storages: list[torch.UntypedStorage], *, to_host: bool) -> None:
         pieces = self._slabs[part].pieces(self._sizes[part])
+        if self._stream is None and torch.cuda.is_available():
+            self._stream = torch.cuda.Stream()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

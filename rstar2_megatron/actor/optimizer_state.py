@@ -123,6 +123,9 @@ def _gather(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, _Pieces]]] | N
 
     Reads positions without padding (`positions_without_padding`).
     """
+    # TransformerEngine's Adam has no state before its first step.
+    if part.optimizer is not None and not part.optimizer.state:
+        part.init_state_fn(part.optimizer, part.config)
     group = part.data_parallel_group_gloo
     gather = _states_of_this_rank if group.size() == 1 else _states_of_all_ranks
     state = {

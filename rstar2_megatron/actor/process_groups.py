@@ -27,7 +27,7 @@ def join(
         # Every rank would warn at every call that Apex and TransformerEngine are absent.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # orders TP and SP collectives before GEMMs
+    order_collectives()
     minutes = actor.distributed_timeout_minutes
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
@@ -48,6 +48,11 @@ def join(
         distributed_timeout_minutes=max(1, math.ceil(minutes)),
     )
     set_seed(actor.seed)
+
+
+def order_collectives() -> None:
+    """Start TP and SP collectives before the GEMMs that they overlap. CUDA reads this when it creates its context."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def set_seed(seed: int) -> None:

@@ -12,6 +12,7 @@ from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.preference.score_actor import ScoreActor
+from rstar2_megatron.actor.process_groups import order_collectives
 from rstar2_megatron.actor.profile import TorchProfile
 from rstar2_megatron.algorithm.batch import TrainBatch, logprob_difference
 from rstar2_megatron.algorithm.preference import Pairs
@@ -29,6 +30,7 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 
 class ActorWorker(TracedWorker, Worker):
     def __init__(self, settings: Settings) -> None:
+        order_collectives()  # before RLinf or torch touches the device
         super().__init__()
         self._settings = settings
         self._actor: MegatronActor | None = None

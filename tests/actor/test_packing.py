@@ -29,6 +29,19 @@ def context(**changes: object) -> PackContext:
     return PackContext(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def test_transformer_engine_is_told_few_longest_lengths() -> None:
+    """It chooses kernels, and megatron-core keeps a rotary table on the GPU, for each."""
+    told = set()
+    for n in range(1, 400, 7):
+        batch = build_microbatch(
+            sequences(3, seed=n), [0, 1, 2], context(implementation="transformer_engine")
+        )
+        longest = int(batch.packed.cu_seqlens_q.diff().max())
+        assert longest <= batch.packed.max_seqlen_q == batch.packed.max_seqlen_kv
+        told.add(batch.packed.max_seqlen_q)
+    assert len(told) == 1
+
+
 @given(LENGTHS, st.integers(1, 9))
 def test_balance_partitions_and_evens_out(lengths: list[int], ranks: int) -> None:
     parts = balance(lengths, ranks)

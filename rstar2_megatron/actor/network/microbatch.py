@@ -17,6 +17,8 @@ from torch import Tensor
 from rstar2_megatron.actor.network.attention import PackedBatch, rotary_tables
 from rstar2_megatron.algorithm.batch import TrainSequence
 
+_LENGTHS = 1024  # the longest length that TransformerEngine is told is a multiple
+
 Wanted = Literal["trained", "all", "last"]
 """Log-probs of the tokens of `loss_mask`, or of every token with a predecessor; the scores of the last tokens."""
 
@@ -152,14 +154,16 @@ def _layout(lengths: list[int], positions: Tensor, context: PackContext) -> Pack
     edges = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     if context.implementation == "transformer_engine":
         edges = edges.to(context.device)
+        # Kernels are chosen, and rotary tables kept, for each value: few values, not one for each micro-batch.
+        longest = -(-max(lengths) // _LENGTHS) * _LENGTHS
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=edges,
             cu_seqlens_kv=edges,
             cu_seqlens_q_padded=edges,
             cu_seqlens_kv_padded=edges,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         )
     device = context.device
     cos, sin = rotary_tables(positions.to(device), context.frequencies, context.dtype)

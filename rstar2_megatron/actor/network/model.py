@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,8 @@ from rstar2_megatron.actor.network.microbatch import MicroBatch
 from rstar2_megatron.actor.network.score_head import ScoreHead
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import ActorModelSettings
+
+_UNFUSED = "NVTE_UNFUSED_ATTN"  # TransformerEngine: whether attention that stores all scores is allowed
 
 
 class PolicyModel(GPTModel):
@@ -189,6 +192,7 @@ def build_chunks(
     config = transformer_config(model, settings, implementation, device)
     virtual = config.virtual_pipeline_model_parallel_size
     chunks: list[Any] = []
+    os.environ.pop(_UNFUSED, None)  # megatron-core demands its own value while it makes a model
     for stage in range(virtual or 1):
         vp_stage = stage if virtual else None
         where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage} if virtual else {}
@@ -217,6 +221,9 @@ def build_chunks(
                 # only at EP > 1; with the mark at EP 1 too, checkpoints of all layouts have the same structure.
                 parameter.allreduce = False
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+    if implementation == "transformer_engine" and config.bf16:
+        # Where no fast attention fits, TransformerEngine must say so: the one that stores all scores takes too much memory.
+        os.environ[_UNFUSED] = "0"
     return config, chunks
 
 

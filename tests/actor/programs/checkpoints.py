@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rstar2_megatron.actor import checkpoint
+from rstar2_megatron.actor import checkpoint, optimizer_state
 from tests.actor.programs.training import Batch, open_actor
 
 
@@ -185,3 +185,26 @@ def load_each(
             actor.load_checkpoint(directory)
             results.append((actor.weights_checksum(), actor.train_step(batch)))
         return results
+
+
+def gather_before_a_step(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path
+) -> tuple[int, float, float]:
+    """States gathered by the first rank, their largest moment, the largest master; the optimizer has no state yet.
+
+    So it is with TransformerEngine's Adam; torch's gets its state from this project.
+    """
+    with open_actor(rank, world_size, init_method, config, model_path) as actor:
+        optimizer, found = actor.policy.optimizer, []
+        for part in optimizer.chained_optimizers:
+            part.optimizer.state.clear()
+            with optimizer_state.positions_without_padding(actor.policy.chunks):
+                gathered = optimizer_state._gather(part) or {}
+            found += [pieces for by_dtype in gathered.values() for pieces in by_dtype.values()]
+        tensors = (
+            {name: [t for p in found for t in p[name]._pieces.values()] for name in found[0]} if found else {}
+        )
+        moments = [t for name in ("exp_avg", "exp_avg_sq") for t in tensors.get(name, [])]
+        masters = tensors.get("param", [])
+        largest = [max((float(t.abs().max()) for t in group), default=0.0) for group in (moments, masters)]
+        return len(masters), largest[0], largest[1]
