@@ -21,6 +21,7 @@ import ray
 from rlinf.scheduler import Worker
 from torch import Tensor
 
+from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
 from rstar2_megatron.weights.route import WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket, group_tensors
@@ -109,7 +110,7 @@ class WeightSender:
             _demand_loaded(calls)
             return
         if route.kind == "broadcast":
-            calls = self._deliver(targets, route, number, None, last)
+            calls = self._deliver(targets, route, number, weights_checksum(tensors.items()), last)
             work: Any = self._worker.broadcast(tensors, groups=_collective(route), async_op=True)
             _within(work.wait, calls)
         else:
@@ -218,8 +219,8 @@ class WeightReceiver:
     ) -> str:
         """Take a bucket from actor rank `sender` (-1: from an engine of this node).
 
-        item: a device handle (cuda_ipc), a path, or None for tensors of a broadcast. Returns "" when the bucket is loaded,
-        otherwise the reason. A failure to load never raises.
+        item: a device handle (cuda_ipc), a path, or checksums by name for tensors of a broadcast. Returns "" when the bucket is
+        loaded, otherwise the reason. A failure to load never raises.
         """
         transfer = self._transfer_of(route)
         try:
@@ -228,21 +229,26 @@ class WeightReceiver:
                     return transfer.failure
                 if route.kind == "cuda_ipc":
                     return await transfer.add_part(self._engine, sender, number, item, last)
-                if item is not None:
-                    return await transfer.put(OpenedBucket(item), last)
-                return await self._receive_broadcast(transfer, number, last, engines)
+                if isinstance(item, dict):
+                    return await self._receive_broadcast(transfer, number, item, last, engines)
+                return await transfer.put(OpenedBucket(item), last)
         except TimeoutError:
             return f"engine {self._engine} did not load bucket {number} within {STEP_TIMEOUT_S:.0f} s"
         except Exception as error:
             return f"engine {self._engine}, bucket {number}: {type(error).__name__}: {error}"
 
     async def _receive_broadcast(
-        self, transfer: _Transfer, number: int, last: bool, engines: list[Any]
+        self, transfer: _Transfer, number: int, wanted: dict[str, int], last: bool, engines: list[Any]
     ) -> str:
-        """Receive broadcast tensors into shared memory, and pass them to every engine of this node."""
+        """Receive broadcast tensors into shared memory, and pass them to every engine of this node.
+
+        RLinf logs an error of the collective and goes on with memory that nothing was written to, so checksums are compared.
+        """
         route, rank = transfer.route, self._engine
-        work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
-        shared = SharedBucket(await work.async_wait())
+        tensors = await self._join_broadcast(route)
+        if weights_checksum(tensors.items()) != wanted:
+            raise TransferFailed("the tensors that arrived by broadcast are not those that were sent")
+        shared = SharedBucket(tensors)
         try:
             others = [
                 engines[follower].deliver_weights.remote(route, -1, number, shared.path, last)
@@ -252,6 +258,11 @@ class WeightReceiver:
         finally:
             shared.close()  # all receivers have opened it
         return next((answer for answer in answers if answer), "")
+
+    async def _join_broadcast(self, route: WeightRoute) -> dict[str, Tensor]:
+        work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
+        tensors: dict[str, Tensor] = await work.async_wait()
+        return tensors
 
     def _transfer_of(self, route: WeightRoute) -> _Transfer:
         """State of this sync. A delivery may arrive, and create the state, before the driver's call."""

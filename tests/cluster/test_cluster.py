@@ -242,6 +242,21 @@ def test_a_failure_at_any_step_of_any_route_ends_in_the_next_route(
         assert_synced(senders, receivers, version)
 
 
+def test_a_broadcast_that_brings_nothing_ends_in_the_next_route(
+    settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path
+) -> None:
+    """RLinf logs an error of NCCL or gloo, and hands over the memory as it is."""
+    with_route(settings, tmp_path).actor.weight_sync.bucket_mb = 0
+    sync = WeightSync(settings, senders, receivers, "cpu")
+    sync._routes = ["broadcast", "disk"]
+    receivers.call(
+        "plant", Fault("WeightReceiver._join_broadcast", at=1, how="blank"), ranks=[0], timeout_s=60
+    )
+    assert sync.run(1)["actor/sync_fallbacks"] == 1.0
+    assert receivers.call("fired", ranks=[0], timeout_s=60) == [True]
+    assert_synced(senders, receivers, 1)
+
+
 def test_an_actor_rank_that_dies_in_a_sync_is_named_in_seconds(
     cluster, settings: Settings, receivers: WorkerGroup, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,8 @@ FORGET = "WeightSender.forget"
 class Fault:
     """Call number `at` (from 0) of `name` in the module `cluster.weights` fails, once.
 
-    how: "raise"; "hang": a coroutine that never ends; "stick": a call that blocks its thread; "die": the process is killed.
+    how: "raise"; "hang": a coroutine that never ends; "stick": a call that blocks its thread; "die": the process is killed;
+    "blank": the tensors that the coroutine returns hold nothing, as after an error that RLinf only logs.
     """
 
     name: str
@@ -73,6 +74,8 @@ def planted(module: Any, fault: Fault | None) -> Iterator[None]:
             fault.fired = True
             if fault.how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault.how == "blank":
+                return _blank(original(*args, **kwargs))
             if fault.how == "hang":
                 return asyncio.Event().wait()
             if fault.how == "stick":
@@ -85,6 +88,10 @@ def planted(module: Any, fault: Fault | None) -> Iterator[None]:
         yield
     finally:
         setattr(holder, name, original)
+
+
+async def _blank(received: Awaitable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in (await received).items()}
 
 
 class Sender(Worker):
