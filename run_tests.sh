@@ -6,14 +6,15 @@ set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 if [ $# -eq 0 ]; then set -- -m "not long"; elif [ "$1" = --all ]; then shift; fi
 bash scripts/setup_env.sh --dev || exit 1
-. scripts/install/gpu_environment.sh .venv
+venv=${RSTAR2_VENV:-.venv}
+. scripts/install/gpu_environment.sh "$venv"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
-py=.venv/bin/python
+py=$venv/bin/python
 status=0
 echo "== ruff";   $py -m ruff check . || status=1
-                  $py -m ruff format --check --quiet . || { echo "run: .venv/bin/ruff format ."; status=1; }
+                  $py -m ruff format --check --quiet . || { echo "run: $venv/bin/ruff format ."; status=1; }
 echo "== mypy";   $py -m mypy rstar2_megatron benchmarks || status=1
-echo "== imports"; .venv/bin/lint-imports --no-logo || status=1
+echo "== imports"; $venv/bin/lint-imports --no-logo || status=1
 # Each run of the program starts a dozen processes; with PYTHONDONTWRITEBYTECODE set, each would compile the project again.
 $py -m compileall -q rstar2_megatron tests
 # pytest's 1: tests failed

@@ -50,3 +50,8 @@ class CPUSlots(Hardware):
             return None
         info = HardwareInfo(Accelerator.HW_TYPE, "NO_ACCEL:cpu-slot")
         return HardwareResource(Accelerator.HW_TYPE, [info] * slots)
+
+
+# RLinf takes the first resource of a type: on a machine with GPUs the slots of the YAML must come before them.
+Hardware.policy_registry.remove(CPUSlots)
+Hardware.policy_registry.insert(0, CPUSlots)

@@ -26,6 +26,7 @@ from rstar2_megatron.cluster.ray_head import RayHead
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
+from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.planning.transport import object_store_bytes
 from rstar2_megatron.settings.schema import ClusterSettings, Settings
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # RLinf places the workers, not Ray. A large number of CPUs keeps Ray from refusing one of RLinf's actors.
 _RAY_CPUS_PER_SLOT = 16
+_OF_THIS_NODE = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")  # paths that other nodes may lack
 
 
 class PlacementError(ValueError):
@@ -107,7 +109,9 @@ class TrainingCluster:
             # They reset their level at every use, and the run's plan already shows the placement.
             logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
         cluster_config = {k: v for k, v in self.config.cluster.items() if k != "node_wait_timeout_s"}
-        with _not_forwarded("TMPDIR") if self._head is None else contextlib.nullcontext():
+        with contextlib.ExitStack() as hidden:
+            for name in _OF_THIS_NODE if self._head is None else ():
+                hidden.enter_context(_not_forwarded(name))
             self._cluster = Cluster(cluster_cfg=OmegaConf.create(cluster_config))
         # RLinf signals the driver when a worker fails, and its handler ends the driver without clean-up.
         # cluster/calls.py raises the same failure as an exception.
@@ -125,11 +129,21 @@ class TrainingCluster:
         self.channel = Channel.create("rollout")
 
     def _device(self) -> str:
-        types = {
-            str(self._cluster.get_node_info(rank).accelerator_type) for rank in range(self._cluster.num_nodes)
-        }
-
-        return "cuda" if torch.cuda.is_available() and not any("NO_ACCEL" in t for t in types) else "cpu"
+        """Raises PlacementError when RLinf counts GPUs here that CUDA cannot use: the run would train on the CPU instead."""
+        nodes = self._cluster.num_nodes
+        types = {str(self._cluster.get_node_info(rank).accelerator_type) for rank in range(nodes)}
+        if all("NO_ACCEL" in accelerator for accelerator in types):
+            return "cpu"
+        has_gpus = nodes == 1 or visible_gpus()[0] > 0  # the driver's node may have none
+        if has_gpus and not torch.cuda.is_available():
+            raise PlacementError(
+                f"the cluster has {self._cluster.num_accelerators} accelerators ({', '.join(sorted(types))}), and CUDA "
+                "cannot use those of this machine: the driver must be of the 580 series or newer, nvidia-fabricmanager must "
+                "run on machines with NVSwitch, and nothing may hide them (CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}). `.venv/bin/python -c "
+                '"import torch; torch.zeros(1).cuda()"` tells the reason'
+            )
+        return "cuda"
 
     def launch_actor(self) -> Any:
         return self._launch(ActorWorker, self.settings.actor.group_name, "actor", self.settings)

@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Collection
 
+from rstar2_megatron.cpu.devices import hide_gpus
 from rstar2_megatron.runs.base_run import BaseRun, StopSignals
 from rstar2_megatron.runs.inputs.output_directory import held_directory
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.placement import slots_of, visible_gpus
 from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.variant import Origins, algorithm_rows
@@ -40,6 +42,9 @@ def execute(
         raise ConfigError(
             f"{e.filename or 'a file'}: {e.strerror or e}; check that it is there and who may use it"
         ) from e
+    gpus = visible_gpus()
+    if gpus[0] and slots_of(settings.cluster, gpus).is_cpu:
+        hide_gpus()
     plan = make_plan(settings)
     if origins is not None and settings.runner.task_type == "reasoning":
         plan.rows += [("algorithm", key, value) for key, value in algorithm_rows(settings, origins)]

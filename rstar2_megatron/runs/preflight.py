@@ -24,7 +24,7 @@ from rstar2_megatron.runs.inputs.training_files import training_file_problems
 from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
-from rstar2_megatron.settings.placement import Slots, component_slots, slots_of, visible_gpus
+from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import GB, model_of
 from rstar2_megatron.settings.planning.transport import object_store_problems
@@ -53,12 +53,8 @@ def check_before_start(
     gpus = find_gpus()
     slots = slots_of(settings.cluster, gpus)
     warnings: list[str] = []
-    if slots.assumed:
-        message = (
-            "no GPU is visible (nvidia-smi found none); on a machine without GPUs register CPU slots under "
-            "cluster.node_groups as config/rstar2-tiny-cpu.yaml does"
-        )
-        _raise_or_warn([message], dry_run, warnings)
+    if not slots.is_cpu and (problem := gpu_problem(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES"))):
+        _raise_or_warn([problem], dry_run, warnings)
     try:
         places = component_slots(settings.cluster, slots.count)
     except ValueError as error:
@@ -80,7 +76,8 @@ def check_before_start(
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
     if settings.runner.task_type == "reasoning" and not os.environ.get("RAY_ADDRESS"):
         memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
-        _raise_or_warn(list(object_store_problems(settings, memory, shared)), dry_run, warnings)
+        problems = object_store_problems(settings, memory, shared, gpus=not slots.is_cpu)
+        _raise_or_warn(list(problems), dry_run, warnings)
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(data_problems(settings, later)), dry_run, warnings)
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)

@@ -60,6 +60,10 @@ def slots_of(
     return Slots(cluster.num_nodes * gpus[0], gpus[1], host_gb=host_gb or ASSUMED_HOST_GB)
 
 
+SMI_TIMEOUT_S = 60.0
+"""Of nvidia-smi, which without persistence mode (nvidia-smi -pm 1) starts every GPU first."""
+
+
 @functools.cache
 def visible_gpus() -> tuple[int, float]:
     """(GPUs of this machine, GB of the smallest), (0, 0.0) without any. Queries nvidia-smi, not CUDA."""
@@ -68,11 +72,34 @@ def visible_gpus() -> tuple[int, float]:
         return 0, 0.0
     query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        text = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        text = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
         mebibytes = [float(line) for line in text.split()]
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0, 0.0
     return len(mebibytes), min(mebibytes, default=0.0) * 2**20 / 1e9
+
+
+def gpu_problem(gpus: int, visible: str | None) -> str:
+    """Why a run for GPUs cannot start on a machine where nvidia-smi names `gpus` GPUs, or "".
+
+    visible: CUDA_VISIBLE_DEVICES. RLinf counts the GPUs of the machine and sets the variable itself in every worker, by number.
+    """
+    if gpus == 0:
+        return (
+            "no GPU is visible: nvidia-smi is absent, names none, or did not answer within "
+            f"{SMI_TIMEOUT_S:.0f} s (`nvidia-smi -pm 1` keeps the driver ready). On a machine without GPUs register CPU slots "
+            "under cluster.node_groups as config/rstar2-tiny-cpu.yaml does"
+        )
+    names = [name.strip() for name in (visible or "").split(",")]
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    whole = numbers == list(range(gpus)) or (len(set(names)) == gpus and names[0].startswith("GPU-"))
+    if visible is None or whole:
+        return ""
+    return (
+        f"CUDA_VISIBLE_DEVICES={visible} hides some of the {gpus} GPUs of this machine, and RLinf would use all of them: unset "
+        "it, and name GPUs in the YAML, e.g. 'cluster.component_placement={\"actor,rollout\": 4-7, reward: 4}', or start in a "
+        "container that has only these"
+    )
 
 
 def visible_host_gb() -> float:

@@ -29,7 +29,7 @@ find_python() {
       return
     fi
   done
-  fail "Python 3.11 not found (python3.11, python3). Debian 12: apt-get install python3 python3-venv"
+  fail "Python 3.11 not found (python3.11, python3). Debian 12: apt-get install python3 python3-venv; elsewhere \`uv python install 3.11\`, the distribution's python3.11 with venv and headers, or docker/train.Dockerfile"
 }
 
 make_venv() {

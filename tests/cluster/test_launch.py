@@ -10,11 +10,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rstar2_megatron.cluster import cpu_slots
 from rstar2_megatron.cluster.existing_ray import ClusterError
-from rstar2_megatron.cluster.launch import TrainingCluster, _not_forwarded, await_cluster
+from rstar2_megatron.cluster.launch import PlacementError, TrainingCluster, _not_forwarded, await_cluster
 from rstar2_megatron.cluster.ray_head import RayHead, RayHeadError
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 
@@ -94,6 +97,48 @@ def test_a_directory_of_this_machine_is_not_forwarded(monkeypatch: pytest.Monkey
     with _not_forwarded("TMPDIR"):
         assert "TMPDIR" not in os.environ
     assert os.environ["TMPDIR"] == directory
+
+
+class Counted:
+    """What RLinf counts: the type of accelerators of each node."""
+
+    def __init__(self, *types: str) -> None:
+        self.types, self.num_nodes, self.num_accelerators = types, len(types), 8 * len(types)
+
+    def get_node_info(self, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(accelerator_type=self.types[rank])
+
+
+def test_gpus_that_cuda_cannot_use_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has no CUDA; a broken fabric manager or an old driver looks the same to torch, while NVML counts eight."""
+    settings = load_settings("rstar2-tiny-cpu", [])
+    cluster = TrainingCluster(settings, to_dict_config(settings))
+    cluster._cluster = Counted("NV_GPU")  # type: ignore[assignment]
+    with pytest.raises(
+        PlacementError, match=r"8 accelerators \(NV_GPU\).*nvidia-fabricmanager.*CUDA_VISIBLE_DEVICES"
+    ):
+        cluster._device()
+    cluster._cluster = Counted("NO_ACCEL", "NO_ACCEL")  # type: ignore[assignment]
+    assert cluster._device() == "cpu"
+    cluster._cluster = Counted("NO_ACCEL", "NV_GPU")  # type: ignore[assignment]  # the driver's node has none
+    assert cluster._device() == "cuda"
+
+
+def test_cpu_slots_come_before_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As RLinf's node reads them: the first resource of a type counts."""
+    from rlinf.scheduler.hardware import Hardware
+    from rlinf.scheduler.hardware.accelerators.nvidia_gpu import NvidiaGPUManager
+
+    monkeypatch.setattr(NvidiaGPUManager, "get_num_devices", staticmethod(lambda: 8))
+    monkeypatch.setattr(NvidiaGPUManager, "get_accelerator_model", staticmethod(lambda: "NVIDIA H100"))
+
+    def first(configs: list[Any]) -> tuple[int, str]:
+        resources = [policy.enumerate(0, configs) for policy in Hardware.policy_registry]
+        found = next(r for r in resources if r is not None and r.type == cpu_slots.Accelerator.HW_TYPE)
+        return found.count, found.infos[0].model
+
+    assert first([cpu_slots.CPUSlotsConfig(node_rank=0, num_slots=2)]) == (2, "NO_ACCEL:cpu-slot")
+    assert first([])[0] == 8
 
 
 @pytest.mark.parametrize(("address", "mode"), [("", "disabled"), ("10.0.0.1:6379", "None")])

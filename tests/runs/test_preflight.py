@@ -11,6 +11,7 @@ import pytest
 
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.settings.load import ConfigError, load
+from rstar2_megatron.settings.placement import gpu_problem
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import model_of
 from rstar2_megatron.settings.schema import Settings
@@ -236,6 +237,23 @@ def test_a_dry_run_warns_of_what_is_on_another_machine() -> None:
         check_before_start(settings, find_gpus=lambda: (0, 0.0))
     with pytest.raises(ConfigError, match="is not a directory"):
         check_before_start(settings, find_gpus=lambda: (8, 80.0))
+
+
+@pytest.mark.parametrize("visible", ["4,5,6,7", "", "GPU-1,GPU-2", "0,1,2,3,4,5,6", "-1"])
+def test_hidden_gpus_are_refused_before_rlinf_uses_them(
+    visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load("rstar2-qwen2.5-7b-megatron").settings
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(
+        ConfigError, match=rf"CUDA_VISIBLE_DEVICES={visible} hides some of the 8 GPUs.*component_placement"
+    ):
+        check_before_start(settings, find_gpus=lambda: (8, 80.0))
+
+
+@pytest.mark.parametrize("visible", [None, "0,1,2,3,4,5,6,7", ",".join(f"GPU-{n}" for n in range(8))])
+def test_all_gpus_may_be_named(visible: str | None) -> None:
+    assert gpu_problem(8, visible) == ""
 
 
 def test_checks_load_no_torch() -> None:

@@ -294,6 +294,8 @@ def test_the_plan_shows_what_a_steps_trajectories_take() -> None:
     assert not list(
         object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20)
     )  # Ray uses a file then
+    (buffers,) = object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20, gpus=True)
+    assert "NCCL" in buffers and "--shm-size" in buffers
 
 
 def test_transport_rows() -> None:

@@ -10,4 +10,6 @@ case " $* " in
   *" --export"* | *" --help "* | *" -h "*) ;;
   *) bash "$root/scripts/setup_verl.sh" ;;
 esac
-exec "$root/.venv/bin/python" -u "$root/examples/agent/rstar2/compare_with_verl.py" "$@"
+python=${RSTAR2_VENV:-.venv}/bin/python
+[ "${python#/}" != "$python" ] || python=$root/$python # relative to the project, as in setup_env.sh
+exec "$python" -u "$root/examples/agent/rstar2/compare_with_verl.py" "$@"

@@ -18,6 +18,7 @@ ENGINE_BYTES_PER_TOKEN = (
 )
 CPU_S_PER_MTOKEN = 0.3  # driver, channel, grading of text, resampling and batch, for a million tokens
 LEAST_STORE_BYTES = 512 << 20
+LEAST_SHARED_BYTES = 1 << 30  # of /dev/shm, on GPUs; a container has 64 MB by default
 _STORE_MARGIN = 1.25
 
 
@@ -35,8 +36,10 @@ def object_store_bytes(settings: Settings) -> int:
     return max(LEAST_STORE_BYTES, int(_STORE_MARGIN * TOKEN_BYTES * batch_tokens(settings)))
 
 
-def object_store_problems(settings: Settings, memory_bytes: int, shared_bytes: int) -> Iterator[str]:
-    """A host without room for the object store of a private Ray head, in memory or in /dev/shm."""
+def object_store_problems(
+    settings: Settings, memory_bytes: int, shared_bytes: int, *, gpus: bool = False
+) -> Iterator[str]:
+    """A host without room for the object store of a private Ray head, in memory or in /dev/shm, or for NCCL's buffers."""
     store = object_store_bytes(settings)
     what = (
         f"the object store takes {store / 1e9:.1f} GB: {batch_tokens(settings)} tokens of a whole batch (data."
@@ -50,6 +53,8 @@ def object_store_problems(settings: Settings, memory_bytes: int, shared_bytes: i
         )
     elif store > max(shared_bytes, LEAST_STORE_BYTES):
         yield f"{what}; /dev/shm has {shared_bytes / 1e9:.1f} GB free: enlarge it (docker run --shm-size), or lower one of them"
+    elif gpus and shared_bytes < LEAST_SHARED_BYTES:
+        yield f"/dev/shm has {shared_bytes / 1e9:.2f} GB free, and NCCL keeps buffers there: docker run --shm-size=64g"
 
 
 def plan_transport(plan: RunPlan, settings: Settings, engines: int) -> None:
