@@ -144,6 +144,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return lambda **faults: plant(directory, **faults)
 
 
+@pytest.mark.long(first=True)
 @pytest.mark.timeout(_LIMIT_S)
 def test_corrupted_routes_and_a_damaged_checkpoint_are_seen(
     built: TinyPaths, tmp_path: Path, planted: Callable[..., None]

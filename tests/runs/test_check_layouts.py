@@ -21,7 +21,7 @@ def test_experts_and_the_whole_layout(tmp_path: Path) -> None:
         "actor.model.expert_model_parallel_size=4",
         "actor.model.sequence_parallel=True",
     ]
-    nodes = FaultyNodes("cpu", 4)
+    nodes = FaultyNodes("cpu", (0, 1, 2, 3))
     here = Context(load("rstar2-tiny-cpu", words).settings, Slots(4, None), nodes, tmp_path)
     try:
         checks = [

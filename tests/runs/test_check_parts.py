@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rstar2_megatron.judge.client.service import JudgeServiceError
 from rstar2_megatron.runs.check import command
 from rstar2_megatron.runs.check.agent import NodeAgent
 from rstar2_megatron.runs.check.context import Context
@@ -16,10 +18,10 @@ from rstar2_megatron.runs.check.nodes import Nodes, values
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.runs.check.runner import run_checks
-from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network
+from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network, whole_run
 from rstar2_megatron.runs.check.subjects.thin_model import thin_config
 from rstar2_megatron.runs.main import main
-from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.load import ConfigError, load
 from rstar2_megatron.settings.placement import Slots
 from tests.runs.check_faults import FaultyNodes
 
@@ -38,6 +40,7 @@ class OneNode:
     def __init__(self, facts: list[dict[str, Any]]) -> None:
         self.facts = facts
         self.patience = 1.0
+        self.slots: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.facts)
@@ -47,6 +50,7 @@ def context(name: str = "rstar2-tiny-cpu", *words: str, gpu: bool = False, facts
     settings = load(name, words).settings
     slots = Slots(8, 80.0, host_gb=1900.0) if gpu else Slots(2, None)
     nodes: Any = OneNode(facts or [])
+    nodes.slots = tuple(range(slots.count // settings.cluster.num_nodes))
     found = {"survey": facts} if facts else {}
     return Context(settings, slots, nodes, Path("/nowhere/scratch"), found)
 
@@ -137,7 +141,7 @@ def test_a_fault_of_the_second_node_is_found(name: str, change: dict[str, Any], 
     (check,) = [c for c in machine.CHECKS if c.name == name]
     both = [facts(), facts(**change, host="node-b")]
     here = context("rstar2-qwen2.5-14b-megatron-2nodes", gpu=True, facts=both)
-    here.slots = Slots(16, 80.0, host_gb=1900.0)
+    here.slots, here.nodes.slots = Slots(16, 80.0, host_gb=1900.0), tuple(range(8))
     with pytest.raises(CheckFailed, match="node-b: ") as failure:
         check.run(here)
     assert words in failure.value.words and "node-a" not in failure.value.words and check.remedy
@@ -184,6 +188,7 @@ def told(**changes: Any) -> dict[str, Any]:
         "sleep_seconds": 0.5,
         "wake_seconds": 0.5,
         "refused_asleep": True,
+        "awake_difference": 0.01,
         "decode_tokens_per_s": 9000.0,
         "requests": 128,
         **changes,
@@ -192,10 +197,14 @@ def told(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"freed_bytes": 20 * 10**9}, "40%"), ({"refused_asleep": False}, "generated without its memory")],
+    [
+        ({"freed_bytes": 20 * 10**9}, "40%"),
+        ({"refused_asleep": False}, "generated without its memory"),
+        ({"awake_difference": 0.4}, r"other log-probs: difference 4\.0e-01, allowed 0\.05"),
+    ],
 )
 def test_an_engine_that_keeps_its_memory_fails(change: dict[str, Any], words: str) -> None:
-    here = context(gpu=True)
+    here = context("rstar2-qwen2.5-7b-megatron", gpu=True)
     here.found["engine"] = told()
     assert "96%" in engine.sleep(here).words
     here.found["engine"] = told(**change)
@@ -257,12 +266,12 @@ def test_layouts_are_compared_over_as_many_ranks_as_the_yaml_splits(name: str, t
     model = here.settings.actor.model
     for key in network._LAYOUT[: 4 if here.thin_config.is_moe else 3]:
         assert network.sizes_of(here, key) == {key: max(getattr(model, key), 2)}
-    here.slots = Slots(2, 80.0)
+    here.nodes.slots = (0, 1)
     assert set(network.sizes_of(here, *network._LAYOUT[:3]).values()) == {2}
 
 
 def test_a_node_that_says_nothing_of_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = FaultyNodes("cpu", 2)
+    nodes = FaultyNodes("cpu", (0, 1))
     nodes.fault = "no_survey"
     monkeypatch.setattr(nodes, "start_ray", lambda *wanted: ["127.0.0.1"])
     here = context()
@@ -281,17 +290,68 @@ def test_a_loopback_judge_of_two_nodes_fails_at_once(monkeypatch: pytest.MonkeyP
         judge.judge(context("rstar2-qwen2.5-14b-megatron-2nodes", *words, gpu=True))
 
 
+def test_a_judge_that_refuses_its_isolation_says_so_with_the_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A judge as nobody's user, without namespaces: its log begins with a line for every layer that is missing."""
+
+    def refuse(self: Any) -> str:
+        log = (
+            "warning: own_uid: not root\n" * 40
+            + "isolation 'partial' is required, this machine gives 'minimal'"
+        )
+        raise JudgeServiceError(f"the Code Judge ended with code 1\n{log}")
+
+    monkeypatch.setattr(judge.CodeJudgeService, "begin", lambda self: None)
+    monkeypatch.setattr(judge.CodeJudgeService, "wait_ready", refuse)
+    with pytest.raises(CheckFailed) as failed:
+        judge.judge(context())
+    assert failed.value.words == "isolation 'partial' is required, this machine gives 'minimal'"
+    assert "JUDGE_REQUIRE_ISOLATION=minimal" in failed.value.remedy and "own_uid" in failed.value.details
+
+
+def test_checks_use_the_slots_of_the_placement() -> None:
+    part = load(
+        "rstar2-qwen2.5-7b-megatron", ["cluster.component_placement={actor: 4-5, rollout: 6-7, reward: 0}"]
+    )
+    assert command.placed_slots(part.settings, Slots(8, 80.0)) == (4, 5, 6, 7)
+    with pytest.raises(ConfigError, match="names slot 5"):
+        command.placed_slots(part.settings, Slots(4, 80.0))
+    nodes = Nodes("cuda", (4, 5, 6, 7))
+    try:
+        assert nodes._job(0, 2, "", 0, 1).devices == (5,)
+        here = context(gpu=True)
+        here.nodes = nodes
+        assert here.slots_per_node == 4
+    finally:
+        nodes.close()
+    busy = context(
+        "rstar2-qwen2.5-7b-megatron", gpu=True, facts=[facts(gpus=with_gpu(**{"memory.used": "20000"}))]
+    )
+    busy.nodes.slots = (4, 5, 6, 7)
+    assert machine.gpu_memory(busy).words  # GPU 3 is somebody else's
+
+
+def test_a_run_on_the_wrong_device_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = on_gpu(tmp_path)
+    (here.thin / "tokenizer.json").write_text("{}")
+    figures = {"device": "cpu", "actor_ranks": 8, "engines": 8, "routes": ["disk"]}
+    monkeypatch.setattr(whole_run, "program", lambda _: SimpleNamespace(part=lambda *_: figures))
+    with pytest.raises(CheckFailed, match="are on cpu, the YAML is for cuda"):
+        whole_run.start(here)
+
+
 def test_two_nodes_without_ray_address_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(CheckFailed, match="RAY_ADDRESS is not set"):
-        Nodes("cpu", 1).start_ray(2)
+        Nodes("cpu", (0,)).start_ray(2)
 
 
 def test_a_head_that_does_not_answer_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     started = time.monotonic()
     with pytest.raises(CheckFailed, match=r"RAY_ADDRESS=127\.0\.0\.1:1 does not answer"):
-        Nodes("cpu", 1).start_ray(1)
+        Nodes("cpu", (0,)).start_ray(1)
     assert time.monotonic() - started < 60
 
 

@@ -17,7 +17,7 @@ from tests.runs.test_check_parts import PROGRAMS, context, on_gpu
 
 
 def test_a_wide_model_has_more_time() -> None:
-    nodes = Nodes("cpu", 1)
+    nodes = Nodes("cpu", (0,))
     try:
         with pytest.raises(CheckFailed, match="within its deadline of 1 s"):
             nodes.ranks(f"{PROGRAMS}:naps", 1, 1.0, seconds=5.0)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rstar2_megatron.cpu.devices import hide_gpus
 from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes
@@ -29,7 +30,14 @@ from rstar2_megatron.runs.check.subjects import (
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import ConfigError
-from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb
+from rstar2_megatron.settings.placement import (
+    Slots,
+    component_slots,
+    gpu_problem,
+    slots_of,
+    visible_gpus,
+    visible_host_gb,
+)
 from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
@@ -46,6 +54,21 @@ CHECKS: tuple[Check, ...] = (
     *whole_run.CHECKS,
 )
 """In the order in which they run: what is quick and what others need comes first."""
+
+
+def placed_slots(settings: Settings, slots: Slots) -> tuple[int, ...]:
+    """The slots of a node that actor and engines use, by their numbers on it; of several nodes all.
+
+    Raises ConfigError for a placement that names slots which are not there.
+    """
+    if settings.cluster.num_nodes > 1:
+        return tuple(range(max(1, slots.count // settings.cluster.num_nodes)))
+    try:
+        places = component_slots(settings.cluster, slots.count)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    used = {*places.get("actor", range(slots.count)), *places.get("rollout", range(slots.count))}
+    return tuple(sorted(used))
 
 
 def report_path(settings: Settings) -> Path:
@@ -68,17 +91,21 @@ def check(
         settings = resolve_tiny(settings, progress=say)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
+    gpus = visible_gpus()[0]
+    if slots.is_cpu and gpus:
+        hide_gpus()
+    elif not slots.is_cpu and gpus and (problem := gpu_problem(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))):
+        raise ConfigError(problem)  # without GPUs the check `driver` fails
+    placed = placed_slots(settings, slots)
     started = time.monotonic()
-    tmpdir = os.environ.get("TMPDIR")  # as the user has it
     files = RunTemporary()
     output = Path(settings.runner.output_dir).resolve()
     output.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".check-{settings.runner.experiment_name}-", dir=output))
     scratch.chmod(0o755)
-    slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
-    per_node = max(1, slots.count // settings.cluster.num_nodes)
-    nodes = make_nodes("cpu" if slots.is_cpu else "cuda", per_node)
-    context = Context(settings, slots, nodes, scratch, {"tmpdir": tmpdir})
+    nodes = make_nodes("cpu" if slots.is_cpu else "cuda", placed)
+    context = Context(settings, slots, nodes, scratch)
     results: list[Result] = []
     signals = StopSignals()
     signals.install()

@@ -30,7 +30,7 @@ class Context:
 
     @property
     def slots_per_node(self) -> int:
-        return max(1, self.slots.count // self.settings.cluster.num_nodes)
+        return len(self.nodes.slots)
 
     @property
     def thin(self) -> Path:

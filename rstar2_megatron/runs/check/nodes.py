@@ -20,8 +20,9 @@ _JOIN_S = 60.0
 class Nodes:
     """Programs on all nodes or on the first. Without Ray (`start_ray` not called, or failed) there is only this node."""
 
-    def __init__(self, device: Literal["cpu", "cuda"], slots_per_node: int) -> None:
-        self.device, self.slots_per_node = device, slots_per_node
+    def __init__(self, device: Literal["cpu", "cuda"], slots: tuple[int, ...]) -> None:
+        """slots: of every node that programs may use, by their numbers on it."""
+        self.device, self.slots = device, slots
         self.patience = 1.0
         """Factor of every deadline: programs take longer with the weights of a wide model."""
         self._files = tempfile.TemporaryDirectory(prefix="rstar2-check-")
@@ -125,11 +126,11 @@ class Nodes:
 
     def engine(self, program: str, slots: int, deadline_s: float, **arguments: Any) -> Any:
         """The program in one process of the first node that sees `slots` accelerators. Raises CheckFailed."""
-        job = Job(device=self.device, devices=tuple(range(slots)), init_method=self._meeting(0))
+        job = Job(device=self.device, devices=self.slots[:slots], init_method=self._meeting(0))
         return values(self._run(program, [[job]], arguments, deadline_s))[0]
 
     def _job(self, rank: int, world: int, meeting: str, node: int, slot: int) -> Job:
-        return Job(rank, world, meeting, self.device, (slot,), node)
+        return Job(rank, world, meeting, self.device, (self.slots[slot],), node)
 
     def _meeting(self, node: int) -> str:
         """The rendezvous address of ranks of one node."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +16,10 @@ from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.settings.schema import RolloutSettings
+from rstar2_megatron.weights.shared_memory import OpenedBucket
 
 _CALL_S = 60.0
+_ODD_REQUESTS = 13
 
 
 def engine_run(job: Job, settings: RolloutSettings, **sizes: int) -> dict[str, Any]:
@@ -75,9 +80,32 @@ async def _engine_run(
             "taken_again_bytes": asleep - free_bytes(job),
             "refused_asleep": refused,
         }
+        await engine.update_weights(_files_of(settings.model.model_path), version=1)
+        # CUDA graphs are captured for other numbers of requests, so the unused places of a batch are computed too
+        again = await asyncio.gather(
+            *(engine.generate(first, greedy, timeout_s=_CALL_S) for _ in range(_ODD_REQUESTS))
+        )
+        result["awake_difference"] = max(
+            _difference(result["token_ids"], result["logprobs"], other.token_ids, other.logprobs)
+            for other in again
+        )
         return result
     finally:
         await engine.close()
+
+
+async def _files_of(model: str) -> AsyncIterator[tuple[OpenedBucket, bool]]:
+    files = sorted(Path(model).glob("*.safetensors"))
+    for file in files:
+        yield OpenedBucket(str(file)), file == files[-1]
+
+
+def _difference(tokens: list[int], logprobs: list[float], other_tokens: Any, other_logprobs: Any) -> float:
+    """Mean |log-prob difference| up to the first other token, which equal log-probs allow; infinity when that is the first."""
+    other = other_tokens.tolist()
+    same = next((n for n, (a, b) in enumerate(zip(tokens, other)) if a != b), len(tokens))
+    differences = [abs(a - b) for a, b in zip(logprobs[:same], other_logprobs[:same].tolist())]
+    return sum(differences) / same if same else math.inf
 
 
 async def _refused(engine: Any, prompt: list[int], sampling: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.settings.placement import SMI_TIMEOUT_S
 
 _TOOLS = ("nvidia-smi", "nvcc", "ninja", "gcc", "g++")
 _ENVIRONMENT = (
@@ -89,7 +90,9 @@ def _said(*command: str) -> str:
     if program is None:
         return ""
     try:
-        return subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(
+            [program, *command[1:]], capture_output=True, text=True, timeout=SMI_TIMEOUT_S
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"({error})"
 

@@ -16,6 +16,9 @@ _OFFLOAD: dict[str, Any] = {"offload_weight": True, "offload_grad": True, "offlo
 _STAY: dict[str, Any] = dict.fromkeys(_OFFLOAD, False)
 _VISIBLE_LR = 1e-2  # a first step of it is many times the spacing of bf16 numbers at the weights' size
 _LEAST_FREED = 0.95
+_MAY_STAY_BYTES = (
+    5e8  # workspaces and tables, whatever the model's size; the plan counts them with the CUDA context
+)
 
 
 def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
@@ -59,7 +62,7 @@ def offload(context: Context) -> Finding:
         f"{freed:.1%} of {before / 1e9:.3g} GB freed in {figures['offload_seconds']:.2f} s, back in "
         f"{figures['reload_seconds']:.2f} s"
     )
-    if freed < _LEAST_FREED:
+    if freed < _LEAST_FREED and away > _MAY_STAY_BYTES:
         raise CheckFailed(f"{words}; at least {_LEAST_FREED:.0%} must go", figures)
     if not figures["same_weights"] or figures["bytes_back"] < 0.9 * before:
         raise CheckFailed(f"{words}, but the weights did not come back as they went", figures)

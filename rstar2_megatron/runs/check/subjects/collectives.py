@@ -101,7 +101,8 @@ CHECKS = [
     Check(
         "all-reduce over nodes",
         between_nodes,
-        "set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and NCCL_IB_HCA on every node before `ray start` (docs/multi_node.md)",
+        "set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and NCCL_IB_HCA on every node before `ray start`; in a "
+        "container /dev/infiniband and IPC_LOCK must be there (docs/multi_node.md)",
         after=("nodes", "driver"),
         nodes=2,
     ),

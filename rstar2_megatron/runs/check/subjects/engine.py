@@ -111,11 +111,20 @@ def sleep(context: Context) -> Finding:
         "sleep_seconds",
         "wake_seconds",
         "refused_asleep",
+        "awake_difference",
     )
     figures = {name: told[name] for name in names}
     times = f"asleep in {told['sleep_seconds']:.2f} s, awake in {told['wake_seconds']:.2f} s"
     if not told["refused_asleep"]:
         raise CheckFailed(f"{times}; but the engine generated without its memory", figures)
+    fp32 = context.settings.rollout.model.precision == "fp32"
+    allowed = MAX_LOGPROB_DIFF_FP32 if fp32 else MAX_MEAN_LOGPROB_DIFF_BF16
+    if not told["awake_difference"] <= allowed:
+        raise CheckFailed(
+            f"{times}; after it the same weights gave other log-probs: difference {told['awake_difference']:.1e}, allowed "
+            f"{allowed:g}",
+            figures,
+        )
     if context.device == "cpu":
         return Finding(f"{times}; an engine on a CPU has nothing to free", figures)
     share = told["freed_bytes"] / max(told["used_bytes"], 1)

@@ -42,6 +42,17 @@ async def _call_judge(url: str, calls: int, token: str | None) -> dict[str, Any]
         await client.close()
 
 
+def why_not_started(text: str) -> tuple[str, str]:
+    """(words, remedy) of a judge that did not start: the reason is the last line of its log. remedy: "" for the check's own."""
+    words = text.strip().splitlines()[-1]
+    if "isolation" not in words:
+        return words, ""
+    return words, (
+        "run as root, allow user namespaces (Ubuntu 24.04: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or, for "
+        "programs that you trust, set JUDGE_REQUIRE_ISOLATION=minimal (docs/judge.md)"
+    )
+
+
 def judge(context: Context) -> Finding:
     problems = list(cluster_problems(context.settings))
     if problems:
@@ -53,7 +64,8 @@ def judge(context: Context) -> Finding:
             service.begin()
             url = service.wait_ready()
         except (JudgeServiceError, RuntimeError, OSError) as error:
-            raise CheckFailed(str(error)) from error
+            words, remedy = why_not_started(str(error))
+            raise CheckFailed(words, remedy=remedy, details=str(error)) from error
         answers = context.nodes.everywhere(
             "rstar2_megatron.runs.check.subjects.judge:call_judge",
             60.0,

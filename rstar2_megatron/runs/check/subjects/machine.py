@@ -187,14 +187,17 @@ def _release(text: str) -> str:
 
 
 def gpu_memory(context: Context) -> Finding:
+    def placed(fact: Facts) -> list[dict[str, str]]:
+        return [gpu for gpu in fact["gpus"] if int(gpu["index"]) in context.nodes.slots]
+
     def find(fact: Facts) -> Iterable[str]:
-        for gpu in fact["gpus"]:
+        for gpu in placed(fact):
             total, used = float(gpu["memory.total"]), float(gpu["memory.used"])
             if used > (1 - _FREE_SHARE) * total:
                 yield f"GPU {gpu['index']}: {used / 1024:.1f} of {total / 1024:.1f} GiB are in use by others"
 
     def say(fact: Facts) -> str:
-        free = [float(gpu["memory.total"]) - float(gpu["memory.used"]) for gpu in fact["gpus"]]
+        free = [float(gpu["memory.total"]) - float(gpu["memory.used"]) for gpu in placed(fact)]
         return f"least free {min(free, default=0.0) / 1024:.1f} GiB"
 
     return _judge(context, find, say)
@@ -272,8 +275,7 @@ def host(context: Context) -> Finding:
 
 
 def temporary(context: Context) -> Finding:
-    """RLinf copies the driver's TMPDIR to all nodes, where it must be as well."""
-    ours = context.found.get("tmpdir")
+    """Every node's own: the driver's TMPDIR is not passed to the others."""
 
     def find(fact: Facts) -> Iterable[str]:
         where = fact["temporary"]
@@ -282,19 +284,11 @@ def temporary(context: Context) -> Finding:
         elif where["room_gb"] is not None and where["room_gb"] < _TEMPORARY_GB:
             yield f"{where['path']} has {where['room_gb']:.2f} GB free; compilers and engines need {_TEMPORARY_GB:.0f}"
 
-    finding = _judge(
+    return _judge(
         context,
         find,
         lambda fact: f"{fact['temporary']['path']}, {fact['temporary']['room_gb'] or 0:.0f} GB free",
     )
-    if ours:
-        answers = context.nodes.everywhere(
-            "rstar2_megatron.runs.check.programs.survey:survey", 60.0, paths=[ours], pins=[]
-        )
-        missing = [fact["host"] for fact in values(answers) if fact["writable"][ours]]
-        if missing:
-            raise CheckFailed(f"TMPDIR={ours} of this node cannot be written on {', '.join(missing)}")
-    return finding
 
 
 CHECKS = [

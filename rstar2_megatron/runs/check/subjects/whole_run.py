@@ -188,6 +188,10 @@ def start(context: Context) -> Finding:
             f"rollout.model.model_path={context.settings.rollout.model.model_path} has no tokenizer: the agent loop needs one"
         )
     figures = program(context).part(START, 780.0 if context.device == "cuda" else 420.0)
+    if figures["device"] != context.device:
+        raise CheckFailed(
+            f"actor and engines are on {figures['device']}, the YAML is for {context.device}", figures
+        )
     context.found["routes"] = figures["routes"]
     words = (
         f"{figures['actor_ranks']} actor ranks and {figures['engines']} engines on {figures['device']}; routes "
