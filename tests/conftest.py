@@ -20,8 +20,13 @@ _STARTED = time.monotonic()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come last, in the same order: RSTAR2_TEST_SECONDS leaves out only them."""
-    items.sort(key=lambda item: item.get_closest_marker("long") is not None)
+    """Long tests come last, those with `first=True` before the others: RSTAR2_TEST_SECONDS leaves out only them."""
+
+    def rank(item: pytest.Item) -> int:
+        long = item.get_closest_marker("long")
+        return 0 if long is None else 1 if long.kwargs.get("first") else 2
+
+    items.sort(key=rank)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

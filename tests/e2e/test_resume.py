@@ -58,6 +58,7 @@ def killed_and_resumed(command: list[str], directory: Path, moment: str, step: i
     return again.text()
 
 
+@pytest.mark.long(first=True)
 def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(
     cache: Path, first_run: Path, tmp_path: Path
 ) -> None:

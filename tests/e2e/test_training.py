@@ -284,6 +284,7 @@ def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Pat
     assert [row["rollout/pass_rate"] for row in ours] == [row["rollout/pass_rate"] for row in theirs]
 
 
+@pytest.mark.long(first=True)
 def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
     run = RunProcess(
         arguments(
