@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,28 @@ def test_the_wheels_toolkit_gets_what_a_linker_looks_for(venv: Path) -> None:
     )
     linked = bash(link, venv=str(venv), lib=str(lib))
     assert "libcudart.so.13" in linked.stdout and "libcuda.so.1" in linked.stdout, linked.stderr
+
+
+@pytest.mark.parametrize("launcher", ["run_rstar2.sh", "examples/agent/rstar2/compare_with_verl.sh"])
+def test_the_launcher_uses_the_environment_that_set_up_made(
+    venv: Path, tmp_path: Path, launcher: str
+) -> None:
+    """RSTAR2_VENV names both, as the message of a full disk advises."""
+    if (Path(sys.prefix) / ".rstar2-gpu").exists():
+        pytest.skip(
+            "an environment with GPU packages: set-up would want TransformerEngine in the other one too"
+        )
+    python = venv / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "ran $0"\n')
+    python.chmod(0o755)
+    stamp = (Path(sys.prefix) / ".rstar2-installed").read_text()
+    (venv / ".rstar2-installed").write_text(stamp)
+    done = subprocess.run(
+        ["bash", str(ROOT / launcher), "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "RSTAR2_VENV": str(venv), "RSTAR2_GPU": "0"},
+    )
+    assert done.stdout.splitlines()[-1:] == [f"ran {python}"], done.stderr
