@@ -45,7 +45,6 @@ def test_what_a_document_names_is_there(name: str) -> None:
     assert keys and keys - set(valid_keys()) - {"actor.offload_"} == set()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_override_is_accepted(name: str) -> None:
     found = re.findall(rf"(?<![\w.])((?:{SECTIONS})\.[\w.]+=(?:\{{.*?\}}|\[[^\]]*\]|[^\s`,;)]+))", text(name))
@@ -85,7 +84,6 @@ def test_the_plans_of_the_document_are_the_programs(
     assert f"pins {optimizer + weights} GB" in flat and f"takes another {checkpoint} GB" in flat
 
 
-@pytest.mark.long
 def test_commands_take_the_options_that_the_documents_give_them() -> None:
     both = "\n".join(map(text, DOCUMENTS)).replace("\\\n", " ")
     for line in re.findall(r"-m rstar2_megatron\.judge (.*)", both):
