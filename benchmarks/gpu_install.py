@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import write_result
-from rstar2_megatron.rollout.engine.arguments import compiler_environment
+from rstar2_megatron.rollout.engine.arguments import gpu_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = (
@@ -221,7 +221,7 @@ def main() -> None:
         "transformer_engine_build": engine_build(directory),
         "imports": {name: run([sys.executable, "-c", f"import {name}"], 300) for name in IMPORTS},
         "preloads": {
-            path.name: preload(path, compiler_environment(dict(os.environ)))
+            path.name: preload(path, gpu_environment(dict(os.environ)))
             for path in sorted(
                 Path(sysconfig.get_path("purelib")).glob("torch_memory_saver_hook_mode_preload_cu13*")
             )

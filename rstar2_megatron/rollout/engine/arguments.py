@@ -77,7 +77,7 @@ def engine_arguments(
     return arguments | settings.sglang.server_args
 
 
-def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
+def gpu_environment(environment: dict[str, str]) -> dict[str, str]:
     """PATH, CUDA_HOME and LD_LIBRARY_PATH for an engine on a GPU, which compiles kernels while it runs.
 
     RSTAR2_CUDA_HOME or CUDA_HOME names the toolkit; the default is the one in this Python environment's wheels. The library
@@ -102,7 +102,7 @@ def compiler_environment(environment: dict[str, str]) -> dict[str, str]:
 def child_environment(
     settings: RolloutSettings, environment: dict[str, str], *, scores: bool = False
 ) -> dict[str, str]:
-    """The child's environment: this package on its path; on a GPU the compilers, on a CPU the number of threads.
+    """The child's environment: this package on its path; on a GPU `gpu_environment`, on a CPU the number of threads.
 
     scores: the engine serves a reward model, of the classes in `reward_models/`.
     """
@@ -112,7 +112,7 @@ def child_environment(
     if scores:
         environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = REWARD_MODELS
     if torch.cuda.is_available():
-        environment |= compiler_environment(environment)
+        environment |= gpu_environment(environment)
     else:
         environment["OMP_NUM_THREADS"] = str(settings.cpu_threads)
         # spinning threads starve the others when cores are shared (2 threads: 50 times slower)

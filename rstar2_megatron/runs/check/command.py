@@ -91,11 +91,11 @@ def check(
         settings = resolve_tiny(settings, progress=say)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
-    gpus = visible_gpus()[0]
-    if slots.is_cpu and gpus:
+    gpus = visible_gpus()
+    slots = slots_of(settings.cluster, gpus, visible_host_gb())
+    if gpus[0] and slots.is_cpu:
         hide_gpus()
-    elif not slots.is_cpu and gpus and (problem := gpu_problem(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))):
+    elif gpus[0] and (problem := gpu_problem(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES"))):
         raise ConfigError(problem)  # without GPUs the check `driver` fails
     placed = placed_slots(settings, slots)
     started = time.monotonic()
