@@ -6,8 +6,8 @@ Every run trains the tiny recipe from one cold start, with the policy's log-prob
 engines of all arms but `exact` get weights with noise (`noisy_actor`): the mean |log-prob of engine - of actor| is about
 `--noise` nats; at 0.2 the tiny model's engines answer few problems. `noise` has no correction, `noise-tis` and the others one
 of `docs/asynchronous.md`. A finished run is not repeated, so after a stop the same command continues. At its end the curves of
-the arms are drawn, and the held-out accuracy of the trained weights is printed, which the last evaluation measures without
-noise.
+the arms are drawn, with the held-out accuracy of the weights before and after training, which is measured without noise; the
+pass rate is that of the engines with noise.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from statistics import mean
 
 from benchmarks.noisy_actor import ONCE, SIZE, NoisyActor
 from rstar2_megatron.cluster import launch
+from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.runs.main import main as run
 from rstar2_megatron.runs.verl.beside import Beside, logged, seed_words
@@ -38,7 +39,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "noise-mis": ("algorithm.mis_geometric=[0.9,1.1]",),
     "noise-decoupled": ("algorithm.decoupled_loss=True",),
 }
-PANELS = ("pass-rate", "logprob-diff", "entropy", "grad-norm")
+PANELS = ("held-out", "pass-rate", "logprob-diff", "grad-norm")
 _EVERY_ARM = (
     "algorithm.recompute_logprobs=True",
     "runner.save_interval=-1",  # a run that was stopped begins again: the noise is not in checkpoints
@@ -73,6 +74,16 @@ class Mismatch(Beside):
         logged(command, self.out / f"{directory.name}.log", environment, Path.cwd())
         return directory
 
+    def with_held_out(self, directory: Path) -> Path:
+        """A copy of a run's log with the evaluations before and after it, which a run keeps apart from its steps."""
+        log, held_out = directory / "metrics.jsonl", json.loads((directory / "held_out.json").read_text())
+        *rows, last = map(json.loads, log.read_text().splitlines())
+        before = {"step": 0.0, "eval/average": held_out["before_rl"]}
+        copy = self.out / "drawn" / directory.name / log.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(copy, [before, *rows, last | {"eval/average": held_out["after_rl"]}])
+        return copy.parent
+
     def compare(self, noise: float) -> int:
         """Run what is not finished, draw, and print the final accuracies; returns the exit code of the drawing."""
         settings = resolve_tiny(load_settings(self.config, self.overrides))
@@ -85,7 +96,10 @@ class Mismatch(Beside):
         for arm, directories in paths.items():
             final = [json.loads((d / "held_out.json").read_text())["after_rl"] for d in directories]
             print(f"{arm}: held-out {mean(final):.3f} of seeds {', '.join(f'{x:.3f}' for x in final)}")
-        arms = [f"{arm}={','.join(map(str, directories))}" for arm, directories in paths.items()]
+        arms = [
+            f"{arm}={','.join(str(self.with_held_out(d)) for d in directories)}"
+            for arm, directories in paths.items()
+        ]
         words = [word for arm in arms for word in ("--arm", arm)]
         return draw([*words, "--metrics", *PANELS, "--out", str(self.out)])
 

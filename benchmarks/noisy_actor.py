@@ -27,7 +27,7 @@ ONCE = "BENCHMARK_ENGINE_NOISE_ONCE"  # "1": the same noise at each sync
 _NATS = (
     2.0  # for noise as large as the matrices; the difference grows with the square of the scale (tiny model)
 )
-_MOST = 2.0  # times that one step may change the scale
+_MOST = 1.15  # times that one step may change the scale
 
 
 class NoisyActor(ActorWorker):

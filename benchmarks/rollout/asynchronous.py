@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.records import keep_rows
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
-from benchmarks.rollout.traces import STAGE_8K, Shape, Trace, synthetic
+from benchmarks.rollout.traces import STAGES, Shape, Trace, synthetic
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
@@ -241,8 +241,9 @@ def main() -> None:
         "--actors", nargs="+", type=int, help="GPUs of the actor, instead of every split that fits"
     )
     parser.add_argument("--bounds", nargs="+", type=int, default=[0, 1, 2, 4])
-    parser.add_argument("--problems", type=int, default=STAGE_8K.problems, help="of a step")
-    parser.add_argument("--tool-median-s", type=float, default=STAGE_8K.tool_median_s, help="of a call")
+    parser.add_argument("--stage", choices=STAGES, default="8k", help="what trajectories do")
+    parser.add_argument("--problems", type=int, default=128, help="of a step")
+    parser.add_argument("--tool-median-s", type=float, default=Shape.tool_median_s, help="of a call")
     parser.add_argument("--warm", type=int, default=2, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--slice-size", type=int, default=8)
@@ -250,7 +251,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.gpus > NODE and options.gpus % NODE:
         parser.error(f"--gpus {options.gpus}: give whole nodes of {NODE}")
-    shape = replace(STAGE_8K, problems=options.problems, tool_median_s=options.tool_median_s)
+    shape = replace(STAGES[options.stage], problems=options.problems, tool_median_s=options.tool_median_s)
     for name in options.models:
         keep_rows(options.out, rows_of(name, shape, options))
 
@@ -260,8 +261,9 @@ def rows_of(name: str, shape: Shape, options: argparse.Namespace) -> list[dict[s
     model = known_model(f"Qwen2.5-{name.upper()}")
     assert model is not None
     where = "" if options.gpus == NODE else f", {options.gpus} GPUs"
-    tools = "" if shape.tool_median_s == STAGE_8K.tool_median_s else f", calls of {shape.tool_median_s:g} s"
-    scenario = {"scenario": f"{name}, {shape.problems} x {shape.group_size}, 8K{tools}{where}"}
+    tools = "" if shape.tool_median_s == Shape.tool_median_s else f", calls of {shape.tool_median_s:g} s"
+    stage = options.stage.replace("k", "K")
+    scenario = {"scenario": f"{name}, {shape.problems} x {shape.group_size}, {stage}{tools}{where}"}
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> dict[str, Any]:

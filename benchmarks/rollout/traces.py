@@ -79,6 +79,9 @@ class Shape:
 # 8K: a mean of 3.7K tokens and 10% at the limit; 12K: 5.9K and 8% (paper, section 3: lengths 4K to 8K, clip ratio 10%)
 STAGE_8K = Shape(128, 32, 8192, 3000, 0.78)
 STAGE_12K = Shape(512, 32, 12288, 5000, 0.65)
+# the first steps of stage 1: a mean of 1K tokens, as after the cold start (paper, section 3), and 1 of 1,000 at the limit
+START_8K = Shape(128, 32, 8192, 726, 0.8)
+STAGES = {"8k": STAGE_8K, "12k": STAGE_12K, "8k-start": START_8K}
 
 
 def synthetic(shape: Shape, seed: int) -> list[Trace]:
