@@ -74,6 +74,7 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
     def begin() -> None:
         sandbox.become(*_receive(messages, buffer))
 
+    sandbox.make_directory()
     while messages.recv(1, socket.MSG_PEEK):
         pid = sandbox.fork(begin)
         os.write(pids, _PID.pack(pid))
@@ -85,6 +86,7 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
             _drop_unread(messages)
             end += sandbox.failure.take().encode()
         messages.send(end)
+        sandbox.make_directory()
     os._exit(0)
 
 

@@ -246,7 +246,8 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
     layers.activate("process_limit")
     if "private_root" in layers.active:
         limits = SandboxLimits.of(CallLimits(), CALL_DIRECTORY)
-        _try_in_child(layers, "private_tmpfs", lambda: linux.do(_directory_steps(layers, limits, None)))
+        layers.activate("private_tmpfs")
+        _try_in_child(layers, "private_tmpfs", lambda: linux.do(directory_steps(layers, 0, limits)))
     told = _try_in_child(layers, "seccomp", _compile_and_try_filters)
     if told:
         layers.filters = seccomp.Filters(*marshal.loads(told))
@@ -301,9 +302,11 @@ class SandboxLimits(NamedTuple):
         return cls(directory, limits.disk_mb, limits.open_files, limits.processes)
 
 
-def _directory_steps(layers: IsolationLayers, limits: SandboxLimits, uid: int | None) -> list[Step]:
-    """A mount namespace with a private tmpfs as working directory."""
-    owner = f",uid={uid},gid={uid}" if uid is not None else ""
+def directory_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits) -> list[Step]:
+    """A mount namespace with a private tmpfs as working directory; none where the machine refuses that."""
+    if "private_tmpfs" not in layers.active:
+        return []
+    owner = "" if layers.uid_base is None else ",uid={0},gid={0}".format(layers.uid_base + slot)
     options = f"size={limits.disk_mb}m,nr_inodes=10000,mode=700{owner}"
     steps = [
         linux.unshare_step(linux.CLONE_NEWNS),
@@ -323,17 +326,15 @@ def _readable_paths() -> list[str]:
 
 
 def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, free_fd: int) -> list[Step]:
-    """The system calls by which a call's process enters every active layer, before it runs the program.
+    """The system calls by which a process in a directory of its own enters all other layers, before it runs the program.
 
     `free_fd` is the lowest free descriptor at that moment.
     """
     uid = None if layers.uid_base is None else layers.uid_base + slot
     steps: list[Step] = []
-    if "private_tmpfs" in layers.active:
-        steps += _directory_steps(layers, limits, uid)
-        if "pid_namespace" in layers.active:
-            flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-            steps.append(linux.mount_step("proc", "/proc", "proc", flags))
+    if {"private_tmpfs", "pid_namespace"} <= set(layers.active):
+        flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+        steps.append(linux.mount_step("proc", "/proc", "proc", flags))
     steps.append(("chdir", None, os.chdir, (limits.directory,)))
     for kind, value in (
         (resource.RLIMIT_CORE, 0),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from benchmarks.judge.programs import in_public_template
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.outcome import Outcome
 from tests.judge.conftest import Run
 from tests.judge.waiting import until
 from tests.judge.worker.test_faults import busy_slots, gone
@@ -119,6 +122,31 @@ async def test_a_call_does_not_outlive_its_slot(single: JudgeService, library: s
         call.cancel()  # it is being done once more
         await asyncio.gather(call, return_exceptions=True)
         assert (await client.run(library + "1 + 1")).stdout == "2\n"
+
+
+async def test_a_call_ends_before_its_mount_namespace_is_dropped(single: JudgeService) -> None:
+    """Its parent has the namespace too: the kernel drops one only when all cores have rested, which may take 100 ms."""
+    async with JudgeClient(single.url, time_limit_s=10.0) as client:
+        if "private_tmpfs" not in await _layers(single):
+            pytest.skip("this machine gives calls no mount namespaces")
+        call = asyncio.create_task(client.run("open('left', 'w').close(); import time; time.sleep(60)"))
+        await until(lambda: busy_slots(single), "the call runs")
+        parent = busy_slots(single)[0]
+        (process,) = parent.children()
+        assert _mount_namespace(process) == _mount_namespace(parent) != _mount_namespace(psutil.Process())
+        process.kill()
+        assert (await call).outcome == Outcome.KILLED
+        assert (await client.run("import os; os.listdir('.')")).stdout == "[]\n"  # in a namespace of its own
+
+
+def _mount_namespace(process: psutil.Process) -> str:
+    return os.readlink(f"/proc/{process.pid}/ns/mnt")
+
+
+async def _layers(service: JudgeService) -> list[str]:
+    async with httpx.AsyncClient() as http:
+        (worker,) = (await http.get(f"{service.url}/status")).json()["workers"].values()
+    return list(worker["isolation"]["active"])
 
 
 def _is_slot(process: psutil.Process) -> bool:
