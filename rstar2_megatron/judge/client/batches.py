@@ -1,5 +1,7 @@
 """Sends calls that are made within a few milliseconds in one request; each gets its result as soon as it is ready.
 
+A call that is made while no other is under way is sent at once.
+
 Uses our server's `/run/stream`. The public server answers a batch as a whole, so a quick call would wait for the
 slowest one: to a server without that route every call is sent alone.
 """
@@ -31,7 +33,7 @@ class RefusedBatch(Exception):
 
 
 class Batches:
-    """Collects submissions for `window_s`, at most `size` of them, and sends them together."""
+    """Collects submissions for `window_s` while others are under way, at most `size` of them, and sends them together."""
 
     def __init__(
         self, open_session: Callable[[], aiohttp.ClientSession], url: str, size: int, window_s: float
@@ -41,6 +43,7 @@ class Batches:
         self._size = size
         self._window_s = window_s
         self._waiting: list[Waiting] = []
+        self._under_way = 0
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self.supported = size > 1  # until the server answers that it has no such route
@@ -50,11 +53,15 @@ class Batches:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._waiting.append((submission, result))
+        self._under_way += 1
         if len(self._waiting) >= self._size:
             self._flush()
         elif self._timer is None:
-            self._timer = loop.call_later(self._window_s, self._flush)
-        return await result
+            self._timer = loop.call_later(self._window_s if self._under_way > 1 else 0.0, self._flush)
+        try:
+            return await result
+        finally:
+            self._under_way -= 1
 
     def _flush(self) -> None:
         if self._timer is not None:

@@ -49,7 +49,7 @@ class _TryAgain(Exception):
 class JudgeClient:
     """One connection pool with at most `max_concurrency` calls in flight. Bound to the event loop that uses it first.
 
-    Calls made within `batch_window_s` are sent together, at most `batch_size` of them (1: each alone). A call waits up to
+    Calls within `batch_window_s` of another are sent together, at most `batch_size` of them (1: each alone). A call waits up to
     `max_outage_s` for a judge that is away, and up to `max_overload_s` for one that is overloaded (429, queue_timeout, no
     answer within `request_timeout_s` from a judge that answers a ping). `token` defaults to the environment variable
     JUDGE_TOKEN.

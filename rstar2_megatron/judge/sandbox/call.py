@@ -22,7 +22,7 @@ from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.sandbox import isolation, linux
 from rstar2_megatron.judge.sandbox.call_parent import CallParent
-from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
+from rstar2_megatron.judge.sandbox.cgroup import Share, SlotGroup
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.output import SHORTAGES, Output, outcome_of_failure, report
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, resident_bytes
@@ -71,7 +71,7 @@ class Runner:
         self.scratch = scratch
         self.worker = worker
         if group is not None:
-            group.demote(False)  # its slot may have died in the middle of a call
+            group.set_share(Share.NO_CALL)  # its slot may have died in the middle of a call
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """Run `job` (type, solution, input, expected_output, files, limits) and return a SubmissionResult."""
@@ -80,10 +80,11 @@ class Runner:
     def close(self) -> None:
         """End processes that live on between calls."""
 
-    def _limit_memory(self, limits: CallLimits) -> tuple[int, int]:
-        """Set the control group's limit. Returns its shortages so far."""
+    def _prepare_group(self, limits: CallLimits) -> tuple[int, int]:
+        """Give the control group a call's limit and share. Returns its shortages of memory so far."""
         if self.group is None:
             return 0, 0
+        self.group.set_share(Share.NEW)
         self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
         return self.group.shortage()
 
@@ -221,7 +222,7 @@ class CallRunner(Runner):
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         limits = CallLimits.from_dict(job["limits"])
-        before = self._limit_memory(limits)
+        before = self._prepare_group(limits)
         directory = self._make_directory()
         try:
             return self._run(job, limits, directory, before)
@@ -246,7 +247,7 @@ class CallRunner(Runner):
             end = parent.take_end()
         cost = time.monotonic() - started
         if self.group is not None:
-            self.group.demote(False)
+            self.group.set_share(Share.NO_CALL)
         out.close()
         err.close()
         killed = verdict is None and self._killed_for_memory(before)

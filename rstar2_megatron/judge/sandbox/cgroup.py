@@ -2,6 +2,8 @@
 
 memfd and many processes escape an address-space limit; a memory group counts their memory too. A CPU group weighs all
 processes of a call as one. The slots' own processes are in no group: what a call does must not slow its watcher.
+The group of all slots is idle while all running calls are: else other processes, the service's own among them, would wait for
+such a call until the next tick of the kernel's clock.
 
 Version 2 allows a controller in a group's children only when the group itself has no process. So the processes of this
 process's group, other programs' too, move to a child of it, where all its limits still hold.
@@ -12,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from enum import IntEnum
 from pathlib import Path
 
 _NAME = "rstar2-judge"
 _OTHERS = "rstar2-judge-others"  # the child group for the processes of a group that must have none
 _MOUNT = Path("/sys/fs/cgroup")
 _LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
-_WEIGHT, _DEMOTED = 100, 25  # of a call, of one that has used its slice of CPU
-_IDLE = "cpu.idle"  # Linux 5.15: a new call has the core at once, and next to all of it
+_IDLE = "cpu.idle"
 _SHARES = {1: "cpu.shares", 2: "cpu.weight"}
 _QUOTA = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
 _NO_QUOTA, _PAUSED = {1: b"-1", 2: b"max 100000"}, {1: b"1000", 2: b"1000 100000"}  # 1% of a core
@@ -85,18 +87,73 @@ def _remove_tree(path: Path) -> None:
             child.rmdir()
 
 
+class Share(IntEnum):
+    """What a slot's call gets of the CPU."""
+
+    NO_CALL = 0
+    NEW = 1
+    DEMOTED = 2  # a quarter of a new call's weight
+    IDLE = 3  # what others leave; it gives way at once
+
+
+_WEIGHTS = {Share.NO_CALL: 100, Share.NEW: 100, Share.DEMOTED: 25, Share.IDLE: 0}
+
+
+class CpuParent:
+    """The CPU group of all slots, which is idle while calls run and all of them are."""
+
+    def __init__(self, directory: Path, weight: int, slots: int, version: int) -> None:
+        """`weight` of all slots together. Raises OSError."""
+        self._weight, self._version = weight, version
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # The share of each slot, then whether the group is idle: a file that the slots' processes share. Whoever dies with its
+        # lock loses it.
+        self._states = os.memfd_create("shares", os.MFD_CLOEXEC)
+        os.truncate(self._states, slots + 1)
+        self.descriptors = {self._directory, self._states}
+        _set_weight(self._directory, weight, version)
+        self.has_idle = (directory / _IDLE).exists()  # Linux 5.15
+
+    def tell(self, slot: int, share: Share) -> None:
+        """Record the share of a slot's call."""
+        os.lockf(self._states, os.F_LOCK, 0)
+        try:
+            os.pwrite(self._states, bytes((share,)), slot)
+            told = os.pread(self._states, os.fstat(self._states).st_size, 0)
+            shares, was_idle = told[:-1], told[-1]
+            is_idle = Share.IDLE in shares and Share.NEW not in shares and Share.DEMOTED not in shares
+            if is_idle != was_idle:
+                _set_weight(self._directory, 0 if is_idle else self._weight, self._version)
+                os.pwrite(self._states, bytes((is_idle,)), len(shares))
+        finally:
+            os.lockf(self._states, os.F_ULOCK, 0)
+
+
 class SlotGroup:
     """One slot's group, reached through descriptors that stay valid after the file system is hidden.
 
     A session has a group too, so there may be thousands: only what each call reads stays open, beside the directories.
     """
 
-    def __init__(self, memory: Path, cpu: Path | None, freezer: Path | None, version: int) -> None:
-        """New directories in the hierarchies; `version` is that of memory and CPU, and 2 needs one directory for all."""
-        self.descriptors: set[int] = set()
+    def __init__(
+        self,
+        memory: Path,
+        cpu: Path | None,
+        freezer: Path | None,
+        version: int,
+        slot: int = 0,
+        parent: CpuParent | None = None,
+    ) -> None:
+        """New directories in the hierarchies; `version` is that of memory and CPU, and 2 needs one directory for all.
+
+        `parent`: of `cpu`.
+        """
+        self.descriptors: set[int] = set() if parent is None else set(parent.descriptors)
         self._version = version
+        self._slot = slot
+        self._parent = parent
         self._size = 0
-        self._weight = 0  # 0: unknown
+        self._share: Share | None = None
         self._is_paused: bool | None = None
         opened: dict[Path | None, int] = {None: -1}
         for path in (memory, cpu, freezer):
@@ -109,9 +166,8 @@ class SlotGroup:
         self._events = [self._open(str(memory / name), os.O_RDONLY) for name in names]
         if version == 2:
             with contextlib.suppress(OSError):  # absent without swap
-                self._write(self._memory, "memory.swap.max", b"0")
+                _write(self._memory, "memory.swap.max", b"0")
         self.has_freezer = freezer is not None and (freezer / _FREEZE).exists()  # not before Linux 5.2
-        self._has_idle = cpu is not None and (cpu / _IDLE).exists()
         self._has_quota = cpu is not None and (cpu / _QUOTA[version]).exists()
 
     def _open(self, path: str, flags: int) -> int:
@@ -119,22 +175,15 @@ class SlotGroup:
         self.descriptors.add(fd)
         return fd
 
-    def _write(self, directory: int, name: str, value: bytes) -> None:
-        fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
-        try:
-            os.write(fd, value)
-        finally:
-            os.close(fd)
-
     def join(self) -> None:
         """Move the calling process into the group; its later children are in it too."""
         for directory in self._directories:
-            self._write(directory, "cgroup.procs", b"0")
+            _write(directory, "cgroup.procs", b"0")
 
     def set_limit(self, size: int) -> None:
         """Set the limit in bytes of the whole group. For one process only: it remembers the last value."""
         if size != self._size:
-            self._write(self._memory, _LIMIT[self._version], str(size).encode())
+            _write(self._memory, _LIMIT[self._version], str(size).encode())
             self._size = size
 
     def shortage(self) -> tuple[int, int]:
@@ -144,33 +193,45 @@ class SlotGroup:
         reached = told.get(b"max", words[-1])  # version 1: the other file's only number
         return int(told.get(b"oom_kill", 0)), int(reached)
 
-    def demote(self, demoted: bool = True, idle: bool = False) -> bool:
-        """Give the group the share of a call that has used its slice of CPU, or a new call's. False without CPU groups.
-
-        `idle`: it uses only what calls that are not idle leave, and gives way at once, where the kernel can do that.
-        """
-        weight = (-1 if idle and self._has_idle else _DEMOTED) if demoted else _WEIGHT
-        if self._cpu >= 0 and weight != self._weight:
-            if self._has_idle:  # an idle group's weight cannot be set
-                self._write(self._cpu, _IDLE, b"1" if weight < 0 else b"0")
-            if weight > 0:
-                self._write(self._cpu, _SHARES[self._version], _shares(weight, self._version))
-            self._weight = weight
-        return self._cpu >= 0
+    def set_share(self, share: Share) -> bool:
+        """Give the group's call a share of the CPU. False without CPU groups; IDLE is DEMOTED where the kernel has none."""
+        if self._parent is None:
+            return False
+        if share is Share.IDLE and not self._parent.has_idle:
+            share = Share.DEMOTED
+        if share is not self._share:
+            if self._share is None or _WEIGHTS[share] != _WEIGHTS[self._share]:
+                _set_weight(self._cpu, _WEIGHTS[share], self._version)
+            self._share = share
+            self._parent.tell(self._slot, share)
+        return True
 
     def pause(self, paused: bool = True) -> None:
         """Stop the group's processes, or let them continue; without a freezer, leave them next to no CPU."""
         if paused == self._is_paused:
             return
         if self.has_freezer:
-            self._write(self._freezer, _FREEZE, b"1" if paused else b"0")
+            _write(self._freezer, _FREEZE, b"1" if paused else b"0")
         elif self._has_quota:
-            self._write(self._cpu, _QUOTA[self._version], (_PAUSED if paused else _NO_QUOTA)[self._version])
+            _write(self._cpu, _QUOTA[self._version], (_PAUSED if paused else _NO_QUOTA)[self._version])
         self._is_paused = paused
 
 
-def _shares(weight: int, version: int) -> bytes:
-    return str(weight if version == 2 else weight * 1024 // 100).encode()
+def _write(directory: int, name: str, value: bytes) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        os.write(fd, value)
+    finally:
+        os.close(fd)
+
+
+def _set_weight(directory: int, weight: int, version: int) -> None:
+    """100 is a call's; 0 is idle. An idle group's weight cannot be set, and is the kernel's usual one afterwards."""
+    with contextlib.suppress(FileNotFoundError):
+        _write(directory, _IDLE, b"0" if weight else b"1")
+    if weight:
+        shares = weight if version == 2 else weight * 1024 // 100
+        _write(directory, _SHARES[version], str(shares).encode())
 
 
 class GroupTree:
@@ -192,16 +253,19 @@ class GroupTree:
             if version == 2:
                 _enable("memory", self.roots[0])
             _share_memory(base, version)
+            parent = None
             try:
                 cpu = self._cpu_root(version)
-                (cpu / _SHARES[version]).write_bytes(_shares(weight * _WEIGHT, version))
+                parent = CpuParent(cpu, weight * _WEIGHTS[Share.NEW], slots, version)
             except OSError as error:
                 self.without_cpu = error
             freezer = self._freezer_root(version)
-            for name in (f"slot-{index}" for index in range(slots)):
-                cpu_group = None if self.without_cpu else cpu / name
+            for slot in range(slots):
+                name = f"slot-{slot}"
+                cpu_group = None if parent is None else cpu / name
                 freezer_group = None if freezer is None else freezer / name
-                self.slots.append(SlotGroup(self.roots[0] / name, cpu_group, freezer_group, version))
+                group = SlotGroup(self.roots[0] / name, cpu_group, freezer_group, version, slot, parent)
+                self.slots.append(group)
         except OSError:
             self.remove()
             raise

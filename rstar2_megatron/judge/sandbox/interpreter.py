@@ -59,7 +59,7 @@ class SessionRunner(Runner):
         if not self.pid:
             state = "new"
             self._open(job, limits)
-        before = self._limit_memory(limits)
+        before = self._prepare_group(limits)
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # output after the end of the last cell belongs to no call
@@ -77,7 +77,7 @@ class SessionRunner(Runner):
         if verdict is None:
             ends = (self.end, self.channel.fileno())
             verdict = self._watch(ends, self.out, self.err, limits, supervision, self.resident_at_start)
-            supervision.promote()
+        supervision.promote()
         done = self._collect(0.0 if verdict is None else self._interrupt())
         self._stop()
         cost = time.monotonic() - started

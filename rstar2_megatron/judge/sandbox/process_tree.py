@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rstar2_megatron.judge.limits import WALL_FACTOR
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import linux
-from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
+from rstar2_megatron.judge.sandbox.cgroup import Share, SlotGroup
 
 SLICE_S = 0.03  # CPU time after which a call is demoted
 _PERMIT_S = 0.1  # wall time after which another call may begin: a call that gets so little CPU must not hold others back
@@ -154,8 +154,9 @@ class Supervision:
             self.on_demotion()
         if self.cpu_s >= SLICE_S:
             self.niceness = NICENESS
-            has_its_share = self.cpu_s * WALL_FACTOR >= now - self.started
-            if self.group is None or not self.group.demote(idle=has_its_share):
+            has_enough = self.cpu_s * WALL_FACTOR >= now - self.started
+            share = Share.IDLE if has_enough else Share.DEMOTED
+            if self.group is None or not self.group.set_share(share):
                 for member in usage.members:  # includes processes that were started since the last look
                     with contextlib.suppress(OSError):
                         os.setpriority(os.PRIO_PROCESS, member, NICENESS)
@@ -164,7 +165,8 @@ class Supervision:
 
     def promote(self) -> None:
         """At the end of a session's call: the next one begins with a full share. Without CPU groups that needs root."""
-        if self.niceness and (self.group is None or not self.group.demote(False)):
+        has_share = self.group is not None and self.group.set_share(Share.NO_CALL)
+        if self.niceness and not has_share:
             for member in family(self.find_pid()):
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, member, 0)

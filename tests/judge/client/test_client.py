@@ -93,6 +93,14 @@ async def test_calls_travel_together_and_each_comes_back_when_it_is_ready(judge:
         assert (await slow).stdout == "slow\n"
 
 
+async def test_a_call_waits_for_no_other_while_it_is_alone(judge: JudgeService) -> None:
+    async with JudgeClient(judge.url, batch_window_s=1000.0) as client, asyncio.timeout(30):
+        for _ in range(2):
+            assert (await client.run("1 + 1")).stdout == "2\n"
+        results = await asyncio.gather(*(client.run(f"print({i})") for i in range(4)))
+    assert [result.stdout for result in results] == ["0\n", "1\n", "2\n", "3\n"]
+
+
 async def test_a_call_that_is_not_valid_takes_no_other_along(judge: JudgeService) -> None:
     async with JudgeClient(judge.url) as client:
         calls = (client.run("1", kind="fortran"), client.run("1"), client.run("2"))

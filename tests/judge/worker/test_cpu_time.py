@@ -20,7 +20,7 @@ from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import process_tree
-from rstar2_megatron.judge.sandbox.cgroup import SlotGroup
+from rstar2_megatron.judge.sandbox.cgroup import Share, SlotGroup
 from rstar2_megatron.judge.sandbox.process_tree import NICENESS, SLICE_S, Supervision
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\nprint('done')"
@@ -166,9 +166,9 @@ class Scripted:
         monkeypatch.setattr(process_tree, "usage_of", lambda _: process_tree.Usage([], *at(self.now)))
         self.supervision = Supervision(lambda: 1, 0.0, 4.0, cast(SlotGroup, self), lambda: None)
 
-    def demote(self, idle: bool) -> bool:
+    def set_share(self, share: Share) -> bool:
         """In place of the slot's control group."""
-        self.demoted.append(idle)
+        self.demoted.append(share is Share.IDLE)
         return True
 
     def end(self) -> tuple[Outcome, float]:
