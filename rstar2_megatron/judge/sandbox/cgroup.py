@@ -2,8 +2,9 @@
 
 memfd and many processes escape an address-space limit; a memory group counts their memory too. A CPU group weighs all
 processes of a call as one. The slots' own processes are in no group: what a call does must not slow its watcher.
-The group of all slots is idle while all running calls are: else other processes, the service's own among them, would wait for
-such a call until the next tick of the kernel's clock.
+The group of all slots weighs as its new calls together, more while a call is short of CPU. While all running calls are idle,
+it is idle too. With a larger weight other processes, the service's own among them, would wait for a call until the next tick of
+the kernel's clock.
 
 Version 2 allows a controller in a group's children only when the group itself has no process. So the processes of this
 process's group, other programs' too, move to a child of it, where all its limits still hold.
@@ -92,7 +93,7 @@ class Share(IntEnum):
 
     NO_CALL = 0
     NEW = 1
-    DEMOTED = 2  # a quarter of a new call's weight
+    DEMOTED = 2  # it is short of CPU: a quarter of a new call's weight
     IDLE = 3  # what others leave; it gives way at once
 
 
@@ -100,18 +101,17 @@ _WEIGHTS = {Share.NO_CALL: 100, Share.NEW: 100, Share.DEMOTED: 25, Share.IDLE: 0
 
 
 class CpuParent:
-    """The CPU group of all slots, which is idle while calls run and all of them are."""
+    """The CPU group of all slots."""
 
-    def __init__(self, directory: Path, weight: int, slots: int, version: int) -> None:
-        """`weight` of all slots together. Raises OSError."""
-        self._weight, self._version = weight, version
+    def __init__(self, directory: Path, most: int, slots: int, version: int) -> None:
+        """`most`: its largest weight in calls, up to 100, which it has while a call is short of CPU. Raises OSError."""
+        self._most, self._version = most, version
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # The share of each slot, then whether the group is idle: a file that the slots' processes share. Whoever dies with its
-        # lock loses it.
+        # The share of each slot, then the group's weight in calls: a file that the slots' processes share. Whoever dies with
+        # its lock loses it.
         self._states = os.memfd_create("shares", os.MFD_CLOEXEC)
         os.truncate(self._states, slots + 1)
         self.descriptors = {self._directory, self._states}
-        _set_weight(self._directory, weight, version)
         self.has_idle = (directory / _IDLE).exists()  # Linux 5.15
 
     def tell(self, slot: int, share: Share) -> None:
@@ -120,11 +120,12 @@ class CpuParent:
         try:
             os.pwrite(self._states, bytes((share,)), slot)
             told = os.pread(self._states, os.fstat(self._states).st_size, 0)
-            shares, was_idle = told[:-1], told[-1]
-            is_idle = Share.IDLE in shares and Share.NEW not in shares and Share.DEMOTED not in shares
-            if is_idle != was_idle:
-                _set_weight(self._directory, 0 if is_idle else self._weight, self._version)
-                os.pwrite(self._states, bytes((is_idle,)), len(shares))
+            shares, before = told[:-1], told[-1]
+            calls = self._most if Share.DEMOTED in shares else min(self._most, shares.count(Share.NEW))
+            # where none runs, the weight may stay as it is
+            if calls != before and (calls or Share.IDLE in shares):
+                _set_weight(self._directory, calls * _WEIGHTS[Share.NEW], self._version)
+                os.pwrite(self._states, bytes((calls,)), len(shares))
         finally:
             os.lockf(self._states, os.F_ULOCK, 0)
 
@@ -237,8 +238,8 @@ def _set_weight(directory: int, weight: int, version: int) -> None:
 class GroupTree:
     """The groups of one service: a parent and one group a slot."""
 
-    def __init__(self, slots: int, weight: int) -> None:
-        """`weight` of all slots together, in calls: about as many as there are permits.
+    def __init__(self, slots: int, most: int) -> None:
+        """`most`: the largest weight of all slots together, in calls: about as many as there are permits.
 
         Raises OSError where no memory groups can be made.
         """
@@ -256,7 +257,7 @@ class GroupTree:
             parent = None
             try:
                 cpu = self._cpu_root(version)
-                parent = CpuParent(cpu, weight * _WEIGHTS[Share.NEW], slots, version)
+                parent = CpuParent(cpu, most, slots, version)
             except OSError as error:
                 self.without_cpu = error
             freezer = self._freezer_root(version)

@@ -47,7 +47,7 @@ def test_a_demoted_group_has_a_small_weight_or_none(tree: GroupTree) -> None:
             assert int(weight.read_text()) == of_a_call // (part or 4)
 
 
-def test_all_slots_are_idle_while_calls_run_and_all_are_idle() -> None:
+def test_the_group_of_all_slots_weighs_as_its_new_calls() -> None:
     """The slots are processes of their own, and begin and end calls at the same time."""
     try:
         tree = GroupTree(3, 4)
@@ -60,32 +60,30 @@ def test_all_slots_are_idle_while_calls_run_and_all_are_idle() -> None:
         if parent is None:
             pytest.skip("no idle groups: Linux before 5.15")
         (weight,) = [path for name in ("cpu.shares", "cpu.weight") if (path := parent / name).exists()]
-        usual = {"cpu.shares": "4096\n", "cpu.weight": "400\n"}[weight.name]
+        of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
 
-        def check(is_idle: bool) -> None:
-            assert (parent / "cpu.idle").read_text() == f"{int(is_idle)}\n"
-            assert is_idle or weight.read_text() == usual
+        def check(calls: int) -> None:
+            assert (parent / "cpu.idle").read_text() == f"{int(not calls)}\n"
+            assert not calls or int(weight.read_text()) == calls * of_a_call
 
-        check(False)
-        for slot, share, is_idle in (
-            (0, Share.NEW, False),
-            (0, Share.IDLE, True),
-            (1, Share.NEW, False),
-            (1, Share.NO_CALL, True),
-            (2, Share.DEMOTED, False),
-            (1, Share.IDLE, False),
-            (2, Share.IDLE, True),
-            (0, Share.NO_CALL, True),
-            (1, Share.NO_CALL, True),
-            (2, Share.NO_CALL, False),
+        for slot, share, calls in (
+            (0, Share.NEW, 1),
+            (1, Share.NEW, 2),
+            (0, Share.IDLE, 1),
+            (1, Share.NO_CALL, 0),
+            (1, Share.NEW, 1),
+            (2, Share.DEMOTED, 4),  # short of CPU
+            (1, Share.IDLE, 4),
+            (2, Share.IDLE, 0),
+            (0, Share.NO_CALL, 0),
         ):
             _wait(_child(tree.slots[slot], share))
-            check(is_idle)
+            check(calls)
         many = (Share.NEW, Share.IDLE, Share.NO_CALL) * 100
-        for last in (Share.NEW, Share.IDLE):
+        for last, calls in ((Share.NEW, 3), (Share.IDLE, 0)):
             for pid in [_child(group, *many, last) for group in tree.slots]:
                 _wait(pid)
-            check(last is Share.IDLE)
+            check(calls)
     finally:
         tree.remove()
 
