@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.mismatch import ARMS, EXACT, Mismatch
 from benchmarks.noisy_actor import perturbed
+from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.settings.load import load_settings
 
 
@@ -47,3 +48,16 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
     assert mismatch.train(EXACT, 0, 0.3, ["no.such.key=1"]) == done
     with pytest.raises(RuntimeError, match="noise-0 ended with exit code 2"):
         mismatch.train("noise", 0, 0.3, ["no.such.key=1"])
+
+
+def test_the_drawn_log_has_the_evaluations_before_and_after_the_run(tmp_path: Path) -> None:
+    mismatch = Mismatch("rstar2-tiny-cpu", [], [EXACT], [0], tmp_path, Path("absent"))
+    done = tmp_path / f"{EXACT}-0"
+    done.mkdir()
+    rows = [{"step": 1.0, "rollout/pass_rate": 0.4}, {"step": 2.0, "rollout/pass_rate": 0.5}]
+    write_jsonl(done / "metrics.jsonl", rows)
+    (done / "held_out.json").write_text(json.dumps({"before_rl": 0.3, "after_rl": 0.6}))
+    drawn = (mismatch.with_held_out(done) / "metrics.jsonl").read_text().splitlines()
+    before = {"step": 0.0, "eval/average": 0.3}
+    assert [json.loads(row) for row in drawn] == [before, rows[0], rows[1] | {"eval/average": 0.6}]
+    assert (done / "metrics.jsonl").read_text().count("\n") == 2
