@@ -93,7 +93,7 @@ class Share(IntEnum):
 
     NO_CALL = 0
     NEW = 1
-    DEMOTED = 2  # it is short of CPU: a quarter of a new call's weight
+    DEMOTED = 2  # a quarter of a new call's weight: it is short of CPU, or the kernel has no idle groups
     IDLE = 3  # what others leave; it gives way at once
 
 
@@ -105,7 +105,7 @@ class CpuParent:
 
     def __init__(self, directory: Path, most: int, slots: int, version: int) -> None:
         """`most`: its largest weight in calls, up to 100, which it has while a call is short of CPU. Raises OSError."""
-        self._most, self._version = most, version
+        self._most, self._slots, self._version = most, slots, version
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # The share of each slot, then the group's weight in calls: a file that the slots' processes share. Whoever dies with
         # its lock loses it.
@@ -119,13 +119,13 @@ class CpuParent:
         os.lockf(self._states, os.F_LOCK, 0)
         try:
             os.pwrite(self._states, bytes((share,)), slot)
-            told = os.pread(self._states, os.fstat(self._states).st_size, 0)
+            told = os.pread(self._states, self._slots + 1, 0)
             shares, before = told[:-1], told[-1]
             calls = self._most if Share.DEMOTED in shares else min(self._most, shares.count(Share.NEW))
             # where none runs, the weight may stay as it is
             if calls != before and (calls or Share.IDLE in shares):
                 _set_weight(self._directory, calls * _WEIGHTS[Share.NEW], self._version)
-                os.pwrite(self._states, bytes((calls,)), len(shares))
+                os.pwrite(self._states, bytes((calls,)), self._slots)
         finally:
             os.lockf(self._states, os.F_ULOCK, 0)
 
@@ -142,12 +142,12 @@ class SlotGroup:
         cpu: Path | None,
         freezer: Path | None,
         version: int,
-        slot: int = 0,
-        parent: CpuParent | None = None,
+        slot: int,
+        parent: CpuParent | None,
     ) -> None:
         """New directories in the hierarchies; `version` is that of memory and CPU, and 2 needs one directory for all.
 
-        `parent`: of `cpu`.
+        `parent`: the group above `cpu`.
         """
         self.descriptors: set[int] = set() if parent is None else set(parent.descriptors)
         self._version = version

@@ -246,7 +246,7 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
     layers.activate("process_limit")
     if "private_root" in layers.active:
         limits = SandboxLimits.of(CallLimits(), CALL_DIRECTORY)
-        layers.activate("private_tmpfs")
+        layers.activate("private_tmpfs")  # until it fails: without it there are no steps to try
         _try_in_child(layers, "private_tmpfs", lambda: linux.do(directory_steps(layers, 0, limits)))
     told = _try_in_child(layers, "seccomp", _compile_and_try_filters)
     if told:

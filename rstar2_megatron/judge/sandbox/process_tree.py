@@ -165,8 +165,8 @@ class Supervision:
 
     def promote(self) -> None:
         """At the end of a session's call: the next one begins with a full share. Without CPU groups that needs root."""
-        has_share = self.group is not None and self.group.set_share(Share.NO_CALL)
-        if self.niceness and not has_share:
+        has_cpu_group = self.group is not None and self.group.set_share(Share.NO_CALL)
+        if self.niceness and not has_cpu_group:
             for member in family(self.find_pid()):
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, member, 0)

@@ -76,7 +76,8 @@ class Sandbox:
         self.live = live
         self.free_fd = _CHANNEL + 1 if live else _CHANNEL
         self.usual_limits = SandboxLimits.of(CallLimits(), isolation.CALL_DIRECTORY)
-        self.new_directory = isolation.directory_steps(layers, slot, self.usual_limits)
+        # a live interpreter, which is forked only once, makes its own
+        self.new_directory = [] if live else isolation.directory_steps(layers, slot, self.usual_limits)
         if self.new_directory:
             own = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
             self.new_directory.insert(0, linux.setns_step(own, linux.CLONE_NEWNS))

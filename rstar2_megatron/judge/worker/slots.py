@@ -82,9 +82,8 @@ class SlotPool:
     def __init__(self, count: int, sessions: int = 0) -> None:
         self.count = count
         self.sessions = sessions
-        self.free: asyncio.Queue[Slot] = (
-            asyncio.Queue()
-        )  # in turn: a slot that was just used drops its last namespace
+        # They are used in turn: one that was just used still drops the namespace of its last call.
+        self.free: asyncio.Queue[Slot] = asyncio.Queue()
         self._session_slots = list(range(count, count + sessions))  # numbers free for new sessions
         self.on_free: Callable[[], None] = lambda: None  # called when a newly started slot is free
         self._opening: dict[int, asyncio.Future[Slot]] = {}

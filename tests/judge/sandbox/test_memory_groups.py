@@ -19,7 +19,7 @@ MB = 1 << 20
 @pytest.fixture
 def tree() -> Iterator[GroupTree]:
     try:
-        made = GroupTree(1, 1)
+        made = GroupTree(3, 4)
     except OSError as error:
         pytest.skip(f"no memory control groups: {error}")
     yield made
@@ -29,7 +29,7 @@ def tree() -> Iterator[GroupTree]:
 def test_a_demoted_group_has_a_small_weight_or_none(tree: GroupTree) -> None:
     if tree.without_cpu is not None:
         pytest.skip(f"no CPU groups: {tree.without_cpu}")
-    (group,), slot = tree.slots, tree.roots[-2 if len(tree.roots) == 3 else -1] / "slot-0"
+    group, slot = tree.slots[0], tree.roots[-2 if len(tree.roots) == 3 else -1] / "slot-0"
     (weight,) = [path for name in ("cpu.shares", "cpu.weight") if (path := slot / name).exists()]
     of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
     has_idle = (slot / "cpu.idle").exists()
@@ -47,45 +47,38 @@ def test_a_demoted_group_has_a_small_weight_or_none(tree: GroupTree) -> None:
             assert int(weight.read_text()) == of_a_call // (part or 4)
 
 
-def test_the_group_of_all_slots_weighs_as_its_new_calls() -> None:
+def test_the_group_of_all_slots_weighs_as_its_new_calls(tree: GroupTree) -> None:
     """The slots are processes of their own, and begin and end calls at the same time."""
-    try:
-        tree = GroupTree(3, 4)
-    except OSError as error:
-        pytest.skip(f"no memory control groups: {error}")
-    try:
-        if tree.without_cpu is not None:
-            pytest.skip(f"no CPU groups: {tree.without_cpu}")
-        (parent,) = [root for root in tree.roots if (root / "slot-0" / "cpu.idle").exists()] or [None]
-        if parent is None:
-            pytest.skip("no idle groups: Linux before 5.15")
-        (weight,) = [path for name in ("cpu.shares", "cpu.weight") if (path := parent / name).exists()]
-        of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
+    if tree.without_cpu is not None:
+        pytest.skip(f"no CPU groups: {tree.without_cpu}")
+    (parent,) = [root for root in tree.roots if (root / "slot-0" / "cpu.idle").exists()] or [None]
+    if parent is None:
+        pytest.skip("no idle groups: Linux before 5.15")
+    (weight,) = [path for name in ("cpu.shares", "cpu.weight") if (path := parent / name).exists()]
+    of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
 
-        def check(calls: int) -> None:
-            assert (parent / "cpu.idle").read_text() == f"{int(not calls)}\n"
-            assert not calls or int(weight.read_text()) == calls * of_a_call
+    def check(calls: int) -> None:
+        assert (parent / "cpu.idle").read_text() == f"{int(not calls)}\n"
+        assert not calls or int(weight.read_text()) == calls * of_a_call
 
-        for slot, share, calls in (
-            (0, Share.NEW, 1),
-            (1, Share.NEW, 2),
-            (0, Share.IDLE, 1),
-            (1, Share.NO_CALL, 0),
-            (1, Share.NEW, 1),
-            (2, Share.DEMOTED, 4),  # short of CPU
-            (1, Share.IDLE, 4),
-            (2, Share.IDLE, 0),
-            (0, Share.NO_CALL, 0),
-        ):
-            _wait(_child(tree.slots[slot], share))
-            check(calls)
-        many = (Share.NEW, Share.IDLE, Share.NO_CALL) * 100
-        for last, calls in ((Share.NEW, 3), (Share.IDLE, 0)):
-            for pid in [_child(group, *many, last) for group in tree.slots]:
-                _wait(pid)
-            check(calls)
-    finally:
-        tree.remove()
+    for slot, share, calls in (
+        (0, Share.NEW, 1),
+        (1, Share.NEW, 2),
+        (0, Share.IDLE, 1),
+        (1, Share.NO_CALL, 0),
+        (1, Share.NEW, 1),
+        (2, Share.DEMOTED, 4),  # short of CPU
+        (1, Share.IDLE, 4),
+        (2, Share.IDLE, 0),
+        (0, Share.NO_CALL, 0),
+    ):
+        _wait(_child(tree.slots[slot], share))
+        check(calls)
+    many = (Share.NEW, Share.IDLE, Share.NO_CALL) * 100
+    for last, calls in ((Share.NEW, 3), (Share.IDLE, 0)):
+        for pid in [_child(group, *many, last) for group in tree.slots]:
+            _wait(pid)
+        check(calls)
 
 
 def _child(group: SlotGroup, *shares: Share) -> int:
@@ -112,7 +105,7 @@ def test_the_service_has_a_limit_below_the_machines_memory(
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert int(limit.read_text()) <= memory * 3 // 4
     limit.write_text(str(100 * MB))
-    (group,) = tree.slots
+    group = tree.slots[0]
     group.set_limit(own_mb * MB)
     runner = Runner(IsolationLayers(), 0, group, "")
     before = group.shortage()
