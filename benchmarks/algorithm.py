@@ -26,23 +26,7 @@ from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import FinishReason, ToolCall, ToolOutcome, Trajectory
 
-_WORDS = (
-    "so",
-    "we",
-    "find",
-    "that",
-    "the",
-    "sum",
-    "equals",
-    "12",
-    ",",
-    "let",
-    "us",
-    "check",
-    "it",
-    "with",
-    "code",
-)
+_WORDS = ("so", "we", "find", "that", "the", "sum", "equals", "12", ",", "let", "us", "check", "it", "with", "code")
 
 
 def make_groups(groups: int, group_size: int, chars: int, seed: int = 0) -> list[list[Trajectory]]:
@@ -60,9 +44,7 @@ def make_groups(groups: int, group_size: int, chars: int, seed: int = 0) -> list
             texts = [f"{number} {index} {i} " + filler[: chars // turns] for i in range(turns)]
             texts[-1] += "</reason>" + "<answer>\\boxed{12}</answer>" * rng.choice([0, 1, 1, 1, 2])
             calls = [ToolCall("python", {}, o, "x" * 256, 0.1) for o in outcomes_of]
-            trajectory = Trajectory(
-                f"q{number}", index, np.array([1], np.int32), assistant_texts=texts, tool_calls=calls
-            )
+            trajectory = Trajectory(f"q{number}", index, np.array([1], np.int32), assistant_texts=texts, tool_calls=calls)
             trajectory.finish_reason = FinishReason.ANSWERED
             trajectory.reward = float(rng.random() < rate)
             group.append(trajectory)
@@ -96,9 +78,7 @@ def measure_step(groups: list[list[Trajectory]], config: DownSamplingConfig) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--keep", type=int, default=16)

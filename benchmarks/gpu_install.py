@@ -126,17 +126,9 @@ def run(command: list[str], timeout_s: float, **environment: str) -> dict[str, A
     """{"ok", "seconds"} and, of a failure, the last lines of its output."""
     began = time.monotonic()
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=ROOT,
-        env={**os.environ, **environment},
+        command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env={**os.environ, **environment}
     )
-    result: dict[str, Any] = {
-        "ok": done.returncode == 0,
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    result: dict[str, Any] = {"ok": done.returncode == 0, "seconds": round(time.monotonic() - began, 1)}
     return result if result["ok"] else result | {"output": (done.stdout + done.stderr)[-2000:]}
 
 
@@ -222,9 +214,7 @@ def main() -> None:
         "imports": {name: run([sys.executable, "-c", f"import {name}"], 300) for name in IMPORTS},
         "preloads": {
             path.name: preload(path, gpu_environment(dict(os.environ)))
-            for path in sorted(
-                Path(sysconfig.get_path("purelib")).glob("torch_memory_saver_hook_mode_preload_cu13*")
-            )
+            for path in sorted(Path(sysconfig.get_path("purelib")).glob("torch_memory_saver_hook_mode_preload_cu13*"))
         },
         "kernels_for_sm_90": {
             name: run(
@@ -247,18 +237,10 @@ def main() -> None:
     result["tests_install"] = tests | (outcomes(junit) if junit.exists() else {})
     write_result(directory / "report.json", result)
 
-    failed = [
-        name
-        for part in ("imports", "preloads", "kernels_for_sm_90")
-        for name, x in result[part].items()
-        if not x["ok"]
-    ]
+    failed = [name for part in ("imports", "preloads", "kernels_for_sm_90") for name, x in result[part].items() if not x["ok"]]
     failed += [] if result["preloads"] else ["no library that releases an engine's memory"]
     failed += [] if tests["ok"] else ["tests/install"]
-    print(
-        f"try: {directory / 'report.json'} written; "
-        + (f"failed: {', '.join(failed)}" if failed else "all passed")
-    )
+    print(f"try: {directory / 'report.json'} written; " + (f"failed: {', '.join(failed)}" if failed else "all passed"))
     sys.exit(1 if failed else 0)
 
 

@@ -45,9 +45,7 @@ async def with_pool(pairs: list[tuple[str, str]], workers: int) -> float:
     """Seconds for all, the pool's start included."""
     start = time.perf_counter()
     with GraderPool(workers, 2.0) as pool:
-        await asyncio.gather(
-            *(pool.grade(f"<answer>\\boxed{{{answer}}}</answer>", [solution]) for answer, solution in pairs)
-        )
+        await asyncio.gather(*(pool.grade(f"<answer>\\boxed{{{answer}}}</answer>", [solution]) for answer, solution in pairs))
     return time.perf_counter() - start
 
 
@@ -67,9 +65,7 @@ def process_per_response(pairs: list[tuple[str, str]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path)

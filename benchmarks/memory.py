@@ -25,8 +25,4 @@ def resident_peak_gb(function: Callable[[], object]) -> dict[str, float]:
     before, started = start_peak(), time.perf_counter()
     function()
     peak = status_bytes("VmHWM")
-    return {
-        "own_peak_gb": (peak - before) / 1e9,
-        "process_peak_gb": peak / 1e9,
-        "seconds": time.perf_counter() - started,
-    }
+    return {"own_peak_gb": (peak - before) / 1e9, "process_peak_gb": peak / 1e9, "seconds": time.perf_counter() - started}

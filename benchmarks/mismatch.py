@@ -62,14 +62,7 @@ class Mismatch(Beside):
         all_words = [*self.overrides, *words, *seed_words(seed), *_EVERY_ARM, *ARMS[arm]]
         all_words += self.place(directory.name)
         program = "rstar2_megatron.runs.main" if arm == EXACT else "benchmarks.mismatch"
-        command = [
-            sys.executable,
-            "-m",
-            program,
-            *([] if arm == EXACT else [_CHILD]),
-            self.config,
-            *all_words,
-        ]
+        command = [sys.executable, "-m", program, *([] if arm == EXACT else [_CHILD]), self.config, *all_words]
         environment = {**os.environ, SIZE: str(noise), ONCE: str(int(self.once))}
         logged(command, self.out / f"{directory.name}.log", environment, Path.cwd())
         return directory
@@ -96,10 +89,7 @@ class Mismatch(Beside):
         for arm, directories in paths.items():
             final = [json.loads((d / "held_out.json").read_text())["after_rl"] for d in directories]
             print(f"{arm}: held-out {mean(final):.3f} of seeds {', '.join(f'{x:.3f}' for x in final)}")
-        arms = [
-            f"{arm}={','.join(str(self.with_held_out(d)) for d in directories)}"
-            for arm, directories in paths.items()
-        ]
+        arms = [f"{arm}={','.join(str(self.with_held_out(d)) for d in directories)}" for arm, directories in paths.items()]
         words = [word for arm in arms for word in ("--arm", arm)]
         return draw([*words, "--metrics", *PANELS, "--out", str(self.out)])
 
@@ -108,9 +98,7 @@ def main() -> int:
     if sys.argv[1:2] == [_CHILD]:
         launch.ActorWorker = NoisyActor  # type: ignore[misc]
         return run(sys.argv[2:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="NAME and key=value of the runs (rstar2-tiny-cpu)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[EXACT, "noise", "noise-tis"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

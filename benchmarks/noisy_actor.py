@@ -24,9 +24,7 @@ from rstar2_megatron.weights.route import WeightRoute
 
 SIZE = "BENCHMARK_ENGINE_NOISE"  # nats
 ONCE = "BENCHMARK_ENGINE_NOISE_ONCE"  # "1": the same noise at each sync
-_NATS = (
-    2.0  # for noise as large as the matrices; the difference grows with the square of the scale (tiny model)
-)
+_NATS = 2.0  # for noise as large as the matrices; the difference grows with the square of the scale (tiny model)
 _MOST = 1.15  # times that one step may change the scale
 
 

@@ -110,9 +110,7 @@ def time_training(settings: Settings, count: int, turns: int) -> tuple[int, dict
     return sum(lengths), seconds
 
 
-async def time_rollouts(
-    settings: Settings, count: int, turns: int
-) -> tuple[int, dict[Precision, list[float]]]:
+async def time_rollouts(settings: Settings, count: int, turns: int) -> tuple[int, dict[Precision, list[float]]]:
     """(generated tokens of a rollout, CPU seconds of each rollout by precision)."""
     vocabulary = ModelConfig.from_directory(Path(settings.rollout.model.model_path)).vocab_size
     draw = random.Random(0)
@@ -120,9 +118,7 @@ async def time_rollouts(
     sampling = {"temperature": 1.0, "max_new_tokens": _RESPONSE_TOKENS, "ignore_eos": True}
     context = _PROMPT_TOKENS + _RESPONSE_TOKENS
     engines = {
-        precision: EngineClient(
-            in_precision(settings, precision).rollout, name=precision, max_context_tokens=context
-        )
+        precision: EngineClient(in_precision(settings, precision).rollout, name=precision, max_context_tokens=context)
         for precision in PRECISIONS
     }
     seconds: dict[Precision, list[float]] = {precision: [] for precision in PRECISIONS}
@@ -134,9 +130,7 @@ async def time_rollouts(
                 engine = engines[precision]
                 await engine.flush_cache()
                 before = cpu_seconds()[1]
-                await asyncio.gather(
-                    *(engine.generate(prompt, sampling, timeout_s=_LIMIT_S) for prompt in prompts)
-                )
+                await asyncio.gather(*(engine.generate(prompt, sampling, timeout_s=_LIMIT_S) for prompt in prompts))
                 if turn:
                     seconds[precision].append(cpu_seconds()[1] - before)
             print(f"rollout {turn} of {turns}", file=sys.stderr)
@@ -147,16 +141,12 @@ async def time_rollouts(
 
 
 def summary(tokens: int, seconds: dict[Precision, list[float]]) -> dict[str, Any]:
-    rates = {
-        f"{name}_tokens_per_cpu_s": round(tokens * len(used) / sum(used), 1) for name, used in seconds.items()
-    }
+    rates = {f"{name}_tokens_per_cpu_s": round(tokens * len(used) / sum(used), 1) for name, used in seconds.items()}
     return {"tokens": tokens, **rates, "bf16_over_fp32": ratio_of(seconds["fp32"], seconds["bf16"])}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", default="rstar2-smollm2-135m-cpu")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--turns", type=int, default=4, help="pairs of each")
@@ -169,12 +159,7 @@ def main() -> None:
     )
     training = time_training(settings, options.trajectories, options.turns)
     rollouts = asyncio.run(time_rollouts(settings, options.trajectories, options.turns))
-    result = {
-        "case": "precision",
-        "config": options.config,
-        "training": summary(*training),
-        "rollout": summary(*rollouts),
-    }
+    result = {"case": "precision", "config": options.config, "training": summary(*training), "rollout": summary(*rollouts)}
     write_result(options.out, result)
     print(json.dumps(result))
 

@@ -35,18 +35,14 @@ CHOSEN = "mcts, best value"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "reward-model", "data", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--next-model", help="policy of the next round")
     parser.add_argument("--config", help="configuration when the policies are not in runs")
     parser.add_argument("--problems", type=int, default=128)
     parser.add_argument("--result", type=Path, help="also add the result to this JSON file, a list of cases")
-    parser.add_argument(
-        "--case", default="seed 0", help="of the result; an older one of this name is replaced"
-    )
+    parser.add_argument("--case", default="seed 0", help="of the result; an older one of this name is replaced")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="search.rollouts=8 ...")
     own = parser.parse_intermixed_args(argv)
     out = Path(own.out)
@@ -108,13 +104,7 @@ def _report(rows: Sequence[Mapping[str, Any]], path: Path | None, case: str = "s
         )
     beaten = {row["name"]: row["mcts_minus_it"] for row in kept if _in_the_bar(row["name"])}
     passed = all(d["value"] >= BAR and d["low"] > 0 for d in beaten.values())
-    result: dict[str, Any] = {
-        "case": case,
-        "problems": len(greedy),
-        "bar": BAR,
-        "passed": passed,
-        "rows": kept,
-    }
+    result: dict[str, Any] = {"case": case, "problems": len(greedy), "bar": BAR, "passed": passed, "rows": kept}
     if (after := by_name.get("greedy of the next round")) is not None:
         result["next_round_minus_greedy"] = asdict(paired_difference(after["scores"], greedy))
     keep_rows(path, [result])

@@ -38,9 +38,7 @@ BAR = 0.8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "data"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--config", help="configuration when the policy is not in a run")
@@ -60,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if result["share"] >= BAR else 1
 
 
-async def _measure(
-    problems: Sequence[Problem], sampling: SamplingSettings, search: SearchSettings
-) -> dict[str, Any]:
+async def _measure(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchSettings) -> dict[str, Any]:
     trees = search.trees or 8
     requests = trees * search.candidates
     with tempfile.TemporaryDirectory() as place:

@@ -88,9 +88,7 @@ class Watch:
 
     def traced(self) -> dict[str, Any]:
         """CPU seconds of untraced (odd) and traced steps; steps with a checkpoint and the next ones are left out."""
-        each = {
-            n: self.cpu[n] - self.cpu[n - 1] for n in self.cpu if n > 12 and n % 10 > 1 and n - 1 in self.cpu
-        }
+        each = {n: self.cpu[n] - self.cpu[n - 1] for n in self.cpu if n > 12 and n % 10 > 1 and n - 1 in self.cpu}
         sides = [[cpu for n, cpu in each.items() if n % 2 == odd] for odd in (1, 0)]
         return ratio_of(*sides) if all(sides) else {}
 
@@ -161,13 +159,9 @@ def tree_mb(path: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument(
-        "--limit-s", type=float, default=7200, help="the run is stopped after this many seconds"
-    )
+    parser.add_argument("--limit-s", type=float, default=7200, help="the run is stopped after this many seconds")
     parser.add_argument("--trace", action="store_true", help="trace every second step")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()

@@ -39,8 +39,7 @@ def run_steps(tree: Path, overrides: Sequence[str], steps: int, limit_s: float) 
         {
             "step": step,
             "cpu_s": round(marks[step] - marks[step - 1], 3),
-            "tokens": rows[step - 1]["rollout/response_length_all"]
-            * rows[step - 1]["rollout/num_trajectories"],
+            "tokens": rows[step - 1]["rollout/response_length_all"] * rows[step - 1]["rollout/num_trajectories"],
         }
         for step in sorted(marks)
         if step > _WARM_UP and step - 1 in marks
@@ -76,9 +75,7 @@ def compare_trees(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trees", type=Path, nargs=2, metavar=("OLD", "NEW"), required=True)
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each tree")

@@ -40,9 +40,7 @@ class TinyRun:
         command += ["runner.experiment_name=run", f"cold_start.cache_dir={place}/cache"]
         environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
         with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=tree
-            )
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=tree)
         self.process = psutil.Process(self._process.pid)
 
     def finished_steps(self, limit_s: float) -> Iterator[int]:

@@ -93,17 +93,11 @@ def measure(words: list[str], output: Path, limit_s: float, every_s: float) -> d
 
 
 def _rounded(sizes: dict[str, float]) -> dict[str, float]:
-    return {
-        role: round(size, 2)
-        for role, size in sorted(sizes.items(), key=lambda item: -item[1])
-        if size >= 0.005
-    }
+    return {role: round(size, 2) for role, size in sorted(sizes.items(), key=lambda item: -item[1]) if size >= 0.005}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="+", metavar="WORD", help="NAME and key=value, as for run_rstar2.sh")
     parser.add_argument("--empty-cache", action="store_true")
     parser.add_argument("--limit-s", type=float, default=7200.0)

@@ -17,16 +17,10 @@ from rstar2_megatron.records.whole_file import write_jsonl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--benchmarks", nargs="+", default=list(BENCHMARKS), choices=list(BENCHMARKS), metavar="NAME"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--benchmarks", nargs="+", default=list(BENCHMARKS), choices=list(BENCHMARKS), metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("data/eval"))
-    parser.add_argument(
-        "--source", type=Path, help="a local copy: directory, jsonl, csv or parquet; with one benchmark"
-    )
+    parser.add_argument("--source", type=Path, help="a local copy: directory, jsonl, csv or parquet; with one benchmark")
     parser.add_argument("--seed", type=int, default=0, help="order of GPQA's choices")
     arguments = parser.parse_args()
     if arguments.source and len(arguments.benchmarks) != 1:

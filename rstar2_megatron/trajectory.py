@@ -22,11 +22,7 @@ from pydantic import PlainSerializer, PlainValidator
 def _json_type(kind: str) -> tuple[PlainValidator, PlainSerializer]:
     def read(value: Any) -> np.ndarray:
         try:
-            return (
-                np.frombuffer(base64.b64decode(value), kind)
-                if isinstance(value, str)
-                else np.array(value, kind)
-            )
+            return np.frombuffer(base64.b64decode(value), kind) if isinstance(value, str) else np.array(value, kind)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"not an array of {kind}: {error}") from None
 

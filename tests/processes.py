@@ -17,11 +17,7 @@ def command_line(process: psutil.Process) -> list[str]:
 
 def engine_files() -> set[str]:
     """Names in /dev/shm that SGLang's processes made there."""
-    return {
-        path.name
-        for pattern in ("sglang_loads_rstar2-*", "sgl_shm_*")
-        for path in Path("/dev/shm").glob(pattern)
-    }
+    return {path.name for pattern in ("sglang_loads_rstar2-*", "sgl_shm_*") for path in Path("/dev/shm").glob(pattern)}
 
 
 def files_of_dead_engines() -> set[str]:

@@ -55,11 +55,7 @@ def test_the_contracts_hold(copy: Path) -> None:
     [
         ("settings/placement.py", "from rstar2_megatron.training import gates", "Imports run down"),
         ("report/names.py", "from rstar2_megatron.evaluation import scores", "Imports run down"),
-        (
-            "judge/sandbox/cpp.py",
-            "from rstar2_megatron.judge.server import app",
-            "Imports run down inside the judge",
-        ),
+        ("judge/sandbox/cpp.py", "from rstar2_megatron.judge.server import app", "Imports run down inside the judge"),
         (
             "rollout/scheduling/admission_queue.py",
             "from rstar2_megatron.rollout import chat",
@@ -88,9 +84,7 @@ def test_pure_rooms_do_not_import_torch_distributed(tmp_path: Path) -> None:
     files = [path for room in PURE for path in (PACKAGE / room).rglob("*.py")]
     assert len(files) > 40
     assert [path for path in files if uses_torch_distributed(path)] == []
-    for number, line in enumerate(
-        ("import torch.distributed as dist", "def f():\n    from torch import distributed")
-    ):
+    for number, line in enumerate(("import torch.distributed as dist", "def f():\n    from torch import distributed")):
         planted = tmp_path / f"{number}.py"
         planted.write_text(line + "\n")
         assert uses_torch_distributed(planted)

@@ -77,11 +77,7 @@ def settings_for(
     budget: int, threads: int, precision: str, *, host_optimizer: bool = False, **model: Any
 ) -> tuple[ActorSettings, RunnerSettings, AlgorithmSettings]:
     actor = ActorSettings.model_validate(
-        {
-            "model": {"precision": precision, **model},
-            "optim": {"optimizer_cpu_offload": host_optimizer},
-            "cpu_threads": threads,
-        }
+        {"model": {"precision": precision, **model}, "optim": {"optimizer_cpu_offload": host_optimizer}, "cpu_threads": threads}
     )
     runner = RunnerSettings.model_validate(
         {
@@ -109,9 +105,7 @@ def write_config(directory: Path, shape: dict[str, Any]) -> Path:
     return directory
 
 
-def start_actor(
-    rank: int, world: int, port: int, device: str, config: Any, model_path: Path
-) -> MegatronActor:
+def start_actor(rank: int, world: int, port: int, device: str, config: Any, model_path: Path) -> MegatronActor:
     """An actor with random weights; it needs no weights on disk."""
     from rstar2_megatron.cpu.megatron import install
 
@@ -138,9 +132,7 @@ def start_actor(
     return actor
 
 
-def transformers_step(
-    model: Any, adam: Any, sequences: list[TrainSequence], budget: int, device: str
-) -> None:
+def transformers_step(model: Any, adam: Any, sequences: list[TrainSequence], budget: int, device: str) -> None:
     """A training step with transformers: padded micro-batches, full logits, the same loss and optimizer."""
     trained = sum(s.num_trained_tokens for s in sequences)
     adam.zero_grad()
@@ -158,9 +150,9 @@ def transformers_step(
         ids, mask = padded("input_ids"), padded("loss_mask")[:, 1:]
         keep = torch.tensor([[1] * s.length + [0] * (longest - s.length) for s in batch], device=device)
         logits = model(input_ids=ids, attention_mask=keep, use_cache=False).logits[:, :-1].float()
-        chosen = -torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-        ).view(mask.shape)
+        chosen = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
+            mask.shape
+        )
         ratio = (chosen - padded("rollout_logprobs")[:, 1:]).clamp(-20, 20).exp()
         advantage = torch.tensor([s.advantage for s in batch], device=device)[:, None]
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)

@@ -104,9 +104,7 @@ def loaded(output: Path, tensor_parallel: int) -> dict[str, float]:
 
     config = ModelConfig.from_directory(output)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor_parallel)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False
-    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False)
     set_seed(0)
     actor, _, _ = settings_for(8192, 1, "bf16", tensor_model_parallel_size=tensor_parallel)
     _, chunks = build_chunks(config, actor.model, "local", "cpu")
@@ -132,12 +130,8 @@ def main() -> None:
         arguments = [int(w) if w.isdigit() else Path(w) for w in words]
         print(json.dumps(globals()[name](*arguments)))
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--directory", type=Path, required=True, help="where checkpoint and model are written"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True, help="where checkpoint and model are written")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="14b")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--tensor-parallel", type=int, default=8)

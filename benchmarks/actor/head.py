@@ -50,9 +50,7 @@ class _Peak:
         return (status_bytes("VmHWM") - self._before) / 1e9
 
 
-def measure(
-    device: str, hidden_size: int, tokens: int, *, entropy: bool, buffered: bool = True
-) -> dict[str, Any]:
+def measure(device: str, hidden_size: int, tokens: int, *, entropy: bool, buffered: bool = True) -> dict[str, Any]:
     """Peak GB of forward and backward pass of log-probs (and entropies), bf16.
 
     buffered: the weight's gradient is added to a buffer like DDP's, as in training. Otherwise the head allocates it.
@@ -67,9 +65,7 @@ def measure(
     peak = _Peak(device)
     peak.start()
     started = time.perf_counter()
-    out = log_prob_entropy(
-        hidden, weight, targets, temperature=1.0, chunk_tokens=chunk, group=dist.group.WORLD
-    )
+    out = log_prob_entropy(hidden, weight, targets, temperature=1.0, chunk_tokens=chunk, group=dist.group.WORLD)
     (out.sum() if entropy else out[0].sum()).backward()
     own = peak.gb()
     seconds = time.perf_counter() - started
@@ -89,9 +85,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--hidden-size", type=int, default=1536)
     parser.add_argument("--tokens", type=int, default=16384)
@@ -103,9 +97,7 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    result = measure(
-        args.device, args.hidden_size, args.tokens, entropy=args.entropy, buffered=not args.no_buffer
-    )
+    result = measure(args.device, args.hidden_size, args.tokens, entropy=args.entropy, buffered=not args.no_buffer)
     dist.destroy_process_group()
     print(json.dumps(result))
     write_result(args.out, result)

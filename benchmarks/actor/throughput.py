@@ -69,9 +69,7 @@ def make_side(side: str, args: argparse.Namespace, lengths: list[int], path: Pat
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(path),
-        dtype=torch.bfloat16 if args.apart else torch.float32,
-        attn_implementation="sdpa",
+        AutoConfig.from_pretrained(path), dtype=torch.bfloat16 if args.apart else torch.float32, attn_implementation="sdpa"
     ).to(args.device)
     if args.recompute:
         hf.gradient_checkpointing_enable()
@@ -88,9 +86,7 @@ def optimizer_on_host(args: argparse.Namespace, path: Path) -> bool:
     return 18 * ModelConfig.from_directory(path).num_parameters > 0.6 * memory
 
 
-def time_sides(
-    sides: list[str], args: argparse.Namespace, lengths: list[int], port: int
-) -> dict[str, tuple[float, float]]:
+def time_sides(sides: list[str], args: argparse.Namespace, lengths: list[int], port: int) -> dict[str, tuple[float, float]]:
     """(median seconds of a step, peak GiB on the GPU) of each side; the sides alternate."""
     import torch.distributed as dist
 
@@ -178,9 +174,7 @@ def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     return {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
 
 
-def _rank(
-    rank: int, world: int, port: int, threads: int, path: Path, lengths: list[int], turns: int, out: Any
-) -> None:
+def _rank(rank: int, world: int, port: int, threads: int, path: Path, lengths: list[int], turns: int, out: Any) -> None:
     config = settings_for(8192, threads, "fp32", tensor_model_parallel_size=world)
     actor = start_actor(rank, world, port, "cpu", config, path)
     sequences = make_sequences(lengths, SHAPES["tiny"]["vocab_size"])
@@ -203,9 +197,7 @@ def tensor_parallel(lengths: list[int], turns: int) -> dict[str, float]:
         for world, threads in ((1, 2), (2, 1)):
             port, out = free_port(), context.Queue()
             ranks = [
-                context.Process(
-                    target=_rank, args=(r, world, port, threads, path, lengths, turns, out), daemon=True
-                )
+                context.Process(target=_rank, args=(r, world, port, threads, path, lengths, turns, out), daemon=True)
                 for r in range(world)
             ]
             for process in ranks:
@@ -226,11 +218,7 @@ def pack_balance(ranks: int = 8) -> dict[str, float]:
     size = len(lengths) // ranks
     naive = [sum(lengths[i * size : (i + 1) * size]) for i in range(ranks)]
     mean = sum(lengths) / ranks
-    return {
-        "ranks": ranks,
-        "balanced_max_over_mean": max(ours) / mean,
-        "in_order_max_over_mean": max(naive) / mean,
-    }
+    return {"ranks": ranks, "balanced_max_over_mean": max(ours) / mean, "in_order_max_over_mean": max(naive) / mean}
 
 
 def head_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -262,24 +250,16 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--recompute", action="store_true", help="full activation recompute, on both sides")
     parser.add_argument("--sweep", action="store_true", help="1.5b and 7b, with and without --recompute")
-    parser.add_argument(
-        "--dry", action="store_true", help="with --sweep: what a GPU would run, tiny, on a CPU"
-    )
+    parser.add_argument("--dry", action="store_true", help="with --sweep: what a GPU would run, tiny, on a CPU")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads of the comparison with transformers (CPU)"
-    )
-    parser.add_argument(
-        "--budget", type=int, help="tokens of a micro-batch; default 8192 on CPU, 16384 on a GPU"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of the comparison with transformers (CPU)")
+    parser.add_argument("--budget", type=int, help="tokens of a micro-batch; default 8192 on CPU, 16384 on a GPU")
     parser.add_argument("--head-memory", action="store_true")
     parser.add_argument("--head-hidden-size", type=int, default=1536)
     parser.add_argument("--head-tokens", type=int, default=16384)

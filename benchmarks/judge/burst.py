@@ -124,9 +124,7 @@ class Burst:
         if outcome != "ok" or stdout != expected(number):
             self.wrong[outcome if outcome != "ok" else f"{number}: {stdout!r}"] += 1
 
-    async def by_route(
-        self, http: aiohttp.ClientSession, route: str, numbers: list[int], body: bytes
-    ) -> None:
+    async def by_route(self, http: aiohttp.ClientSession, route: str, numbers: list[int], body: bytes) -> None:
         """`body` is `request_body(numbers)`."""
         while numbers:
             async with http.post(f"{self.url}{route}", data=body, headers=_JSON) as response:
@@ -160,11 +158,7 @@ class Burst:
             await client.run("1")
             parts = {"/run/batch": numbers[:third], "/run/long-batch": numbers[third : 2 * third]}
             requests = [
-                (
-                    route,
-                    group,
-                    request_body(group),
-                )  # made before the first is sent: this process has one thread
+                (route, group, request_body(group))  # made before the first is sent: this process has one thread
                 for route, part in parts.items()
                 for group in (part[i : i + SUBMISSIONS] for i in range(0, third, SUBMISSIONS))
             ]
@@ -193,9 +187,7 @@ class Burst:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge.burst", description=__doc__)
     parser.add_argument("--calls", type=int, default=45_000)
-    parser.add_argument(
-        "--workers", type=int, default=4, help="worker processes, each in its network namespace"
-    )
+    parser.add_argument("--workers", type=int, default=4, help="worker processes, each in its network namespace")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON: command, machine, result")
     arguments = parser.parse_args()
     raise_open_files()

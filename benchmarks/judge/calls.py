@@ -49,9 +49,7 @@ BACKGROUND = {"hostile": ("attack", 12), "busy": ("burn", 4)}
 OURS_ONLY = ("session", "overhead")
 BATCH_SIZE = 64
 # 32 clients with 64-batches have 2,048 calls in flight; more may be asked for, and wait accordingly
-CLIENTS: dict[str, tuple[int, ...]] = {
-    case: (1, 32) if case in ("surds", "batch") else (1, 32, 256, 2000) for case in CASES
-}
+CLIENTS: dict[str, tuple[int, ...]] = {case: (1, 32) if case in ("surds", "batch") else (1, 32, 256, 2000) for case in CASES}
 CLIENTS |= {"burn": (32,), "hostile": (4,), "busy": (1,)}
 CALLS_A_SESSION = 8
 
@@ -191,9 +189,7 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
         "p99_ms": quantile(latencies, 0.99),
         "max_ms": quantile(latencies, 1.0),
         "cpu_ms_per_call": round(1000 * sum(cpu.values()) / calls, 2) if seen else None,
-        "cpu_ms_by_part": {part: round(1000 * cpu[part] / calls, 2) for part in sorted(cpu)}
-        if seen
-        else None,
+        "cpu_ms_by_part": {part: round(1000 * cpu[part] / calls, 2) for part in sorted(cpu)} if seen else None,
         "lost": lost,
         "retries": retries,
         "outcomes": dict(outcomes),
@@ -267,9 +263,7 @@ def main() -> int:
     settings = ("--sessions", str(arguments.sessions))
     cases = [case for case in arguments.cases if case != "overhead"]
     if cases and not arguments.only_against:
-        with JudgeService(
-            workers=arguments.workers, time_limit_s=arguments.time_limit_s, extra_arguments=settings
-        ) as service:
+        with JudgeService(workers=arguments.workers, time_limit_s=arguments.time_limit_s, extra_arguments=settings) as service:
             assert service.process is not None
             drive(service.url, Tree(service.process.pid), cases)
     if "overhead" in arguments.cases and not arguments.only_against:

@@ -28,9 +28,7 @@ class EchoSlot(Slot):
     def __init__(self, index: int) -> None:
         self.index = index
 
-    async def run(
-        self, job: bytes, deadline_s: float, on_demotion: Callable[[], None] = lambda: None
-    ) -> bytes:
+    async def run(self, job: bytes, deadline_s: float, on_demotion: Callable[[], None] = lambda: None) -> bytes:
         sub_id = orjson.loads(job)["sub_id"]
         return orjson.dumps(make_result(sub_id, Outcome.OK, stdout="1\n", exit_code=0, worker="echo"))
 

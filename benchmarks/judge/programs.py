@@ -25,9 +25,7 @@ def _public_template() -> tuple[str, str]:
     """The text that RLinf's tool (as rStar's) puts before each program, and the form around the program's base64."""
     package = find_spec("rlinf")
     if package is None or package.origin is None:
-        raise RuntimeError(
-            "the cases template and template_sympy send what RLinf's tool sends: install rlinf"
-        )
+        raise RuntimeError("the cases template and template_sympy send what RLinf's tool sends: install rlinf")
     tool = Path(package.origin).parent / "agents/rstar2/http_code_judge_tool.py"
     texts = {
         node.targets[0].id: ast.literal_eval(node.value)

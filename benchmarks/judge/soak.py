@@ -174,9 +174,7 @@ class Soak:
             for task in others:
                 task.cancel()
             counters = client.counters
-        counts = {
-            name: self.counts[name] for name in ("calls", "lost", "wrong", "session_calls", "sessions_lost")
-        }
+        counts = {name: self.counts[name] for name in ("calls", "lost", "wrong", "session_calls", "sessions_lost")}
         return {
             "case": "soak",
             "seconds": self.seconds,

@@ -101,9 +101,7 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
         cluster.start()
         groups = {
             "actor": cluster._launch(PaperActor, "Actors", "actor", settings),
-            "engine": cluster._launch(
-                PaperRollout, "Rollouts", "rollout", settings, "cpu", max_concurrency=256
-            ),
+            "engine": cluster._launch(PaperRollout, "Rollouts", "rollout", settings, "cpu", max_concurrency=256),
             "reward": cluster._launch(PaperReward, "Rewards", "reward", settings.reward, max_concurrency=16),
         }
         known = {pid: kind for kind, g in groups.items() for pid in g.call("process_id", timeout_s=_START_S)}
@@ -113,9 +111,7 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
         messages = count_messages(coordinator)
         CountingClock.processes = processes = Processes(known)
         trainer_module.Clock = CountingClock  # type: ignore[misc]
-        trainer = Rehearsal(
-            settings, groups["actor"], groups["engine"], coordinator, device="cpu", colocated=False
-        )
+        trainer = Rehearsal(settings, groups["actor"], groups["engine"], coordinator, device="cpu", colocated=False)
         trainer._gates_open = False  # no model, whose log-probs could agree
         for step, count in enumerate(options.problems, start=1):
             data = settings.data.model_copy(update={"rollout_batch_size": count})
@@ -148,9 +144,7 @@ def measure(
     """One step."""
     before, begun = processes.cpu(), time.monotonic()
     result = trainer.step(step, loader)
-    metrics = step_metrics(
-        result.groups, result.resampled, result.actor_metrics, result.rollout_stats, result.seconds
-    )
+    metrics = step_metrics(result.groups, result.resampled, result.actor_metrics, result.rollout_stats, result.seconds)
     wall, spent = time.monotonic() - begun, processes.cpu() - before
     return {
         "problems": len(result.groups),
@@ -171,9 +165,7 @@ def _rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, nargs="+", default=[512], help="a step for each of them")
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--mean-tokens", type=int, default=5000, help="of a response, tool text included")

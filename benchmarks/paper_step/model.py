@@ -36,11 +36,7 @@ def shape_of(mean_tokens: int, max_tokens: int) -> Shape:
     low, high = 1.0, 8.0 * max_tokens
     for _ in range(30):  # truncation at the limit lowers the mean: search the median
         middle = math.sqrt(low * high)
-        mean = float(
-            np.mean(
-                [_tokens(t.turns) for t in synthetic(dataclasses.replace(wanted, median_tokens=middle), 0)]
-            )
-        )
+        mean = float(np.mean([_tokens(t.turns) for t in synthetic(dataclasses.replace(wanted, median_tokens=middle), 0)]))
         low, high = (middle, high) if mean < mean_tokens else (low, middle)
     return dataclasses.replace(wanted, median_tokens=low)
 
@@ -53,9 +49,7 @@ def make_tokenizer(directory: Path) -> None:
     """A tokenizer of 8192 tokens trained on the project's own text, about three characters a token."""
     root = Path(__file__).parents[2]
     files = [*root.glob("docs/*.md"), root / "benchmarks" / "NOTES.md", *root.glob("rstar2_megatron/*/*.py")]
-    train_tokenizer((file.read_text(encoding="utf-8") for file in files), _VOCABULARY).save_pretrained(
-        directory
-    )
+    train_tokenizer((file.read_text(encoding="utf-8") for file in files), _VOCABULARY).save_pretrained(directory)
     (directory / "config.json").write_text('{"model_type": "qwen2"}\n')
 
 
@@ -108,28 +102,19 @@ class PaperEngine:
         self._text = np.resize(np.array(encode(text), dtype=np.int32), _POOL)
         self._logprobs = -np.random.default_rng(seed).exponential(0.3, _POOL).astype(np.float32)
         calls = [
-            {"name": "python_code_with_standard_io", "arguments": {"code": _CODE % k * 4, "input": ""}}
-            for k in range(100)
+            {"name": "python_code_with_standard_io", "arguments": {"code": _CODE % k * 4, "input": ""}} for k in range(100)
         ]
         self._calls = [
-            np.array([*encode(f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"), template.end_id], np.int32)
-            for call in calls
+            np.array([*encode(f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"), template.end_id], np.int32) for call in calls
         ]
         answers = [SOLUTION, "41"]
         answers += [f"\\frac{{{int(a) * k}}}{{{k}}}" for k in range(2, 100) for a in answers]
         self._answers = [
-            np.array([*encode(f"\n</reason>\n<answer>\\boxed{{{a}}}</answer>"), template.end_id], np.int32)
-            for a in answers
+            np.array([*encode(f"\n</reason>\n<answer>\\boxed{{{a}}}</answer>"), template.end_id], np.int32) for a in answers
         ]
 
     async def generate(
-        self,
-        input_ids: Any,
-        sampling: dict[str, Any],
-        *,
-        timeout_s: float,
-        on_tokens: Any = None,
-        owner: Any = None,
+        self, input_ids: Any, sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None, owner: Any = None
     ) -> GenerateResult:
         turns = self._turns.pop(id(owner), None) or iter(self._next_trace())
         turn, room = next(turns), sampling["max_new_tokens"]

@@ -52,9 +52,7 @@ class PaperActor(ActorWorker):
         sequences = read_batch(batch)
         unpacked = time.process_time()
         runner = self._settings.runner
-        plan = plan_microbatches(
-            [s.length for s in sequences], self._world_size, max_tokens=runner.max_tokens_per_mbs, count=1
-        )
+        plan = plan_microbatches([s.length for s in sequences], self._world_size, max_tokens=runner.max_tokens_per_mbs, count=1)
         context = PackContext(
             frequencies=1e4 ** -(torch.arange(0, 64, 2) / 64),
             dtype=torch.float32,
@@ -70,9 +68,7 @@ class PaperActor(ActorWorker):
             packed = build_microbatch(sequences, members, context)
             trained += len(packed.targets)
             tokens += packed.input_ids.size(1)
-        assert trained == sum(
-            sequences[i].num_trained_tokens for own in plan.microbatches[self._rank] for i in own
-        )
+        assert trained == sum(sequences[i].num_trained_tokens for own in plan.microbatches[self._rank] for i in own)
         return {
             "actor/trained_tokens": float(sum(s.num_trained_tokens for s in sequences)),
             "actor/unpack_cpu_s": unpacked - started,

@@ -47,10 +47,7 @@ class Actor:
     kept_share: float = 0.5  # resample-on-correct keeps 16 of 32
 
     def train_s(self, traces: Sequence[Trace]) -> float:
-        lengths = [
-            t.prompt_tokens + sum(turn.generated_tokens + turn.tool_tokens for turn in t.turns)
-            for t in traces
-        ]
+        lengths = [t.prompt_tokens + sum(turn.generated_tokens + turn.tool_tokens for turn in t.turns) for t in traces]
         return self.kept_share * self.model.train_flops(lengths) / (self.gpus * PEAK_FLOPS * TRAIN_SHARE)
 
     @property
@@ -68,14 +65,7 @@ class AsyncSimulator(Simulator):
     """Engines that go on while a trainer takes batches, for `steps` steps."""
 
     def __init__(
-        self,
-        traces: Sequence[Trace],
-        cluster: Cluster,
-        slice_size: int,
-        actor: Actor,
-        shape: Shape,
-        bound: int,
-        steps: int,
+        self, traces: Sequence[Trace], cluster: Cluster, slice_size: int, actor: Actor, shape: Shape, bound: int, steps: int
     ) -> None:
         super().__init__([], cluster, "kv_adaptive", slice_size)
         self.traces = {(t.group, t.index): t for t in traces}
@@ -163,9 +153,7 @@ def fits(name: str, model: ModelConfig, gpus: int) -> bool:
     return gpus % tp == 0 and training_memory(settings, model, gpus, cpu=False).total * 1e9 <= GPU_BYTES
 
 
-def collocated(
-    name: str, model: ModelConfig, shape: Shape, slice_size: int, gpus: int, tp: int
-) -> dict[str, Any]:
+def collocated(name: str, model: ModelConfig, shape: Shape, slice_size: int, gpus: int, tp: int) -> dict[str, Any]:
     cluster = cluster_of(name, model, gpus, tp, SHARED)
     actor = Actor(model, gpus)
     budgets = make_budgets(cluster, "kv_adaptive")
@@ -231,15 +219,11 @@ def splits(name: str, model: ModelConfig, gpus: int, tp: int) -> list[tuple[int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=KV_BYTES, default=list(KV_BYTES))
     parser.add_argument("--gpus", type=int, default=NODE, help="8, or whole nodes of 8")
     parser.add_argument("--tp", nargs="+", type=int, default=[2], help="of an engine, to choose from")
-    parser.add_argument(
-        "--actors", nargs="+", type=int, help="GPUs of the actor, instead of every split that fits"
-    )
+    parser.add_argument("--actors", nargs="+", type=int, help="GPUs of the actor, instead of every split that fits")
     parser.add_argument("--bounds", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--stage", choices=STAGES, default="8k", help="what trajectories do")
     parser.add_argument("--problems", type=int, default=128, help="of a step")
@@ -287,17 +271,7 @@ def rows_of(name: str, shape: Shape, options: argparse.Namespace) -> list[dict[s
             )
             continue
         for bound in options.bounds:
-            row = apart(
-                name,
-                model,
-                shape,
-                options.slice_size,
-                split,
-                base["engine_tp"],
-                bound,
-                options.warm,
-                options.steps,
-            )
+            row = apart(name, model, shape, options.slice_size, split, base["engine_tp"], bound, options.warm, options.steps)
             row["step_against_collocated"] = round(row["step_s"] / base["step_s"] - 1, 3)
             keep(row)
     return rows

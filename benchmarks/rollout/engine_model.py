@@ -49,9 +49,7 @@ class Counters:
 class EngineModel:
     """One engine. `submit` turns, `advance` to the next thing that happens, read `finished`."""
 
-    def __init__(
-        self, speed: EngineSpeed, capacity_tokens: int, max_requests: int, evict_share: float = 0.0
-    ) -> None:
+    def __init__(self, speed: EngineSpeed, capacity_tokens: int, max_requests: int, evict_share: float = 0.0) -> None:
         """`evict_share`: of the running requests, at least so many go when the cache is full."""
         self.speed = speed
         self.capacity = capacity_tokens
@@ -174,10 +172,7 @@ class EngineModel:
         tokens = 0
         taken = 0
         for request in self._waiting:
-            if (
-                len(self._running) + len(batch) >= self.max_requests
-                or tokens >= self.speed.prefill_chunk_tokens
-            ):
+            if len(self._running) + len(batch) >= self.max_requests or tokens >= self.speed.prefill_chunk_tokens:
                 break
             cached = self._cached(request)
             own_cached = max(0, cached - request.prompt_tokens)
@@ -212,9 +207,7 @@ class EngineModel:
             again = max(0, min(fresh, own_before - own_cached))
             self.counters.recomputed_tokens += again
             self.counters.recompute_s += again * self.speed.prefill_per_token_s
-            self._computed[request.key] = max(
-                own_before, request.context + request.generated - request.prompt_tokens
-            )
+            self._computed[request.key] = max(own_before, request.context + request.generated - request.prompt_tokens)
         del self._waiting[:taken]
         return batch
 
@@ -239,9 +232,7 @@ class EngineModel:
         count = len(self._running)
         context = self._running_tokens + self._prompt_tokens
         speed = self.speed
-        per_step = (
-            speed.decode_base_s + count * speed.decode_per_request_s + context * speed.decode_per_token_s
-        )
+        per_step = speed.decode_base_s + count * speed.decode_per_request_s + context * speed.decode_per_token_s
         steps = self._ends[0][0] - self._steps
         steps = min(steps, max(1, int((until - self.now) / per_step)), 64 if self._waiting else 256)
         if self._available < count:

@@ -18,12 +18,7 @@ OnTrajectory = Callable[[Problem, Trajectory], Awaitable[None]]
 
 
 async def run_groups(
-    next_problem: NextProblem,
-    loop: AgentLoop,
-    budget: KVBudget,
-    *,
-    group_size: int,
-    on_trajectory: OnTrajectory | None = None,
+    next_problem: NextProblem, loop: AgentLoop, budget: KVBudget, *, group_size: int, on_trajectory: OnTrajectory | None = None
 ) -> AsyncGenerator[Group, None]:
     """Roll out every problem that `next_problem` gives, `group_size` times each, until it gives None.
 

@@ -37,27 +37,13 @@ from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
-from rstar2_megatron.settings.schema import (
-    AgentLoopSettings,
-    RolloutModelSettings,
-    RolloutSettings,
-    SamplingParams,
-)
+from rstar2_megatron.settings.schema import AgentLoopSettings, RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem
 
 # 12 x 16 trajectories, a response budget of 640 tokens, calls of 50 ms: a CPU's version of the paper's stage
 SHAPE = Shape(
-    12,
-    16,
-    640,
-    180,
-    0.7,
-    mean_calls=1.5,
-    max_turns=5,
-    prompt_tokens=(60, 120),
-    tool_tokens=(10, 40),
-    tool_median_s=0.05,
+    12, 16, 640, 180, 0.7, mean_calls=1.5, max_turns=5, prompt_tokens=(60, 120), tool_tokens=(10, 40), tool_median_s=0.05
 )
 
 
@@ -73,18 +59,13 @@ def line(case: str, **values: Any) -> None:
 async def overhead(engine: EngineClient, template: ChatTemplate, options: argparse.Namespace) -> None:
     """The same prompts, lengths and concurrency through the engine and through the loop."""
     problems = [
-        Problem(f"q{i}", [{"role": "user", "content": f"What is {i}+{7 * i}?"}], [str(8 * i)])
-        for i in range(options.groups)
+        Problem(f"q{i}", [{"role": "user", "content": f"What is {i}+{7 * i}?"}], [str(8 * i)]) for i in range(options.groups)
     ]
     count = options.groups * options.group_size
 
     async def bare() -> int:
         prompts = [template.prompt_ids(p) for p in problems for _ in range(options.group_size)]
-        parameters = {
-            "temperature": 1.0,
-            "max_new_tokens": options.tokens,
-            "stop_token_ids": template.stop_token_ids,
-        }
+        parameters = {"temperature": 1.0, "max_new_tokens": options.tokens, "stop_token_ids": template.stop_token_ids}
         results = await asyncio.gather(*(engine.generate(ids, parameters, timeout_s=600) for ids in prompts))
         return sum(len(result.token_ids) for result in results)
 
@@ -125,11 +106,7 @@ async def overhead(engine: EngineClient, template: ChatTemplate, options: argpar
                 loop_cpu_us_per_token=round(cpu / tokens * 1e6, 1),
             )
     pairs = sorted(loop / bare for loop, bare in zip(rates["loop"], rates["bare"], strict=True))
-    line(
-        "overhead",
-        loop_to_bare=round(statistics.median(pairs), 3),
-        pairs=[round(ratio, 3) for ratio in pairs],
-    )
+    line("overhead", loop_to_bare=round(statistics.median(pairs), 3), pairs=[round(ratio, 3) for ratio in pairs])
 
 
 class NoJudge:
@@ -166,14 +143,7 @@ async def policies(
             for engine in engines:
                 await engine.flush_cache()
             live, done = await replay(
-                step,
-                engines,
-                judge,
-                template,
-                template.settings,
-                policy=policy,
-                budgets=budgets,
-                slice_size=options.slice_size,
+                step, engines, judge, template, template.settings, policy=policy, budgets=budgets, slice_size=options.slice_size
             )
             simulated = Simulator(done, cluster, policy, options.slice_size, simulated_budgets).run()
         line("live", policy=policy, **live)
@@ -190,11 +160,7 @@ async def policies(
 
 
 def _compared(seen_s: float, predicted_s: float) -> dict[str, float]:
-    return {
-        "seen_makespan_s": seen_s,
-        "predicted_makespan_s": predicted_s,
-        "predicted_to_seen": round(predicted_s / seen_s, 3),
-    }
+    return {"seen_makespan_s": seen_s, "predicted_makespan_s": predicted_s, "predicted_to_seen": round(predicted_s / seen_s, 3)}
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -212,9 +178,7 @@ async def run(options: argparse.Namespace) -> None:
         earlier = [] if options.first_step else synthetic(SHAPE, options.seed + 1)
     engines = [EngineClient(settings, seed=i, name=f"engine {i}", max_context_tokens=2040) for i in range(2)]
     wording = AgentLoopSettings(
-        system_prompt=STANDARD_IO,
-        user_prefix="",
-        max_assistant_turns=1 + max(len(trace.turns) for trace in traces),
+        system_prompt=STANDARD_IO, user_prefix="", max_assistant_turns=1 + max(len(trace.turns) for trace in traces)
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     template = ChatTemplate(tokenizer, wording)
@@ -235,13 +199,9 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory with weights and tokenizer")
-    parser.add_argument(
-        "--cases", nargs="*", default=["overhead", "policies"], choices=["overhead", "policies"]
-    )
+    parser.add_argument("--cases", nargs="*", default=["overhead", "policies"], choices=["overhead", "policies"])
     parser.add_argument("--groups", type=int, default=16, help="of the overhead's requests")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=160, help="response budget of the overhead's requests")
@@ -253,9 +213,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
     parser.add_argument("--first-step", action="store_true", help="nothing is known of their lengths yet")
-    parser.add_argument(
-        "--trace", type=Path, help="rollouts.jsonl of a real run, instead of synthetic traces"
-    )
+    parser.add_argument("--trace", type=Path, help="rollouts.jsonl of a real run, instead of synthetic traces")
     parser.add_argument("--max-response-tokens", type=int, default=256, help="of the recorded run")
     parser.add_argument("--out", type=Path, help="JSON file that the lines are added to")
     options = parser.parse_args()

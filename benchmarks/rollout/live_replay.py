@@ -33,9 +33,7 @@ from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem, Trajectory
 
-_current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar(
-    "trace"
-)  # [trace, next turn, its tokens so far]
+_current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("trace")  # [trace, next turn, its tokens so far]
 
 
 class TraceEngine:
@@ -49,23 +47,13 @@ class TraceEngine:
         self.no_calls = {str(opening[0]): -100.0}
 
     async def generate(
-        self,
-        input_ids: Any,
-        sampling: dict[str, Any],
-        *,
-        timeout_s: float,
-        on_tokens: Any = None,
-        owner: object = None,
+        self, input_ids: Any, sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None, owner: object = None
     ) -> GenerateResult:
         state = _current.get()
         trace, number, generated = state
         turn = trace.turns[number]
         last = number + 1 == len(trace.turns)
-        program = (
-            ""
-            if last
-            else f"import time; time.sleep({turn.tool_seconds:.3f}); print('x' * {turn.tool_tokens})"
-        )
+        program = "" if last else f"import time; time.sleep({turn.tool_seconds:.3f}); print('x' * {turn.tool_tokens})"
         text = call_text(program) if program else ""
         ending = self.template.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
         count = max(turn.generated_tokens - generated, len(ending))
@@ -132,12 +120,8 @@ async def replay(
     groups = sorted({trace.group for trace in traces})
     size = len(traces) // len(groups)
     if {(t.group, t.index) for t in traces} != {(g, i) for g in groups for i in range(size)}:
-        raise ValueError(
-            f"{len(traces)} trajectories in {len(groups)} groups: a replay needs groups of one size, without gaps"
-        )
-    problems = [
-        Problem(str(group), [{"role": "user", "content": words(group, traces)}], ["0"]) for group in groups
-    ]
+        raise ValueError(f"{len(traces)} trajectories in {len(groups)} groups: a replay needs groups of one size, without gaps")
+    problems = [Problem(str(group), [{"role": "user", "content": words(group, traces)}], ["0"]) for group in groups]
     phase = RolloutPhase(WorkQueue(policy, len(engines), slice_size), size)
     phase.add_problems(problems)
     changed = asyncio.Condition()

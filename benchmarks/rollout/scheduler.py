@@ -112,22 +112,16 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], help="all of them by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first-step", action="store_true", help="nothing is known of lengths yet")
     parser.add_argument("--slice-size", type=int, default=8)
     parser.add_argument("--max-requests", type=int, default=2048, help="SGLang's default is 2048 or more")
-    parser.add_argument(
-        "--trace", type=Path, help="rollouts.jsonl of a real run instead of synthetic trajectories"
-    )
+    parser.add_argument("--trace", type=Path, help="rollouts.jsonl of a real run instead of synthetic trajectories")
     parser.add_argument("--max-response-tokens", type=int, default=8192, help="of the recorded run")
     parser.add_argument("--kv-tokens", type=int, help="KV cache of an engine, instead of the scenario's")
-    parser.add_argument(
-        "--speed", type=json.loads, help="of an engine, instead of the scenario's: a `fit` line"
-    )
+    parser.add_argument("--speed", type=json.loads, help="of an engine, instead of the scenario's: a `fit` line")
     parser.add_argument("--policies", nargs="*", choices=ROWS, default=ROWS)
     parser.add_argument("--out", type=Path, help="JSON file that the rows are added to")
     options = parser.parse_args()

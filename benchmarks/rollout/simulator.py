@@ -85,13 +85,8 @@ class Simulator:
         self.traces = {(t.group, t.index): t for t in traces}
         sizes = Counter(t.group for t in traces)
         self.phase = RolloutPhase(WorkQueue(policy, cluster.engines, slice_size), 0)
-        self.phase.add(
-            [OpenGroup(Problem(str(group), [], []), size) for group, size in sorted(sizes.items())]
-        )
-        self.engines = [
-            _Engine(self, number, budget)
-            for number, budget in enumerate(budgets or make_budgets(cluster, policy))
-        ]
+        self.phase.add([OpenGroup(Problem(str(group), [], []), size) for group, size in sorted(sizes.items())])
+        self.engines = [_Engine(self, number, budget) for number, budget in enumerate(budgets or make_budgets(cluster, policy))]
         self.seconds: list[float] = []
 
     @property
@@ -115,9 +110,7 @@ class Simulator:
 
     def _result(self) -> Result:
         if len(self.seconds) != len(self.traces):
-            raise RuntimeError(
-                f"{len(self.traces) - len(self.seconds)} trajectories never ended under {self.policy}"
-            )
+            raise RuntimeError(f"{len(self.traces) - len(self.seconds)} trajectories never ended under {self.policy}")
         makespan = max(engine.ended_at for engine in self.engines)
         total = makespan * len(self.engines)
         counters = [engine.model.counters for engine in self.engines]
@@ -151,10 +144,7 @@ class _Engine:
         self.scheduler = AdmissionQueue(budget)
         cluster = simulator.cluster
         self.model = EngineModel(
-            cluster.speed,
-            cluster.kv_tokens,
-            cluster.max_requests,
-            evict_share=0.5 if simulator.lockstep else 0.0,
+            cluster.speed, cluster.kv_tokens, cluster.max_requests, evict_share=0.5 if simulator.lockstep else 0.0
         )
         self.lives: dict[int, _Life] = {}
         self.tools: list[tuple[float, int]] = []  # when a tool's answer arrives
@@ -254,10 +244,7 @@ class _Engine:
     def _report(self, now: float) -> None:
         evictions = self.model.counters.evictions
         self.scheduler.budget.observe(
-            evictions - self.evictions_seen,
-            self.model.lengths(),
-            self.model.used_tokens(),
-            [key for _, key in self.tools],
+            evictions - self.evictions_seen, self.model.lengths(), self.model.used_tokens(), [key for _, key in self.tools]
         )
         self.evictions_seen = evictions
         self.next_report = now + _REPORT_S

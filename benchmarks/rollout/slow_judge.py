@@ -36,9 +36,7 @@ def _delayed(host: str, port: int, delay_s: float) -> Iterator[int]:
     thread.start()
 
     async def serve() -> asyncio.Server:
-        return await asyncio.start_server(
-            lambda *streams: _pass_on(streams, host, port, delay_s), "127.0.0.1", 0
-        )
+        return await asyncio.start_server(lambda *streams: _pass_on(streams, host, port, delay_s), "127.0.0.1", 0)
 
     try:
         server = asyncio.run_coroutine_threadsafe(serve(), loop).result(_START_S)
@@ -49,16 +47,12 @@ def _delayed(host: str, port: int, delay_s: float) -> Iterator[int]:
         thread.join(_START_S)
 
 
-async def _pass_on(
-    client: tuple[asyncio.StreamReader, asyncio.StreamWriter], host: str, port: int, delay_s: float
-) -> None:
+async def _pass_on(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], host: str, port: int, delay_s: float) -> None:
     judge = await asyncio.open_connection(host, port)
     first = await client[0].read(1 << 16)
     judge[1].write(first)
     is_call = first.startswith(b"POST")  # not a question whether the judge is there
-    await asyncio.gather(
-        _copy(client[0], judge[1], 0.0), _copy(judge[0], client[1], delay_s if is_call else 0.0)
-    )
+    await asyncio.gather(_copy(client[0], judge[1], 0.0), _copy(judge[0], client[1], delay_s if is_call else 0.0))
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:

@@ -106,9 +106,7 @@ def figures(directory: Path) -> dict[str, Any]:
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row][1:]
     idle = {
-        name.rpartition("/")[2]: round(mean(row[name] for row in rows), 2)
-        for name in _IDLE
-        if all(name in row for row in rows)
+        name.rpartition("/")[2]: round(mean(row[name] for row in rows), 2) for name in _IDLE if all(name in row for row in rows)
     }
     marks = [json.loads(line) for line in (directory / "cores.jsonl").read_text().splitlines()]
     busy, passed = (last - first for first, last in zip(marks[0], marks[-1], strict=True))
@@ -131,16 +129,12 @@ def summary(runs: dict[int, list[Path]], seeds: Sequence[int]) -> dict[str, Any]
         **{f"max_staleness={bound}": found[bound] for bound in BOUNDS},
         "step_s_1_over_0": ratio_of(seconds[0], seconds[1]),
         "group_s_1_over_0": ratio_of(a_group[0], a_group[1]),
-        "held_out_mean": {
-            str(bound): round(mean(each["held_out"] for each in found[bound]), 4) for bound in BOUNDS
-        },
+        "held_out_mean": {str(bound): round(mean(each["held_out"] for each in found[bound]), 4) for bound in BOUNDS},
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="NAME and key=value of the runs (rstar2-tiny-cpu)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20)

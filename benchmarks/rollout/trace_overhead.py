@@ -76,16 +76,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 before = cpu_seconds()
                 if traced:
                     TRACE.open(path, time.time(), engine_row(0))
-                await replay(
-                    traces,
-                    [engine],
-                    judge,
-                    template,
-                    wording,
-                    policy="kv_adaptive",
-                    budgets=[budget],
-                    slice_size=4,
-                )
+                await replay(traces, [engine], judge, template, wording, policy="kv_adaptive", budgets=[budget], slice_size=4)
                 TRACE.close()
                 after = cpu_seconds()
                 seconds[traced].append((after[0] - before[0], after[1] - before[1]))
@@ -128,9 +119,7 @@ def _event_cost_us(count: int = 20_000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory with weights and tokenizer")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--groups", type=int, default=SHAPE.problems, help="of 16 trajectories each")

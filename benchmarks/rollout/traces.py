@@ -41,17 +41,13 @@ def recorded(path: Path, max_response_tokens: int) -> list[Trace]:
             key = (row["step"], row["query_id"])
             turns = tuple(Turn(*turn) for turn in row["trace"])
             if not turns or sum(t.generated_tokens + t.tool_tokens for t in turns) > max_response_tokens:
-                raise ValueError(
-                    f"{len(turns)} turns; does --max-response-tokens={max_response_tokens} fit this run?"
-                )
+                raise ValueError(f"{len(turns)} turns; does --max-response-tokens={max_response_tokens} fit this run?")
             group = groups.setdefault(key, len(groups))
             index = sizes[group]  # some rollouts of a group may be missing
             sizes[group] += 1
             traces.append(Trace(group, index, row["prompt_tokens"], max_response_tokens, turns))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number} is no recorded rollout ({error}); set runner.save_rollouts"
-            ) from error
+            raise ValueError(f"{path}:{number} is no recorded rollout ({error}); set runner.save_rollouts") from error
     return traces
 
 
@@ -111,7 +107,5 @@ def _turns(shape: Shape, wanted: float, rng: random.Random) -> tuple[Turn, ...]:
             turns.append(Turn(left, 0, 0.0))
             break
         left -= generated + tool
-        turns.append(
-            Turn(generated, tool, rng.lognormvariate(math.log(shape.tool_median_s), 0.9) if tool else 0.0)
-        )
+        turns.append(Turn(generated, tool, rng.lognormvariate(math.log(shape.tool_median_s), 0.9) if tool else 0.0))
     return tuple(turns)

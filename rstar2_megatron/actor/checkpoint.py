@@ -44,10 +44,7 @@ from rstar2_megatron.settings.schema import ActorSettings
 
 # megatron-core writes a process group into this dict, so callers pass copies. With the memory-efficient flag the first rank
 # of each data-parallel group gathers the optimizer state over gloo in host memory. Otherwise every rank gathers it on its GPU.
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
 _PIECE = "piece"
 _COUNTERS = "counters"
 _RANDOM = "random"
@@ -74,9 +71,7 @@ class _ThreadedSave(TorchDistSaveShardedStrategy):
         return request._replace(async_fn=functools.partial(_write_in_threads, transforms))
 
 
-def _write_in_threads(
-    transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue[Any]
-) -> None:
+def _write_in_threads(transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
     """Write each bucket (one file) in a thread; put {bucket: write results} or the exception on `results`."""
     done: queue.Queue[Any] = queue.Queue()
     tokens: queue.Queue[int] = queue.Queue()
@@ -177,9 +172,7 @@ def _live_storages(chunks: list[Any], optimizer: Any) -> set[int]:
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
             tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
-            tensors += [
-                t for state in part.optimizer.state.values() for t in state.values() if torch.is_tensor(t)
-            ]
+            tensors += [t for state in part.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
@@ -204,9 +197,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[
         state[_model_key(chunks, number)] = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
     gathered = states_without_data(optimizer) if loading else states_by_parameter(optimizer)
     with positions_without_padding(chunks), gathered:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            dict(state), is_loading=loading, metadata=dict(_METADATA)
-        )
+        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(_METADATA))
     return state
 
 
@@ -214,9 +205,7 @@ def _model_key(chunks: list[Any], number: int) -> str:
     return "model" if len(chunks) == 1 else f"model{number}"
 
 
-def start_save(
-    directory: str | Path, chunks: list[Any], optimizer: Any, counters: dict[str, Any]
-) -> PendingSave:
+def start_save(directory: str | Path, chunks: list[Any], optimizer: Any, counters: dict[str, Any]) -> PendingSave:
     """Copy model and optimizer state and start writing; collective. `PendingSave.finish` makes the directory appear.
 
     A kill at any moment leaves the old directory, the new directory, or the old one renamed to "{name}.old".
@@ -244,9 +233,7 @@ def read_counters(directory: str | Path) -> dict[str, Any]:
     """The `counters` given to `start_save`. Local. Raises ValueError when the directory is not a complete checkpoint."""
     path = Path(directory)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise ValueError(
-            f"{path} is not a complete checkpoint: choose another global_step_N by runner.resume_dir"
-        )
+        raise ValueError(f"{path} is not a complete checkpoint: choose another global_step_N by runner.resume_dir")
     counters = dist_checkpointing.load_common_state_dict(str(path))[_COUNTERS]
     assert isinstance(counters, dict)
     return counters
@@ -281,9 +268,7 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     state = _sharded_state(chunks, optimizer, loading=True)
     for number, chunk in enumerate(chunks):
         weights = state.pop(_model_key(chunks, number))
-        _load_in_pieces(
-            path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()]
-        )
+        _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
     loaded = local_checksums(chunks)
     held = take_held_states(optimizer, state["optimizer"])
     optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
@@ -317,9 +302,7 @@ def _load_in_pieces(path: Path, items: Iterable[tuple[PutState, Any]]) -> None:
     dist.all_reduce(count, dist.ReduceOp.MAX, group=_host_group())
     pieces += [[] for _ in range(int(count) - len(pieces))]
     for piece in pieces:
-        wanted = {
-            str(n): dict_list_map_outplace(_with_memory, tensors) for n, (_, tensors) in enumerate(piece)
-        }
+        wanted = {str(n): dict_list_map_outplace(_with_memory, tensors) for n, (_, tensors) in enumerate(piece)}
         read = dist_checkpointing.load({_PIECE: wanted}, str(path), validate_access_integrity=False)
         del wanted
         for n, (put, _) in enumerate(piece):

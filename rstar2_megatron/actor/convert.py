@@ -25,13 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rstar2_megatron.actor.checkpoint import read_counters
-from rstar2_megatron.actor.hf_weights import (
-    EXPERT_NAMES,
-    LAYER_NAMES,
-    OUTER_NAMES,
-    Mapping,
-    write_hf_directory,
-)
+from rstar2_megatron.actor.hf_weights import EXPERT_NAMES, LAYER_NAMES, OUTER_NAMES, Mapping, write_hf_directory
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.weights.checksum import check_same_weights, tensor_checksum
 
@@ -83,10 +77,7 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
         assert isinstance(entry, TensorStorageMetadata)
         planner = _Slice(entry, leading)
         torch_checkpoint.load(
-            {key: planner.target},
-            storage_reader=torch_checkpoint.FileSystemReader(checkpoint),
-            planner=planner,
-            no_dist=True,
+            {key: planner.target}, storage_reader=torch_checkpoint.FileSystemReader(checkpoint), planner=planner, no_dist=True
         )
         return planner.target.view(planner.target.shape[len(leading) :])
 
@@ -131,9 +122,7 @@ def convert(checkpoint: Path, model: Path, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("output", type=Path)

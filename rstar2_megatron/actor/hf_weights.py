@@ -121,9 +121,7 @@ class HFReader:
         else:
             files = sorted(self.directory.glob("*.safetensors"))
             if not files:
-                raise ValueError(
-                    f"{self.directory} holds no *.safetensors file: export the model with safetensors"
-                )
+                raise ValueError(f"{self.directory} holds no *.safetensors file: export the model with safetensors")
             self._file_of = {}
             for file in files:
                 with safe_open(file, framework="pt") as handle:
@@ -135,9 +133,7 @@ class HFReader:
     def read(self, name: str, kind: Kind, part: int, parts: int) -> Tensor:
         """Part `part` of `parts` of tensor `name`, split by `kind`: rows, columns, or not split."""
         if name not in self._file_of:
-            raise ValueError(
-                f"{self.directory} has no tensor {name}: the checkpoint does not fit its config.json"
-            )
+            raise ValueError(f"{self.directory} has no tensor {name}: the checkpoint does not fit its config.json")
         with safe_open(self.directory / self._file_of[name], framework="pt") as handle:
             if kind == "whole" or parts == 1:
                 return handle.get_tensor(name)
@@ -204,9 +200,7 @@ def iter_hf_weights(chunks: list[Any], config: ModelConfig) -> Iterator[tuple[st
     plans = [[(mapping, tuple(p.shape), p.dtype) for mapping, p in own]]
     if len(pp_ranks) > 1:
         plans = [[] for _ in pp_ranks]
-        dist.all_gather_object(
-            plans, [(mapping, tuple(p.shape), p.dtype) for mapping, p in own], group=pp_group
-        )
+        dist.all_gather_object(plans, [(mapping, tuple(p.shape), p.dtype) for mapping, p in own], group=pp_group)
     for stage, plan in enumerate(plans):
         mine = pp_ranks[stage] == dist.get_rank()
         for place, (mapping, shape, dtype) in enumerate(plan):
@@ -219,9 +213,7 @@ def iter_hf_weights(chunks: list[Any], config: ModelConfig) -> Iterator[tuple[st
                 dist.broadcast(local, pp_ranks[stage], group=pp_group)
             if mapping.expert is not None:
                 for rank, theirs in enumerate(_all_gathered(local, ep_group)):
-                    yield from zip(
-                        mapping.names(rank * experts), mapping.split(theirs, config.head_dim, groups)
-                    )
+                    yield from zip(mapping.names(rank * experts), mapping.split(theirs, config.head_dim, groups))
                 continue
             for name, piece in zip(mapping.hf_names, mapping.split(local, config.head_dim, groups)):
                 if mapping.kind == "whole" or tp_group.size() == 1:

@@ -24,9 +24,7 @@ class Layout:
     """Ranks that a layer's experts are spread over. They are part of tensor x context x data, not a further factor."""
 
 
-def check_layout(
-    settings: ActorSettings, model: ModelConfig, world_size: int, runner: RunnerSettings | None = None
-) -> Layout:
+def check_layout(settings: ActorSettings, model: ModelConfig, world_size: int, runner: RunnerSettings | None = None) -> Layout:
     """The layout of `world_size` ranks. Raises ValueError with one line per problem."""
     parallel = settings.model
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -47,8 +45,7 @@ def check_layout(
         if size % tp:
             fitting = [n for n in range(1, tp) if size % n == 0]
             problems.append(
-                f"{key('tensor_model_parallel_size')}={tp} does not divide the model's {what} ({size}); "
-                f"set it to {fitting[-1]}"
+                f"{key('tensor_model_parallel_size')}={tp} does not divide the model's {what} ({size}); set it to {fitting[-1]}"
             )
     if parallel.sequence_parallel and tp == 1:
         problems.append(
@@ -76,23 +73,15 @@ def check_layout(
         )
     ep = parallel.expert_model_parallel_size
     problems += _expert_problems(settings, model, world_size)
-    if parallel.recompute_granularity == "full" and not (
-        parallel.recompute_method and parallel.recompute_num_layers
-    ):
+    if parallel.recompute_granularity == "full" and not (parallel.recompute_method and parallel.recompute_num_layers):
         problems.append(
             f"{key('recompute_granularity')}=full needs {key('recompute_method')} (uniform or block) and "
             f"{key('recompute_num_layers')}; set uniform and 1"
         )
     problems += _setting_problems(settings, layers_per_chunk=model.num_layers // stages)
     if settings.optim.overlap_param_gather and not settings.optim.use_distributed_optimizer:
-        problems.append(
-            "actor.optim.overlap_param_gather=True needs actor.optim.use_distributed_optimizer=True; set it"
-        )
-    if (
-        runner is not None
-        and runner.enable_dynamic_batch_size
-        and runner.seq_length > runner.max_tokens_per_mbs * cp
-    ):
+        problems.append("actor.optim.overlap_param_gather=True needs actor.optim.use_distributed_optimizer=True; set it")
+    if runner is not None and runner.enable_dynamic_batch_size and runner.seq_length > runner.max_tokens_per_mbs * cp:
         problems.append(
             f"runner.seq_length={runner.seq_length} does not fit a micro-batch of runner.max_tokens_per_mbs="
             f"{runner.max_tokens_per_mbs} x context parallel {cp}; set max_tokens_per_mbs to at least "
@@ -144,13 +133,9 @@ def _expert_problems(settings: ActorSettings, model: ModelConfig, world_size: in
     problems = []
     if model.num_experts % ep:
         fitting = [n for n in range(1, ep) if model.num_experts % n == 0]
-        problems.append(
-            f"{key}={ep} does not divide the model's {model.num_experts} experts; set it to {fitting[-1]}"
-        )
+        problems.append(f"{key}={ep} does not divide the model's {model.num_experts} experts; set it to {fitting[-1]}")
     if world_size % (ep * pp):
-        problems.append(
-            f"{world_size} actor ranks do not divide by expert {ep} x pipeline {pp} = {ep * pp}; lower {key}"
-        )
+        problems.append(f"{world_size} actor ranks do not divide by expert {ep} x pipeline {pp} = {ep * pp}; lower {key}")
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         problems.append(
             f"{model.architecture} at actor.model.tensor_model_parallel_size="

@@ -55,11 +55,7 @@ def sft_loss(divisor: float) -> LossFunction:
 
     def loss(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         total = -output[0].sum()
-        sums = {
-            "loss": total.detach() / divisor,
-            "pg_loss": total.detach(),
-            "entropy": output[1].sum().detach(),
-        }
+        sums = {"loss": total.detach() / divisor, "pg_loss": total.detach(), "entropy": output[1].sum().detach()}
         return total / divisor, sums
 
     return loss
@@ -144,9 +140,7 @@ def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool) -> dict[s
     }
 
 
-def sft_metrics(
-    step: dict[str, float], trained: int, skipped: int, speed: dict[str, float]
-) -> dict[str, float]:
+def sft_metrics(step: dict[str, float], trained: int, skipped: int, speed: dict[str, float]) -> dict[str, float]:
     """Metrics of a supervised step from its reduced sums; `speed` holds metrics named `actor/...`."""
     return {
         "sft/loss": step["loss"],

@@ -18,14 +18,7 @@ from torch import Tensor
 
 from rstar2_megatron.actor import process_groups
 from rstar2_megatron.actor.layout import Layout, check_layout
-from rstar2_megatron.actor.losses import (
-    FlatLogProbs,
-    LossFunction,
-    rl_loss,
-    rl_metrics,
-    sft_loss,
-    sft_metrics,
-)
+from rstar2_megatron.actor.losses import FlatLogProbs, LossFunction, rl_loss, rl_metrics, sft_loss, sft_metrics
 from rstar2_megatron.actor.offload import DeviceMemory
 from rstar2_megatron.actor.packing import MicroBatchPlan, plan_microbatches, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
@@ -33,13 +26,7 @@ from rstar2_megatron.algorithm.loss import aggregate
 from rstar2_megatron.algorithm.mismatch import MismatchRules, mismatch_by_turn, without_mismatch
 from rstar2_megatron.model.flops import peak_tflops
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.schema import (
-    ActorSettings,
-    AlgorithmSettings,
-    LrSchedSettings,
-    OptimSettings,
-    RunnerSettings,
-)
+from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, LrSchedSettings, OptimSettings, RunnerSettings
 from rstar2_megatron.weights.checksum import check_same_weights, weights_checksum
 
 # Policy, reference, optimizer, checkpoint and hf_weights import megatron-core. They are imported inside methods, because on a
@@ -109,21 +96,14 @@ class MegatronActor:
             "actor/initialize_seconds": time.monotonic() - started,
         }
 
-    def reset_optimizer(
-        self, optim: OptimSettings, lr_sched: LrSchedSettings, max_optimizer_steps: int
-    ) -> None:
+    def reset_optimizer(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_optimizer_steps: int) -> None:
         """Replace the optimizer by a new one with other settings, at step 0 (between SFT phases and RL); collective.
 
         The overlap flags, `use_distributed_optimizer` and `optimizer_cpu_offload` keep their values from `initialize`.
         """
         fixed = {
             name: getattr(self.actor.optim, name)
-            for name in (
-                "use_distributed_optimizer",
-                "overlap_grad_reduce",
-                "overlap_param_gather",
-                "optimizer_cpu_offload",
-            )
+            for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "optimizer_cpu_offload")
         }
         self.policy.finish_gather()
         self.optim, self.lr_sched = optim.model_copy(update=fixed), lr_sched
@@ -156,9 +136,7 @@ class MegatronActor:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def train_step(
-        self, sequences: Sequence[TrainSequence], *, mini_batch_rows: int | None = None
-    ) -> dict[str, float]:
+    def train_step(self, sequences: Sequence[TrainSequence], *, mini_batch_rows: int | None = None) -> dict[str, float]:
         """One step of GRPO-RoC on the whole global batch: `n_minibatches` optimizer steps; collective.
 
         Every rank gets all sequences and selects its share. The loss is normalised by the trained tokens of the
@@ -278,17 +256,13 @@ class MegatronActor:
         from rstar2_megatron.actor.optimizer import learning_rate
 
         if lr is None:
-            lr = learning_rate(
-                self.optimizer_steps, self.optim, self.lr_sched, self.max_optimizer_steps, self.schedule_start
-            )
+            lr = learning_rate(self.optimizer_steps, self.optim, self.lr_sched, self.max_optimizer_steps, self.schedule_start)
         stepped, result = self.policy.update(sequences, plan, loss, temperature=temperature, lr=lr)
         self.optimizer_steps += 1
         self.skipped_steps += not stepped
         return result
 
-    def _speed(
-        self, sequences: Sequence[TrainSequence], plans: list[MicroBatchPlan], seconds: float
-    ) -> dict[str, float]:
+    def _speed(self, sequences: Sequence[TrainSequence], plans: list[MicroBatchPlan], seconds: float) -> dict[str, float]:
         lengths = [s.length for s in sequences]
         flops = self.model_config.train_flops(lengths, sum(s.num_trained_tokens for s in sequences))
         tflops = flops / seconds / self.world_size / 1e12

@@ -6,11 +6,7 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -18,9 +14,7 @@ from rstar2_megatron.actor.host_optimizer import move_to_host, threads_of_this_r
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings
 
 
-def learning_rate(
-    step: int, optim: OptimSettings, schedule: LrSchedSettings, max_steps: int, start: int = 0
-) -> float:
+def learning_rate(step: int, optim: OptimSettings, schedule: LrSchedSettings, max_steps: int, start: int = 0) -> float:
     """Rate of optimizer step `step`, counted from 0 over the optimizer's life.
 
     The warm-up is linear and reaches the full rate on step `lr_warmup_iters - 1`. No step has rate 0, unlike the first step
@@ -46,9 +40,7 @@ def wrap_ddp(config: TransformerConfig, chunks: list[Any], optim: OptimSettings)
         overlap_grad_reduce=optim.overlap_grad_reduce or gather,
         overlap_param_gather=gather,
     )
-    wrapped = [
-        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
-    ]
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     if ddp.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])  # type: ignore[assignment]
         if len(wrapped) > 1:

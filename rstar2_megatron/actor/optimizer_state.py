@@ -128,10 +128,7 @@ def _gather(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, _Pieces]]] | N
         part.init_state_fn(part.optimizer, part.config)
     group = part.data_parallel_group_gloo
     gather = _states_of_this_rank if group.size() == 1 else _states_of_all_ranks
-    state = {
-        number: {dtype: gather(part, number) for dtype in ranges}
-        for number, ranges in enumerate(part.gbuf_ranges)
-    }
+    state = {number: {dtype: gather(part, number) for dtype in ranges} for number, ranges in enumerate(part.gbuf_ranges)}
     return state if group.rank() == 0 else None
 
 

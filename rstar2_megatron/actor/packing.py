@@ -106,13 +106,7 @@ class MicroBatchPlan:
 
 
 def plan_microbatches(
-    lengths: Sequence[int],
-    ranks: int,
-    *,
-    max_tokens: int | None,
-    count: int,
-    multiple: int = 1,
-    equal: bool = False,
+    lengths: Sequence[int], ranks: int, *, max_tokens: int | None, count: int, multiple: int = 1, equal: bool = False
 ) -> MicroBatchPlan:
     """MicroBatchPlan of a mini-batch over `ranks` data-parallel ranks; every rank computes the same plan.
 

@@ -32,16 +32,11 @@ from rstar2_megatron.settings.schema import ActorSettings, OptimSettings
 class Policy:
     """The sharded model under training. Needs Megatron's process groups (`process_groups.join`)."""
 
-    def __init__(
-        self, model: ModelConfig, layout: Layout, actor: ActorSettings, model_path: str, device: str
-    ) -> None:
+    def __init__(self, model: ModelConfig, layout: Layout, actor: ActorSettings, model_path: str, device: str) -> None:
         """Build this rank's chunks, read their weights from the Hugging Face directory, build the optimizer."""
         self.model, self.layout, self.device = model, layout, device
         self._trained: Wanted = "last" if model.scores else "trained"
-        self.precision, self.chunk_tokens = (
-            actor.model.precision,
-            actor.head_chunk_tokens(cpu=device == "cpu"),
-        )
+        self.precision, self.chunk_tokens = (actor.model.precision, actor.head_chunk_tokens(cpu=device == "cpu"))
         implementation = choose_implementation(actor.model.transformer_impl, device)
         cpu_megatron.repair_router_without_engine()
         config, chunks = build_chunks(model, actor.model, implementation, device)
@@ -74,13 +69,7 @@ class Policy:
     # -------------------------------------------------------------------------------------- running
 
     def update(
-        self,
-        sequences: Sequence[TrainSequence],
-        plan: MicroBatchPlan,
-        loss: LossFunction,
-        *,
-        temperature: float,
-        lr: float,
+        self, sequences: Sequence[TrainSequence], plan: MicroBatchPlan, loss: LossFunction, *, temperature: float, lr: float
     ) -> tuple[bool, dict[str, float]]:
         """Forward, backward and optimizer step on one mini-batch.
 
@@ -99,12 +88,7 @@ class Policy:
 
     @torch.no_grad()
     def measure(
-        self,
-        sequences: Sequence[TrainSequence],
-        plan: MicroBatchPlan,
-        loss: LossFunction,
-        *,
-        temperature: float,
+        self, sequences: Sequence[TrainSequence], plan: MicroBatchPlan, loss: LossFunction, *, temperature: float
     ) -> dict[str, float]:
         """The loss function's reduced sums and maxima under the current weights; nothing is updated."""
         for chunk in self.chunks:

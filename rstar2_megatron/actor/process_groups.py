@@ -17,9 +17,7 @@ from rstar2_megatron.settings.schema import ActorSettings
 # megatron-core is imported inside functions: without a GPU `join` must install stand-ins for CUDA before the import.
 
 
-def join(
-    actor: ActorSettings, layout: Layout, *, rank: int, world_size: int, init_method: str, device: str
-) -> None:
+def join(actor: ActorSettings, layout: Layout, *, rank: int, world_size: int, init_method: str, device: str) -> None:
     """Initialise torch.distributed for the actor's ranks and create the groups of `layout`; collective."""
     if device == "cpu":
         torch.set_num_threads(actor.cpu_threads)

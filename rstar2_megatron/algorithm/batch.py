@@ -21,11 +21,7 @@ class TrainSequence(PerToken):
     log-prob 0.0.
     """
 
-    ARRAYS: ClassVar[dict[str, type]] = {
-        "input_ids": np.int32,
-        "loss_mask": np.uint8,
-        "rollout_logprobs": np.float32,
-    }
+    ARRAYS: ClassVar[dict[str, type]] = {"input_ids": np.int32, "loss_mask": np.uint8, "rollout_logprobs": np.float32}
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
@@ -44,9 +40,7 @@ class TrainSequence(PerToken):
         """Raise ValueError when the arrays differ in length, the first token is trained, or a number is not finite."""
         lengths = (len(self.input_ids), len(self.loss_mask), len(self.rollout_logprobs))
         if len(set(lengths)) != 1:
-            raise ValueError(
-                "input_ids {}, loss_mask {}, rollout_logprobs {} differ in length".format(*lengths)
-            )
+            raise ValueError("input_ids {}, loss_mask {}, rollout_logprobs {} differ in length".format(*lengths))
         if not self.length:
             raise ValueError("empty training sequence")
         if self.loss_mask[0]:
@@ -106,9 +100,7 @@ class TokenBlock:
     def sequence(self, row: int, advantage: float) -> TrainSequence:
         """Sequence `row`, as views of the block."""
         tokens = slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
-        return TrainSequence(
-            self.input_ids[tokens], self.loss_mask[tokens], self.rollout_logprobs[tokens], advantage
-        )
+        return TrainSequence(self.input_ids[tokens], self.loss_mask[tokens], self.rollout_logprobs[tokens], advantage)
 
     @property
     def trained_tokens(self) -> int:
@@ -130,9 +122,7 @@ class TrainBatch:
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The batch of some sequences; `trained_tokens` stays that of all."""
-        return replace(
-            self, block=self.block[indices], row=self.row[indices], advantages=self.advantages[indices]
-        )
+        return replace(self, block=self.block[indices], row=self.row[indices], advantages=self.advantages[indices])
 
     def sequences(self, blocks: Sequence[TokenBlock]) -> list[TrainSequence]:
         """The sequences in the batch's order; `blocks` are those that `self.blocks` refers to."""
@@ -140,9 +130,7 @@ class TrainBatch:
         return [blocks[block].sequence(row, advantage) for block, row, advantage in rows]
 
 
-def logprob_difference(
-    sequences: Sequence[TrainSequence], logprobs: Sequence[np.ndarray]
-) -> dict[str, float]:
+def logprob_difference(sequences: Sequence[TrainSequence], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
     """Mean and maximum of |logprobs - rollout_logprobs| over the trained tokens, and their number as `tokens`.
 
     `logprobs[i]` has one entry per token of `sequences[i]`.

@@ -15,9 +15,7 @@ from rstar2_megatron.algorithm.loss import MAX_LOG_RATIO
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 
 
-def kl_estimate(
-    logprobs: Tensor, reference_logprobs: Tensor, kind: str, clamp: float | None = None
-) -> Tensor:
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str, clamp: float | None = None) -> Tensor:
     """The estimate for each token, in the shape of `logprobs`, with gradient.
 
     clamp: largest value of low_var_kl; a token above it has no gradient, as in the public codes. Raises ValueError for an

@@ -19,13 +19,7 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is far outside every clip and finite in fp32
 
-LOSS_AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "released-verl",
-    "released-rlinf",
-)
+LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,7 @@ def without_mismatch(
     actor_logprobs: one array a sequence, one entry a token.
     """
     masks = [
-        kept_tokens(actor - s.rollout_logprobs, s.loss_mask, rules)
-        for s, actor in zip(sequences, actor_logprobs, strict=True)
+        kept_tokens(actor - s.rollout_logprobs, s.loss_mask, rules) for s, actor in zip(sequences, actor_logprobs, strict=True)
     ]
     before, after = [s.num_trained_tokens for s in sequences], [int(np.count_nonzero(m)) for m in masks]
     gone = sum(had > 0 and not has for had, has in zip(before, after))

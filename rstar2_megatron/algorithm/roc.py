@@ -138,9 +138,7 @@ def rejections(rewards: Tensor, valid: Tensor, config: DownSamplingConfig) -> li
     correct = ((rewards > 0) & valid).any(1)
     too_few = (size < config.down_sample_to_n) & (config.mode == "released")
     reasons = []
-    for n, is_equal, is_correct, is_too_few in zip(
-        size.tolist(), equal.tolist(), correct.tolist(), too_few.tolist()
-    ):
+    for n, is_equal, is_correct, is_too_few in zip(size.tolist(), equal.tolist(), correct.tolist(), too_few.tolist()):
         if n and is_equal:
             reasons.append(Rejection.ALL_CORRECT if is_correct else Rejection.ALL_WRONG)
         else:
@@ -168,9 +166,7 @@ def choose(
         keys = arrival_times(weights, draws)
         quotas = paper_quotas(num_positive, num_negative, config)
     else:
-        keys = torch.where(
-            positive, penalties, 0.0
-        )  # negatives have equal keys, so they stay in rollout order
+        keys = torch.where(positive, penalties, 0.0)  # negatives have equal keys, so they stay in rollout order
         quotas = released_quotas(num_positive, num_negative, config)
     chosen = smallest(keys, positive, quotas[0]) | smallest(keys, negative, quotas[1])
 
@@ -219,9 +215,7 @@ def exponential_draws(valid: Tensor, seeds: Sequence[str]) -> Tensor:
 # -------------------------------------------------------------------------------------------- quotas
 
 
-def paper_quotas(
-    num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig
-) -> tuple[Tensor, Tensor]:
+def paper_quotas(num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig) -> tuple[Tensor, Tensor]:
     """(positives, negatives) to keep, `[groups]` each, for groups of more than G rollouts.
 
     They add up to G. Each is at least its minimum count where the group has that many.
@@ -236,9 +230,7 @@ def paper_quotas(
     return positive, (target - positive).minimum(num_negative)
 
 
-def released_quotas(
-    num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig
-) -> tuple[Tensor, Tensor]:
+def released_quotas(num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig) -> tuple[Tensor, Tensor]:
     """(positives, negatives) of the public code, `[groups]` each; with an odd G they may not add up to G."""
     target = config.down_sample_to_n
     total = (num_positive + num_negative).clamp(min=1).double()

@@ -105,9 +105,7 @@ class ActorWorker(TracedWorker, Worker):
         """Summed cross entropy of the trained tokens, and their number. Collective."""
         return self.actor.sft_validation(read_batch(batch))
 
-    def preference_steps(
-        self, batches: list[tuple[TrainBatch, Pairs]], lrs: list[float]
-    ) -> list[dict[str, float]]:
+    def preference_steps(self, batches: list[tuple[TrainBatch, Pairs]], lrs: list[float]) -> list[dict[str, float]]:
         """Several steps of a reward model in one call: (prefixes, which of them are compared) each. Collective."""
         return [
             self.scorer.preference_step(read_batch(prefixes), pairs, lr)

@@ -58,11 +58,7 @@ class PendingCall:
     """
 
     def __init__(
-        self,
-        name: str,
-        refs: list[Any],
-        ranks: Sequence[int],
-        on_lost: Callable[[int, str], None] | None = None,
+        self, name: str, refs: list[Any], ranks: Sequence[int], on_lost: Callable[[int, str], None] | None = None
     ) -> None:
         self.name = name
         self.refs = refs
@@ -87,8 +83,7 @@ class PendingCall:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(
-                    f"{self.name} did not finish within {timeout_s:.0f} s on {len(waiting)} of "
-                    f"{len(self.refs)} workers"
+                    f"{self.name} did not finish within {timeout_s:.0f} s on {len(waiting)} of {len(self.refs)} workers"
                 )
             done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, 1.0))
             self._raise_failures(done)
@@ -149,9 +144,7 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def start(
-        self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
-    ) -> PendingCall:
+    def start(self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any) -> PendingCall:
         """Start `method(*args)` on all ranks (or on `ranks`) and return at once."""
         if self.before is not None:
             self.before(method)
@@ -162,14 +155,7 @@ class WorkerGroup:
         refs = [getattr(self.workers[rank], method).remote(*args, **kwargs) for rank in ranks]
         return PendingCall(f"{self.name}.{method}", refs, ranks, **more)
 
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        timeout_s: float,
-        ranks: Iterable[int] | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def call(self, method: str, *args: Any, timeout_s: float, ranks: Iterable[int] | None = None, **kwargs: Any) -> list[Any]:
         """`start(...).result(timeout_s)`."""
         return self.start(method, *args, ranks=ranks, **kwargs).result(timeout_s)
 

@@ -11,14 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlinf.scheduler.hardware import (
-    Accelerator,
-    Hardware,
-    HardwareConfig,
-    HardwareInfo,
-    HardwareResource,
-    NodeHardwareConfig,
-)
+from rlinf.scheduler.hardware import Accelerator, Hardware, HardwareConfig, HardwareInfo, HardwareResource, NodeHardwareConfig
 
 HARDWARE_TYPE = "CPUSlots"
 
@@ -38,13 +31,9 @@ class CPUSlots(Hardware):
     HW_TYPE = HARDWARE_TYPE
 
     @classmethod
-    def enumerate(
-        cls, node_rank: int, configs: list[HardwareConfig] | None = None
-    ) -> HardwareResource | None:
+    def enumerate(cls, node_rank: int, configs: list[HardwareConfig] | None = None) -> HardwareResource | None:
         slots = sum(
-            config.num_slots
-            for config in configs or []
-            if isinstance(config, CPUSlotsConfig) and config.node_rank == node_rank
+            config.num_slots for config in configs or [] if isinstance(config, CPUSlotsConfig) and config.node_rank == node_rank
         )
         if not slots:
             return None

@@ -150,32 +150,20 @@ class TrainingCluster:
 
     def launch_rollout(self) -> Any:
         return self._launch(
-            RolloutWorker,
-            self.settings.rollout.group_name,
-            "rollout",
-            self.settings,
-            self.device,
-            max_concurrency=256,
+            RolloutWorker, self.settings.rollout.group_name, "rollout", self.settings, self.device, max_concurrency=256
         )
 
     def launch_reward(self) -> Any:
-        return self._launch(
-            RewardWorker, self.settings.reward.group_name, "reward", self.settings.reward, max_concurrency=16
-        )
+        return self._launch(RewardWorker, self.settings.reward.group_name, "reward", self.settings.reward, max_concurrency=16)
 
     def _launch(self, worker_class: Any, name: str, component: str, *args: Any, **kwargs: Any) -> Any:
         strategy = self._placement.get_strategy(component)
-        group = worker_class.create_group(*args).launch(
-            self._cluster, name=name, placement_strategy=strategy, **kwargs
-        )
+        group = worker_class.create_group(*args).launch(self._cluster, name=name, placement_strategy=strategy, **kwargs)
 
         def relaunch(rank: int, restart: int) -> tuple[Any, str]:
             """Launch a lost worker again, as a group of one: RLinf's connections of its name lead to the dead process."""
             again = worker_class.create_group(*args, engine=rank).launch(
-                self._cluster,
-                name=f"{name}-{rank}-restart-{restart}",
-                placement_strategy=OnePlace(strategy, rank),
-                **kwargs,
+                self._cluster, name=f"{name}-{rank}-restart-{restart}", placement_strategy=OnePlace(strategy, rank), **kwargs
             )
             return again.worker_info_list[0].worker, f"{again.worker_group_name}:0"
 

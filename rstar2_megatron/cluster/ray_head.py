@@ -72,9 +72,7 @@ class RayHead:
     def _launch(self) -> Path:
         """Start Ray's processes. Returns the file of their output."""
         parent = tempfile.gettempdir()
-        self._directory = make_owned_directory(
-            "ray-", parent if len(parent) + _BELOW <= _SOCKET_PATH else "/tmp"
-        )
+        self._directory = make_owned_directory("ray-", parent if len(parent) + _BELOW <= _SOCKET_PATH else "/tmp")
         port, client_port, agent_port, metrics_port = free_ports(4)
         self.address = f"127.0.0.1:{port}"
         log_path = self._directory / "ray-start.log"

@@ -9,14 +9,7 @@ from typing import Any
 
 import ray
 
-from rstar2_megatron.cluster.calls import (
-    DeadlineExceeded,
-    EnginesLost,
-    PendingCall,
-    WorkerFailed,
-    WorkerGroup,
-    WorkerLost,
-)
+from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, PendingCall, WorkerFailed, WorkerGroup, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +42,7 @@ class RolloutGroup(WorkerGroup):
     def alive(self) -> list[int]:
         return [rank for rank in range(len(self)) if rank not in self.lost]
 
-    def start(
-        self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
-    ) -> PendingCall:
+    def start(self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any) -> PendingCall:
         """As `WorkerGroup.start`. Without `ranks` on the workers that live; one that dies meanwhile gives no result."""
         if self.before is not None:
             self.before(method)
@@ -73,9 +64,7 @@ class RolloutGroup(WorkerGroup):
         self.workers[rank] = None
         if not self.alive:
             raise EnginesLost(f"no engine is left: {reason}")
-        logger.warning(
-            "engine %d is lost with its worker, %d of %d go on: %s", rank, len(self.alive), len(self), reason
-        )
+        logger.warning("engine %d is lost with its worker, %d of %d go on: %s", rank, len(self.alive), len(self), reason)
 
     def start_engines(self, model_path: str, judge_url: str) -> PendingCall:
         """Start every engine (`RolloutWorker.start_engine`). Here a worker's death fails the call."""
@@ -106,10 +95,7 @@ class RolloutGroup(WorkerGroup):
                 self.lose(rank, f"its restart failed: {error}")
             else:
                 logger.warning(
-                    "engine %d runs again in a new worker (restart %d of %d)",
-                    rank,
-                    self.restarts[rank],
-                    self._max_restarts,
+                    "engine %d runs again in a new worker (restart %d of %d)", rank, self.restarts[rank], self._max_restarts
                 )
         return [rank for rank, _ in started if rank not in self.lost]
 

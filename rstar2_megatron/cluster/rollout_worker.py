@@ -88,10 +88,7 @@ class RolloutWorker(TracedWorker, Worker):
         )
         self._started = True
         await self._engine.start()
-        return {
-            "kv_capacity_tokens": float(self._engine.kv_capacity_tokens),
-            "start_seconds": time.perf_counter() - start,
-        }
+        return {"kv_capacity_tokens": float(self._engine.kv_capacity_tokens), "start_seconds": time.perf_counter() - start}
 
     @traced
     async def receive_weights(self, route: WeightRoute, version: int) -> str:
@@ -117,9 +114,7 @@ class RolloutWorker(TracedWorker, Worker):
             self._receiver.end(route, failure)
         return ""
 
-    async def deliver_weights(
-        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
-    ) -> str:
+    async def deliver_weights(self, route: WeightRoute, sender: int, number: int, item: Any, last: bool) -> str:
         """Deliver a bucket of the current weight sync (`WeightReceiver.deliver`)."""
         return await self._receiver.deliver(route, sender, number, item, last, self._engine_workers)
 

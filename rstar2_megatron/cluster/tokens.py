@@ -73,9 +73,7 @@ class TokenSource:
             self.fetch(t for group in groups for t in group.ended.values())
         except WorkerLost as error:
             for group in groups:
-                group.ended = {
-                    i: t for i, t in group.ended.items() if not t.held or t.held.worker != error.rank
-                }
+                group.ended = {i: t for i, t in group.ended.items() if not t.held or t.held.worker != error.rank}
             self.fetch_ended(groups)
 
     def fetch_complete(self, groups: Sequence[Group]) -> None:
@@ -87,10 +85,7 @@ class TokenSource:
             self.fetch_complete(groups)
 
     def put_batch(
-        self,
-        trajectories: Sequence[Trajectory],
-        advantages: Sequence[float],
-        done: Iterable[Trajectory] | None = None,
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], done: Iterable[Trajectory] | None = None
     ) -> TrainBatch:
         """The batch of `trajectories`; their workers put its tokens. They then forget those of `done`; None: all they hold.
 

@@ -114,9 +114,7 @@ def _kernel() -> str:
 class StepProfiles:
     """Files: `{output_dir}/step_N/actor_rank_R.json.gz`, and `engine_R-...trace.json.gz` as SGLang names them."""
 
-    def __init__(
-        self, run: Path, settings: ProfilerSettings, actor: WorkerGroup, rollout: WorkerGroup
-    ) -> None:
+    def __init__(self, run: Path, settings: ProfilerSettings, actor: WorkerGroup, rollout: WorkerGroup) -> None:
         self._settings, self._groups = settings, (actor, rollout)
         self._directory = Path(settings.output_dir or run / "profiles").resolve()
 

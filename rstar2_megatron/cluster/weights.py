@@ -55,9 +55,7 @@ class WeightSender:
         self._worker = worker
         self._sent: list[SharedBucket] = []
 
-    def send(
-        self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute, engines: list[Any]
-    ) -> Sent:
+    def send(self, named_tensors: Iterator[tuple[str, Tensor]], route: WeightRoute, engines: list[Any]) -> Sent:
         """Iterate over the actor's weights and send them to `engines` (Ray handles of the rollout workers; None: lost).
 
         The iteration is collective over actor ranks. So a failure raises TransferFailed only after the iteration has ended.
@@ -92,13 +90,7 @@ class WeightSender:
             self._sent.pop().close()
 
     def _send_bucket(
-        self,
-        tensors: dict[str, Tensor],
-        last: bool,
-        number: int,
-        route: WeightRoute,
-        targets: list[Any],
-        sent: Sent,
+        self, tensors: dict[str, Tensor], last: bool, number: int, route: WeightRoute, targets: list[Any], sent: Sent
     ) -> None:
         sent.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if route.kind == "cuda_ipc":
@@ -122,9 +114,7 @@ class WeightSender:
             calls = self._deliver(targets, route, number, self._sent[-1].path, last)
         _demand_loaded(calls)
 
-    def _deliver(
-        self, targets: list[Any], route: WeightRoute, number: int, item: Any, last: bool
-    ) -> list[Any]:
+    def _deliver(self, targets: list[Any], route: WeightRoute, number: int, item: Any, last: bool) -> list[Any]:
         rank = self._worker._rank
         return [target.deliver_weights.remote(route, rank, number, item, last) for target in targets]
 
@@ -214,9 +204,7 @@ class WeightReceiver:
         with contextlib.suppress(TransferFailed):  # a later sync has begun
             self._transfer_of(route).abort(reason)
 
-    async def deliver(
-        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool, engines: list[Any]
-    ) -> str:
+    async def deliver(self, route: WeightRoute, sender: int, number: int, item: Any, last: bool, engines: list[Any]) -> str:
         """Take a bucket from actor rank `sender` (-1: from an engine of this node).
 
         item: a device handle (cuda_ipc), a path, or checksums by name for tensors of a broadcast. Returns "" when the bucket is

@@ -103,9 +103,7 @@ class DenseKV:
                 dense[self._row[request], :, : slots.numel()] = pool[slots].transpose(0, 1)
         return stored[0][: self._num_rows, :, : self.longest], stored[1][: self._num_rows, :, : self.longest]
 
-    def _grow(
-        self, old: tuple[Tensor, Tensor] | None, k_pool: Tensor, v_pool: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _grow(self, old: tuple[Tensor, Tensor] | None, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
         # Rows grow by half, so that requests that join one by one do not each copy everything.
         rows = self._num_rows if old is None else max(self._num_rows, old[0].shape[0] * 3 // 2)
         new = []

@@ -36,9 +36,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        self._rows: Tensor | None = (
-            None  # [B, L] KV slots; padding points to slot 0, SGLang's own padding slot
-        )
+        self._rows: Tensor | None = None  # [B, L] KV slots; padding points to slot 0, SGLang's own padding slot
         self._mask: Tensor | None = None
         self._query_index: Tensor | None = None  # [B, Q] rows of the flat query; None while decoding
         lengths = forward_batch.seq_lens.to(torch.int64)

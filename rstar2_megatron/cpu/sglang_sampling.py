@@ -30,9 +30,7 @@ def install() -> None:
 
     seeded = sampler.sampling_from_probs_torch
 
-    def sampling_from_probs(
-        probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+    def sampling_from_probs(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         if sampling_seed is not None:
             return seeded(probs, sampling_seed=sampling_seed, positions=positions)
         return sample(probs).view(-1).to(torch.int32)

@@ -71,9 +71,7 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
     Reads $..$, \\boxed{..}, thousands separators (1,234 or 1{,}234 or 1\\,234), a plus, and a zero fraction.
     """
     text = unicodedata.normalize("NFKC", answer).strip().replace("\u2212", "-")
-    while (
-        inner := re.fullmatch(r"\$+(.*?)\$+|\\\((.*)\\\)|\\boxed\s*\{(.*)\}", text, re.DOTALL)
-    ) is not None:
+    while (inner := re.fullmatch(r"\$+(.*?)\$+|\\\((.*)\\\)|\\boxed\s*\{(.*)\}", text, re.DOTALL)) is not None:
         text = next(group for group in inner.groups() if group is not None).strip()
     text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
     if re.fullmatch(r"[+-]?\d{1,3}(?:, ?\d{3})+(?:\.0*)?", text):

@@ -15,13 +15,9 @@ _RESULTS = ("train.jsonl", "report.json")
 
 def data_parser(description: str | None, *, held_out: str, seed_of: str) -> argparse.ArgumentParser:
     """A parser with --out, --validation, --seed, --limit and --force; `held_out` names what is held out."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the results")
-    parser.add_argument(
-        "--validation", type=int, default=0, help=f"{held_out} held out into validation.jsonl"
-    )
+    parser.add_argument("--validation", type=int, default=0, help=f"{held_out} held out into validation.jsonl")
     parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of}")
     parser.add_argument("--limit", type=int, help="rows read of each input, for a trial")
     parser.add_argument("--force", action="store_true", help="replace results in --out")

@@ -31,9 +31,7 @@ class NGramIndex:
             seen.add(tokens)
             self.num_problems += 1
             counts.update(set(_ngrams(tokens, n)))
-        self._ngrams = {
-            gram for gram, count in counts.items() if not boilerplate or count < boilerplate or len(gram) < n
-        }
+        self._ngrams = {gram for gram, count in counts.items() if not boilerplate or count < boilerplate or len(gram) < n}
 
     def match(self, text_words: list[str]) -> str | None:
         """The first n-gram that the problem shares with an evaluation problem, or None.

@@ -66,9 +66,7 @@ def render_report(report: Mapping[str, Any]) -> str:
     lines = [f"{report['rows_in']:>8,} problems x {report['samples']} attempts"]
     if report["pass_rate"] is not None:
         lines[0] += f", pass rate {report['pass_rate']:.3f}"
-    lines += [
-        f"{count:>8,} solved {times} times" for times, count in report["problems_by_times_solved"].items()
-    ]
+    lines += [f"{count:>8,} solved {times} times" for times, count in report["problems_by_times_solved"].items()]
     if report["problems_with_spoiled_attempts"]:
         lines.append(f"{report['problems_with_spoiled_attempts']:>8,} kept because attempts were spoiled")
     lines += [f"{count:>8,} dropped: {why}" for why, count in report["dropped"].items()]

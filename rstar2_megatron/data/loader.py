@@ -21,15 +21,12 @@ class ProblemLoader:
     batch is dropped. The problems after `load_state_dict(state)` are those that came after `state_dict()`.
     """
 
-    def __init__(
-        self, problems: Sequence[Problem], data: DataSettings, max_epochs: int | None = None
-    ) -> None:
+    def __init__(self, problems: Sequence[Problem], data: DataSettings, max_epochs: int | None = None) -> None:
         """Raises DataError when the problems do not fill one batch."""
         batch_size = data.rollout_batch_size
         if len(problems) < batch_size:
             raise DataError(
-                f"{len(problems)} problems do not fill a step of data.rollout_batch_size={batch_size}; lower it "
-                "or add problems"
+                f"{len(problems)} problems do not fill a step of data.rollout_batch_size={batch_size}; lower it or add problems"
             )
         self._batch_size = batch_size
         self._problems = list(problems)
@@ -47,9 +44,7 @@ class ProblemLoader:
         self._max_epochs = max_epochs
         self._epoch = 0
         self._batches: Iterator[list[Problem]] | None = None
-        self._drawn: list[
-            Problem
-        ] = []  # the rest of a batch that a refill has begun: first in the next batch
+        self._drawn: list[Problem] = []  # the rest of a batch that a refill has begun: first in the next batch
 
     def next_batch(self) -> list[Problem]:
         """The next batch. Raises DataError after `max_epochs` epochs."""

@@ -85,9 +85,7 @@ def _read_dapo(values: Mapping[str, Any], where: str) -> RawProblem:
     model = values.get("reward_model")
     if model is not None and not (isinstance(model, Mapping) and "ground_truth" in model):
         raise DataError(f"{where}: column 'reward_model' needs 'ground_truth', got {model!r}")
-    return RawProblem(
-        text, _text(model["ground_truth"] if model else None, where, "reward_model.ground_truth")
-    )
+    return RawProblem(text, _text(model["ground_truth"] if model else None, where, "reward_model.ground_truth"))
 
 
 def _read_openmath(values: Mapping[str, Any], where: str) -> RawProblem:
@@ -115,9 +113,7 @@ def _read_own(values: Mapping[str, Any], where: str) -> RawProblem:
         if len(solutions) > 1:
             return RawProblem("", "", why_not="several answers")
         solutions = solutions[0] if solutions else None
-    return RawProblem(
-        _last_user_message(values["prompt"], where, "prompt"), _text(solutions, where, "solutions")
-    )
+    return RawProblem(_last_user_message(values["prompt"], where, "prompt"), _text(solutions, where, "solutions"))
 
 
 SOURCES: dict[str, MathSource] = {
@@ -141,9 +137,7 @@ SOURCES: dict[str, MathSource] = {
             configs=("default",),
             splits=("cot", "tir", "genselect", "additional_problems"),
         ),
-        MathSource(
-            "project-euler", (*_EULER_TEXT, *_EULER_ANSWER), (_EULER_TEXT, _EULER_ANSWER), _read_euler
-        ),
+        MathSource("project-euler", (*_EULER_TEXT, *_EULER_ANSWER), (_EULER_TEXT, _EULER_ANSWER), _read_euler),
         MathSource("problems", ("prompt", "solutions"), (("prompt",), ("solutions",)), _read_own),
     )
 }

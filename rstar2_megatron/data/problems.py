@@ -18,9 +18,7 @@ from rstar2_megatron.trajectory import Problem
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
 
 
-def read_problems(
-    paths: Iterable[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions"
-) -> list[Problem]:
+def read_problems(paths: Iterable[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions") -> list[Problem]:
     """All problems of the jsonl files, in order. Raises DataError with file and line number.
 
     A row without `query_id` gets `{file stem}-{line}`; a `query_id` that occurs twice is an error, because
@@ -36,8 +34,7 @@ def read_problems(
         for where, problem in _read_file(path, stat.st_mtime_ns, stat.st_size, prompt_key, answer_key):
             if problem.query_id in seen:
                 raise DataError(
-                    f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; "
-                    "make them unique"
+                    f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; make them unique"
                 )
             seen[problem.query_id] = where
             problems.append(problem)
@@ -49,15 +46,10 @@ def read_problems(
 
 
 @functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
-def _read_file(
-    path: Path, mtime_ns: int, size: int, prompt_key: str, answer_key: str
-) -> list[tuple[str, Problem]]:
+def _read_file(path: Path, mtime_ns: int, size: int, prompt_key: str, answer_key: str) -> list[tuple[str, Problem]]:
     """(file:line, problem) of each row. Time and size tell whether the file has changed since it was parsed."""
     rows = [(f"{path}:{number}", number, line) for number, line in text_lines(path) if line.strip()]
-    return [
-        (where, parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}"))
-        for where, number, line in rows
-    ]
+    return [(where, parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}")) for where, number, line in rows]
 
 
 def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
@@ -114,7 +106,6 @@ def drop_long_prompts(
     kept = [p for p, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
     if problems and not kept:
         raise DataError(
-            f"every prompt is longer than data.max_prompt_length={max_prompt_length} tokens (shortest "
-            f"{min(lengths)}); raise it"
+            f"every prompt is longer than data.max_prompt_length={max_prompt_length} tokens (shortest {min(lengths)}); raise it"
         )
     return kept, len(problems) - len(kept)

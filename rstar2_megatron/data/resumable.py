@@ -69,9 +69,7 @@ class ResumablePass:
             total = source.count()
             if limit is not None:
                 total = limit if total is None else min(total, limit)
-            with tqdm(
-                total=total, initial=self.row, desc=source.label[-40:], unit="row", disable=None
-            ) as bar:
+            with tqdm(total=total, initial=self.row, desc=source.label[-40:], unit="row", disable=None) as bar:
                 for row in source.rows(columns[source.name], self.row):
                     if limit is not None and self.row >= limit:
                         break
@@ -116,10 +114,7 @@ class ResumablePass:
             self.partial.unlink(missing_ok=True)
 
     def write_results(
-        self,
-        train: Iterable[Mapping[str, Any]],
-        validation: Iterable[Mapping[str, Any]] | None,
-        report: Mapping[str, Any],
+        self, train: Iterable[Mapping[str, Any]], validation: Iterable[Mapping[str, Any]] | None, report: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Write train.jsonl, validation.jsonl unless None, and report.json, which it returns."""
         written = {"train.jsonl": write_jsonl(self.out / "train.jsonl", train)}

@@ -60,11 +60,7 @@ def json_line(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        remedy = (
-            "escape it, e.g. a line end as \\n"
-            if "control character" in error.msg
-            else "write one JSON object a line"
-        )
+        remedy = "escape it, e.g. a line end as \\n" if "control character" in error.msg else "write one JSON object a line"
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {remedy}") from None
 
 
@@ -81,9 +77,7 @@ def find_files(pattern: str) -> list[Path]:
         raise DataError(f"{pattern}: no such file, nor files {', '.join(SUFFIXES)} below it")
     wrong = [p for p in found if p.suffix not in SUFFIXES]
     if wrong:
-        raise DataError(
-            f"{wrong[0]}: cannot read {wrong[0].suffix or 'this kind of'} files; give {', '.join(SUFFIXES)}"
-        )
+        raise DataError(f"{wrong[0]}: cannot read {wrong[0].suffix or 'this kind of'} files; give {', '.join(SUFFIXES)}")
     return found
 
 

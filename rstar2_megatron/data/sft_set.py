@@ -43,11 +43,7 @@ def parse_source(word: str) -> list[Input]:
     name, _, path = word.partition("=")
     if name not in SFT_SOURCES:
         raise DataError(f"unknown source {name!r}; known are {', '.join(SFT_SOURCES)}")
-    return (
-        [Input(name, str(file)) for file in find_files(path)]
-        if path
-        else [Input(name, hub=SFT_SOURCES[name].hub)]
-    )
+    return [Input(name, str(file)) for file in find_files(path)] if path else [Input(name, hub=SFT_SOURCES[name].hub)]
 
 
 def sampling_key(conversation: Mapping[str, Any], seed: int) -> str:
@@ -135,17 +131,12 @@ def _write_results(state: ResumablePass, selection: Selection, options: Options)
     # The order mixes sources and depends on the seed only; the first conversations are held out.
     order = sorted(chosen, key=lambda item: item[1])
     held_out = set(order[: options.validation])
-    rows = {
-        key: row
-        for row in state.accepted()
-        if (key := (row["source"], sampling_key(row, options.seed))) in chosen
-    }
+    rows = {key: row for row in state.accepted() if (key := (row["source"], sampling_key(row, options.seed))) in chosen}
     taken = Counter(source for source, _ in chosen)
     report = {
         "rows_in": sum(counts["in"] for counts in state.counters.values()),
         "sources": {
-            name: {**counts, "wanted": options.counts[name], "taken": taken[name]}
-            for name, counts in state.counters.items()
+            name: {**counts, "wanted": options.counts[name], "taken": taken[name]} for name, counts in state.counters.items()
         },
         "options": asdict(options),
     }
@@ -178,15 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 for bad input."""
     parser = data_parser(__doc__, held_out="conversations", seed_of="the choice and the order")
     parser.add_argument(
-        "--source",
-        action="append",
-        metavar="NAME[=PATH]",
-        help=f"of {', '.join(SFT_SOURCES)}; default all, from the hub",
+        "--source", action="append", metavar="NAME[=PATH]", help=f"of {', '.join(SFT_SOURCES)}; default all, from the hub"
     )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's numbers (default 1)")
-    parser.add_argument(
-        "--count", nargs="+", default=[], metavar="NAME=N", help="another number for a source"
-    )
+    parser.add_argument("--count", nargs="+", default=[], metavar="NAME=N", help="another number for a source")
     parser.add_argument("--max-chars", type=int, default=32_000, help="longer conversations are left out")
     return run_command(parser.parse_args(argv), _make, render_report)
 

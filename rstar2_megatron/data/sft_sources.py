@@ -60,9 +60,7 @@ class SFTSource:
         except Unusable:
             raise
         except (TypeError, KeyError, AttributeError) as error:
-            raise DataError(
-                f"{row.where}: not as {self.name} writes its rows ({type(error).__name__}: {error})"
-            ) from error
+            raise DataError(f"{row.where}: not as {self.name} writes its rows ({type(error).__name__}: {error})") from error
         except ValueError as error:  # of tool_text
             raise Unusable("tool call or schema cannot be read") from error
         check_conversation(messages, tools)
@@ -147,11 +145,7 @@ def _read_glaive(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[st
         message = _message(_GLAIVE_ROLE[speaker], text)
         if message["role"] == "assistant" and "<functioncall>" in message["content"]:
             content, _, call = message["content"].partition("<functioncall>")
-            message = {
-                "role": "assistant",
-                "content": content.strip(),
-                "tool_calls": [json_call(call.strip())],
-            }
+            message = {"role": "assistant", "content": content.strip(), "tool_calls": [json_call(call.strip())]}
         messages.append(message)
     return messages, tools
 
@@ -238,14 +232,7 @@ SFT_SOURCES: dict[str, SFTSource] = {
             HubName("ise-uiuc/Magicoder-OSS-Instruct-75K"),
             48_000,
         ),
-        SFTSource(
-            "tulu3",
-            ("messages",),
-            ("messages",),
-            _read_messages,
-            HubName("allenai/tulu-3-sft-mixture"),
-            30_000,
-        ),
+        SFTSource("tulu3", ("messages",), ("messages",), _read_messages, HubName("allenai/tulu-3-sft-mixture"), 30_000),
         SFTSource(
             "nemotron",
             ("input", "output", "reasoning", "system_prompt"),

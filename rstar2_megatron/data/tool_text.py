@@ -108,9 +108,7 @@ def json_call(text: str) -> Call:
         call = json.loads(text)
     except ValueError:
         # Glaive: {"name": "f", "arguments": '{"a": "it\'s"}'}
-        match = re.fullmatch(
-            r"""\{\s*"name"\s*:\s*("[^"]*")\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}""", text.strip(), re.DOTALL
-        )
+        match = re.fullmatch(r"""\{\s*"name"\s*:\s*("[^"]*")\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}""", text.strip(), re.DOTALL)
         if match is None:
             raise ValueError(f"not a call: {text[:60]!r}") from None
         call = {"name": json.loads(match.group(1)), "arguments": match.group(2).replace("\\'", "'")}
@@ -160,9 +158,7 @@ def _json_schema(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     return {
-        key: _TYPES.get(value.lower(), value)
-        if key == "type" and isinstance(value, str)
-        else _json_schema(value)
+        key: _TYPES.get(value.lower(), value) if key == "type" and isinstance(value, str) else _json_schema(value)
         for key, value in node.items()
         if value is not None
     }

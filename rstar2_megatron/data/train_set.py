@@ -18,13 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.data.cleaning import (
-    contradicts_template,
-    fingerprint,
-    integer_answer,
-    strip_wrappers,
-    words,
-)
+from rstar2_megatron.data.cleaning import contradicts_template, fingerprint, integer_answer, strip_wrappers, words
 from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.decontaminate import NGramIndex
 from rstar2_megatron.data.math_sources import SOURCES, MathSource, find_source, problem_text
@@ -110,12 +104,7 @@ class Cleaner:
 
 
 def problem_row(task: str, key: str, text: str, answer: str) -> dict[str, Any]:
-    return {
-        "prompt": [{"role": "user", "content": text}],
-        "solutions": [answer],
-        "query_id": f"{task}-{key}",
-        "task": task,
-    }
+    return {"prompt": [{"role": "user", "content": text}], "solutions": [answer], "query_id": f"{task}-{key}", "task": task}
 
 
 def fingerprint_of(row: dict[str, Any]) -> str:
@@ -198,8 +187,7 @@ def _write_results(
         "rows_in": sum(counts.get("in", 0) for counts in sources.values()),
         "dropped": _dropped(sources) | {"published with different answers": conflicts},
         "sources": {
-            label: {**counts, "shape": next(s.name for s in inputs if s.label == label)}
-            for label, counts in sources.items()
+            label: {**counts, "shape": next(s.name for s in inputs if s.label == label)} for label, counts in sources.items()
         },
         "evaluation_problems": index.num_problems,
         "commonest_shared_ngrams": dict(Counter(state.counters["ngrams"]).most_common(_SHOWN_NGRAMS)),
@@ -233,32 +221,20 @@ def render_report(report: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 for bad input."""
     parser = data_parser(__doc__, held_out="problems", seed_of="the split")
-    parser.add_argument(
-        "--source", action="append", required=True, metavar="NAME[=PATH]", help=f"of {', '.join(SOURCES)}"
-    )
+    parser.add_argument("--source", action="append", required=True, metavar="NAME[=PATH]", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--config", help="hub configuration of DAPO: en (default), cn, all")
+    parser.add_argument("--split", help="hub split of OpenMathReasoning: cot (default), tir, additional_problems")
     parser.add_argument(
-        "--split", help="hub split of OpenMathReasoning: cot (default), tir, additional_problems"
+        "--decontaminate", nargs="+", default=[], metavar="PATH", help="evaluation sets to keep out of training"
     )
-    parser.add_argument(
-        "--decontaminate",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="evaluation sets to keep out of training",
-    )
-    parser.add_argument(
-        "--ngram", type=int, default=8, help="words in common that drop a problem (default 8)"
-    )
+    parser.add_argument("--ngram", type=int, default=8, help="words in common that drop a problem (default 8)")
     parser.add_argument(
         "--boilerplate",
         type=int,
         default=0,
         help="n-grams of at least this many evaluation problems do not count; 0 (default, as in the paper): all count",
     )
-    parser.add_argument(
-        "--max-answer-digits", type=int, default=DEFAULT_MAX_DIGITS, help=f"default {DEFAULT_MAX_DIGITS}"
-    )
+    parser.add_argument("--max-answer-digits", type=int, default=DEFAULT_MAX_DIGITS, help=f"default {DEFAULT_MAX_DIGITS}")
     return run_command(parser.parse_args(argv), _make, render_report)
 
 

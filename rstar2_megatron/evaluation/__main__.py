@@ -22,13 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rstar2_megatron.evaluation.configure import (
-    MAX_TOKENS,
-    configure,
-    default_out,
-    parse_words,
-    read_benchmarks,
-)
+from rstar2_megatron.evaluation.configure import MAX_TOKENS, configure, default_out, parse_words, read_benchmarks
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.reward.pool import GraderPool
@@ -46,47 +40,28 @@ MAX_TURNS = 30
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m rstar2_megatron.evaluation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m rstar2_megatron.evaluation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, type=Path, metavar="DIR")
-    parser.add_argument(
-        "--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems"
-    )
-    parser.add_argument(
-        "-k", "--samples", type=int, default=SAMPLES, help=f"attempts per problem ({SAMPLES})"
-    )
+    parser.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems")
+    parser.add_argument("-k", "--samples", type=int, default=SAMPLES, help=f"attempts per problem ({SAMPLES})")
     parser.add_argument("--temperature", type=float, default=TEMPERATURE, help=f"({TEMPERATURE})")
     parser.add_argument("--top-p", type=float, default=1.0, help="(1.0)")
     parser.add_argument("--max-turns", type=int, default=MAX_TURNS, help=f"assistant turns ({MAX_TURNS})")
     parser.add_argument(
-        "--max-tokens",
-        type=int,
-        help=f"response tokens, tool responses included ({MAX_TOKENS}, or the model's context)",
+        "--max-tokens", type=int, help=f"response tokens, tool responses included ({MAX_TOKENS}, or the model's context)"
     )
     parser.add_argument("--problems", type=int, help="only the first N problems of each file")
-    parser.add_argument(
-        "--config",
-        help="configuration when DIR is not in a run (base, with the format saved beside DIR)",
-    )
-    parser.add_argument(
-        "--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="output directory (RUN/evaluation/NAME, or evaluations/NAME here)"
-    )
+    parser.add_argument("--config", help="configuration when DIR is not in a run (base, with the format saved beside DIR)")
+    parser.add_argument("--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)")
+    parser.add_argument("--out", type=Path, help="output directory (RUN/evaluation/NAME, or evaluations/NAME here)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
     arguments = parse_words(parser, argv, ("samples", "max_turns", "max_tokens", "problems", "engines"))
     if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
-        parser.error(
-            f"--temperature {arguments.temperature} and --top-p {arguments.top_p}: give >= 0 and (0, 1]"
-        )
+        parser.error(f"--temperature {arguments.temperature} and --top-p {arguments.top_p}: give >= 0 and (0, 1]")
     for word in arguments.overrides:
         if word.startswith(("evaluation.", "algorithm.sampling_params.", "agentloop.max_assistant_turns")):
-            parser.error(
-                f"{word}: sampling is set by --samples, --temperature, --top-p, --max-turns and --max-tokens"
-            )
+            parser.error(f"{word}: sampling is set by --samples, --temperature, --top-p, --max-turns and --max-tokens")
     return arguments
 
 
@@ -161,10 +136,7 @@ def render(parts: Mapping[str, Scores]) -> str:
         add(f"pass@{j}", lambda s, j=j: str(s.pass_at[j]) if j in s.pass_at else "-")
     if k > 1:
         add(f"majority@{k}", lambda s: str(s.majority))
-        add(
-            "deviation of a run's accuracy",
-            lambda s: "-" if s.run_deviation is None else f"{100 * s.run_deviation:.1f}",
-        )
+        add("deviation of a run's accuracy", lambda s: "-" if s.run_deviation is None else f"{100 * s.run_deviation:.1f}")
     for name, label, form in (
         ("tool_calls", "tool calls", "{:.2f}"),
         ("tool_error_ratio", "tool errors per call", "{:.3f}"),
@@ -186,8 +158,7 @@ def render(parts: Mapping[str, Scores]) -> str:
     first = max(len(label) for label, _ in rows)
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(parts))]
     lines = [
-        f"{label:<{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths))
-        for label, cells in rows
+        f"{label:<{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)) for label, cells in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 

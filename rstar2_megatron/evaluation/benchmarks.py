@@ -57,18 +57,10 @@ def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
 
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "aime24": Benchmark(
-        "HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math, key_column="id"
-    ),
-    "aime25": Benchmark(
-        "MathArena/aime_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"
-    ),
-    "hmmt25": Benchmark(
-        "MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"
-    ),
-    "math500": Benchmark(
-        "HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math, key_column="unique_id"
-    ),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math, key_column="id"),
+    "aime25": Benchmark("MathArena/aime_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"),
+    "hmmt25": Benchmark("MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math, key_column="unique_id"),
     "gpqa-diamond": Benchmark(
         "Idavidrein/gpqa",
         "train",
@@ -87,15 +79,9 @@ def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0) -> list
     converted: list[Row] = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
-        missing = [
-            column
-            for column in benchmark.columns
-            if str(row.get(column) or "").strip() == "" and row.get(column) != 0
-        ]
+        missing = [column for column in benchmark.columns if str(row.get(column) or "").strip() == "" and row.get(column) != 0]
         if missing:
-            raise BenchmarkError(
-                f"{name}: row {number} of {benchmark.path} lacks {missing}; its columns are {sorted(row)}"
-            )
+            raise BenchmarkError(f"{name}: row {number} of {benchmark.path} lacks {missing}; its columns are {sorted(row)}")
         key = row.get(benchmark.key_column) if benchmark.key_column else None
         query_id = f"{name}-{number if key is None else key}"
         if query_id in seen:

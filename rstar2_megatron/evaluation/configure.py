@@ -30,9 +30,7 @@ MAX_TOKENS = 30 * 1024
 """The paper's response budget (arXiv 2508.20722, section 5)."""
 
 
-def parse_words(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, positive: Sequence[str]
-) -> argparse.Namespace:
+def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, positive: Sequence[str]) -> argparse.Namespace:
     """Parse options, data files and overrides in any order. Ends the process by `parser.error` for bad words.
 
     positive: names of options that must be at least 1 when they are given.
@@ -78,9 +76,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
 
     config = find_run_config(arguments.model.resolve())
     if config is not None and arguments.config:
-        raise ValueError(
-            f"{arguments.model} is in a run, whose configuration is {config}; leave --config out"
-        )
+        raise ValueError(f"{arguments.model} is in a run, whose configuration is {config}; leave --config out")
     if config is None and not arguments.config:
         settings = _format_beside(arguments.model, arguments.overrides)
     else:
@@ -94,9 +90,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     context = tokens + settings.data.max_prompt_length
     if context > most:
         if arguments.max_tokens and tokens >= most:
-            raise ValueError(
-                f"--max-tokens {tokens} exceeds the context of {model} ({most} tokens, prompt included)"
-            )
+            raise ValueError(f"--max-tokens {tokens} exceeds the context of {model} ({most} tokens, prompt included)")
         context = most
         tokens = min(tokens, most)
         print(f"note: prompt and response share the model's {most} tokens", file=sys.stderr)
@@ -115,9 +109,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
             f"--engines {engines} of rollout.tensor_parallel_size={settings.rollout.tensor_parallel_size} need "
             f"{engines * settings.rollout.tensor_parallel_size} GPUs, {gpus} are visible"
         )
-    return settings, SamplingSettings.of(
-        settings, spec, model=model, max_context_tokens=context, num_engines=engines
-    )
+    return settings, SamplingSettings.of(settings, spec, model=model, max_context_tokens=context, num_engines=engines)
 
 
 def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:

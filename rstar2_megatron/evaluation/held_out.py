@@ -33,9 +33,7 @@ class HeldOutResult:
 
     def metrics(self) -> dict[str, float]:
         """`eval/...` values: all scores, and the main scores of each task when there are several tasks."""
-        metrics = (
-            {f"eval/{name}": value for name, value in self.scores.metrics().items()} if self.scores else {}
-        )
+        metrics = {f"eval/{name}": value for name, value in self.scores.metrics().items()} if self.scores else {}
         if len(self.by_task) > 1:
             for task, scores in self.by_task.items():
                 chosen = {name: v for name, v in scores.metrics().items() if name.startswith(_OF_TASKS)}
@@ -55,11 +53,7 @@ class HeldOutResult:
 
 
 def evaluate(
-    coordinator: RolloutCoordinator,
-    problems: Sequence[Problem],
-    settings: Settings,
-    label: str,
-    directory: Path | None = None,
+    coordinator: RolloutCoordinator, problems: Sequence[Problem], settings: Settings, label: str, directory: Path | None = None
 ) -> HeldOutResult:
     """Roll out the first `evaluation.num_problems` problems with evaluation sampling and score them.
 

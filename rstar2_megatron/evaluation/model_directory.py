@@ -6,9 +6,7 @@ from pathlib import Path
 
 from rstar2_megatron.records.checkpoint import complete_checkpoints
 
-CONVERTED = (
-    "huggingface"  # inside a checkpoint, beside actor/ and data/, so that it is removed with the checkpoint
-)
+CONVERTED = "huggingface"  # inside a checkpoint, beside actor/ and data/, so that it is removed with the checkpoint
 
 
 def find_run_config(path: Path) -> Path | None:
@@ -37,9 +35,7 @@ def hugging_face_directory(path: str | Path, base_model: str | Path | None = Non
             raise ValueError(f"{path} has neither model/ nor a complete checkpoint yet")
         path = checkpoints[-1][1]
     if not (path / "actor").is_dir():
-        raise ValueError(
-            f"{path} is neither a Hugging Face directory (config.json), nor a run, nor a checkpoint global_step_N"
-        )
+        raise ValueError(f"{path} is neither a Hugging Face directory (config.json), nor a run, nor a checkpoint global_step_N")
     converted = path / CONVERTED
     if not (converted / "config.json").is_file():
         if base_model is None:

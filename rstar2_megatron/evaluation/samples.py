@@ -118,9 +118,7 @@ def check_identity(path: Path, identity: Mapping[str, Any]) -> None:
     try:
         before = json.loads(settings_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SamplesError(
-            f"{path} exists but {settings_path} cannot be read ({error}); give another output"
-        ) from None
+        raise SamplesError(f"{path} exists but {settings_path} cannot be read ({error}); give another output") from None
     differing = [
         f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now"
         for key in sorted(set(before) | set(identity))

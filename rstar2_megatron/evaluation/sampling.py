@@ -37,11 +37,7 @@ __all__ = ["SamplingSettings", "sample"]
 
 
 def sample(
-    problems: Sequence[Problem],
-    settings: SamplingSettings,
-    out: str | Path,
-    *,
-    label: str = "sampling",
+    problems: Sequence[Problem], settings: SamplingSettings, out: str | Path, *, label: str = "sampling"
 ) -> list[Sample]:
     """`settings.spec.samples` attempts at each problem, graded, in the order of problems and attempts.
 

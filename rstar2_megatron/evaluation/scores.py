@@ -63,11 +63,7 @@ class Scores:
 
     def metrics(self) -> dict[str, float]:
         """Flat values for logs, named `average`, `pass@4`, `majority@8`, `tool_calls`, `response_length`, ..."""
-        flat = {
-            "average": self.average.value,
-            "average_low": self.average.low,
-            "average_high": self.average.high,
-        }
+        flat = {"average": self.average.value, "average_low": self.average.low, "average_high": self.average.high}
         flat |= {f"pass@{j}": estimate.value for j, estimate in self.pass_at.items() if j > 1}
         if self.k > 1:
             flat[f"majority@{self.k}"] = self.majority.value
@@ -77,9 +73,7 @@ class Scores:
         return {name: float(value) for name, value in flat.items()}
 
 
-def score(
-    samples: Sequence[Sample], k: int, *, num_problems: int | None = None, equal: Equal | None = None
-) -> Scores:
+def score(samples: Sequence[Sample], k: int, *, num_problems: int | None = None, equal: Equal | None = None) -> Scores:
     """Scores of attempts, of which the usable ones count; `k` of each problem were requested.
 
     num_problems: number of requested problems; None: those that have an attempt. equal: whether two answers count as the
@@ -91,9 +85,7 @@ def score(
             by_problem.setdefault(item.query_id, []).append(item)
     usable = [item for group in by_problem.values() for item in group]
     if not usable:
-        raise ValueError(
-            "no usable attempt to score: every one was spoiled by infrastructure, or there was none"
-        )
+        raise ValueError("no usable attempt to score: every one was spoiled by infrastructure, or there was none")
     groups = list(by_problem.values())
     counts = [(len(group), sum(item.reward > 0 for item in group)) for group in groups]
     pass_at = {}
@@ -117,9 +109,7 @@ def score(
     )
 
 
-def score_by(
-    samples: Sequence[Sample], part_of: Mapping[str, str], k: int, equal: Equal | None = None
-) -> dict[str, Scores]:
+def score_by(samples: Sequence[Sample], part_of: Mapping[str, str], k: int, equal: Equal | None = None) -> dict[str, Scores]:
     """Scores of each part (a benchmark, a task), `part_of` naming the part of each query_id."""
     parts: dict[str, list[Sample]] = {part: [] for part in part_of.values()}
     for item in samples:

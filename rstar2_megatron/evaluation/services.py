@@ -22,13 +22,7 @@ from rstar2_megatron.rollout.build import make_agent_loop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.settings.schema import (
-    AgentLoopSettings,
-    CodeJudgeSettings,
-    RewardSettings,
-    RolloutSettings,
-    Settings,
-)
+from rstar2_megatron.settings.schema import AgentLoopSettings, CodeJudgeSettings, RewardSettings, RolloutSettings, Settings
 from rstar2_megatron.trajectory import Problem
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_turns")
@@ -102,15 +96,11 @@ class Services:
 
     def agent_loop(self, engine: EngineClient, settings: SamplingSettings) -> AgentLoop:
         """The agent loop of one of the engines, with the sampling of `settings`."""
-        return make_agent_loop(
-            engine, self.judge, self.template, settings.spec, settings.rollout, settings.max_context_tokens
-        )
+        return make_agent_loop(engine, self.judge, self.template, settings.spec, settings.rollout, settings.max_context_tokens)
 
 
 @contextlib.asynccontextmanager
-async def running_services(
-    settings: SamplingSettings, problems: Sequence[Problem], logs: Path
-) -> AsyncIterator[Services]:
+async def running_services(settings: SamplingSettings, problems: Sequence[Problem], logs: Path) -> AsyncIterator[Services]:
     """Start everything, and stop it at the end. SIGTERM cancels the task that entered, in the main thread.
 
     Raises ValueError for a problem whose prompt leaves no room in the context, EngineLost, ServiceError.

@@ -25,9 +25,7 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("REDIS_URI"),
         help="running Redis; without it `all` starts one on loopback (environment: REDIS_URI)",
     )
-    parser.add_argument(
-        "--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: 8 a core)"
-    )
+    parser.add_argument("--workers", type=int, help="execution slots of this node (MAX_WORKERS; default: 8 a core)")
     parser.add_argument(
         "--max-running", type=int, default=default_permits(),
         help="calls that use CPU at once; sleeping and long ones do not count (default: 1.5 a core)",
@@ -41,9 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         help="worker processes that share the slots, permits and sessions (default: 1 for 8 cores)",
     )  # fmt: skip
     parser.add_argument("--session-ttl-s", type=float, default=900.0, help="an unused session ends (900)")
-    parser.add_argument(
-        "--time-limit-s", type=float, help="time of a call without waits for a core (MAX_EXECUTION_TIME; 10)"
-    )
+    parser.add_argument("--time-limit-s", type=float, help="time of a call without waits for a core (MAX_EXECUTION_TIME; 10)")
     parser.add_argument("--memory-mb", type=int, help="memory of a call (MAX_MEMORY; 512)")
     parser.add_argument("--output-chars", type=int, help="output returned (MAX_STDOUT_ERROR_LENGTH; 1000)")
     parser.add_argument("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
@@ -90,18 +86,14 @@ def check_counts(arguments: argparse.Namespace) -> None:
     if not arguments.session_ttl_s > 0:
         raise ValueError(f"--session-ttl-s {arguments.session_ttl_s}: must be above 0")
     if arguments.require_isolation not in LEVELS:
-        raise ValueError(
-            f"JUDGE_REQUIRE_ISOLATION={arguments.require_isolation!r}: one of {', '.join(LEVELS)}"
-        )
+        raise ValueError(f"JUDGE_REQUIRE_ISOLATION={arguments.require_isolation!r}: one of {', '.join(LEVELS)}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command until a signal. Returns 0 after a clean stop, 1 after an error, which is printed in one line."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(
-        level=arguments.log_level.upper(),
-        stream=sys.stderr,
-        format="judge %(levelname)s %(name)s: %(message)s",
+        level=arguments.log_level.upper(), stream=sys.stderr, format="judge %(levelname)s %(name)s: %(message)s"
     )
 
     runners = {"all": commands.run_all, "serve": commands.run_serve, "worker": commands.run_worker}

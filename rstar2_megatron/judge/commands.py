@@ -205,9 +205,7 @@ class _WorkerProcess:
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 while self.name not in (await queue.status())["workers"]:
                     if not self.alive():
-                        raise RuntimeError(
-                            f"the worker ended with code {self.process.returncode} (see above)"
-                        )
+                        raise RuntimeError(f"the worker ended with code {self.process.returncode} (see above)")
                     if stop.is_set():
                         return
                     await asyncio.sleep(0.02)
@@ -262,9 +260,7 @@ def _listen(arguments: argparse.Namespace) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def _http_server(
-    arguments: argparse.Namespace, limits: CallLimits, uri: str, sock: socket.socket
-) -> AsyncIterator[None]:
+async def _http_server(arguments: argparse.Namespace, limits: CallLimits, uri: str, sock: socket.socket) -> AsyncIterator[None]:
     import uvicorn
 
     from rstar2_megatron.judge.server.app import create_app
@@ -276,11 +272,7 @@ async def _http_server(
             yield  # this module handles signals
 
     app = create_app(
-        uri,
-        limits,
-        queue_time_limit_s=arguments.queue_time_limit_s,
-        max_queued=arguments.max_queued,
-        cache_s=arguments.cache_s,
+        uri, limits, queue_time_limit_s=arguments.queue_time_limit_s, max_queued=arguments.max_queued, cache_s=arguments.cache_s
     )
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,

@@ -23,11 +23,7 @@ _FILES_BYTES = MEGABYTE  # of all files together, because they pass through Redi
 _KINDS = ("python", "cpp", "math")
 
 # The public server's variables, so that its documented start lines work here.
-_ENVIRONMENT = {
-    "MAX_EXECUTION_TIME": "time_limit_s",
-    "MAX_MEMORY": "memory_mb",
-    "MAX_STDOUT_ERROR_LENGTH": "output_chars",
-}
+_ENVIRONMENT = {"MAX_EXECUTION_TIME": "time_limit_s", "MAX_MEMORY": "memory_mb", "MAX_STDOUT_ERROR_LENGTH": "output_chars"}
 LEVELS = ("minimal", "partial", "full")  # of isolation
 # A call that waits for a core ends after so many time limits at the latest: see sandbox/process_tree.py.
 WALL_FACTOR = 8

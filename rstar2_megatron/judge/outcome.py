@@ -74,9 +74,7 @@ def make_result(
     }
 
 
-_OUTCOME_OF_REASON = {
-    reason: outcome for outcome, reason in REASONS.items() if outcome is not Outcome.SESSION_LOST
-}
+_OUTCOME_OF_REASON = {reason: outcome for outcome, reason in REASONS.items() if outcome is not Outcome.SESSION_LOST}
 
 
 class JudgeResult(NamedTuple):

@@ -233,9 +233,7 @@ class JobQueue:
         return int(back), int(failed)
 
 
-async def until_redis_answers(
-    what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None
-) -> T:
+async def until_redis_answers(what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None) -> T:
     """Repeat `step` while Redis is away or refuses, with waits that grow to a second. Other errors are raised."""
     pause_s, told = 0.05, False
     while True:

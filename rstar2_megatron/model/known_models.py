@@ -46,27 +46,16 @@ _LLAMA3_SCALING = {
 _LLAMA: dict[tuple[str, ...], tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
     ("llama", "3.1"): (
         _LLAMA3,
-        {
-            "rope_theta": 5e5,
-            "max_position_embeddings": 131072,
-            "rope_scaling": {**_LLAMA3_SCALING, "factor": 8.0},
-        },
+        {"rope_theta": 5e5, "max_position_embeddings": 131072, "rope_scaling": {**_LLAMA3_SCALING, "factor": 8.0}},
     ),
     ("llama", "3.2"): (
         _LLAMA3,
-        {
-            "rope_theta": 5e5,
-            "max_position_embeddings": 131072,
-            "rope_scaling": {**_LLAMA3_SCALING, "factor": 32.0},
-        },
+        {"rope_theta": 5e5, "max_position_embeddings": 131072, "rope_scaling": {**_LLAMA3_SCALING, "factor": 32.0}},
     ),
     ("smollm2",): (_SMOLLM2, {"rope_theta": 1e5, "max_position_embeddings": 8192}),
 }
 # name: (hidden, expert width, layers, heads, KV heads, experts, experts a token, dense width)
-_QWEN3_MOE = {
-    "30b": (2048, 768, 48, 32, 4, 128, 8, 6144),
-    "235b": (4096, 1536, 94, 64, 4, 128, 8, 12288),
-}
+_QWEN3_MOE = {"30b": (2048, 768, 48, 32, 4, 128, 8, 6144), "235b": (4096, 1536, 94, 64, 4, 128, 8, 12288)}
 
 
 def known_model(model_path: str) -> ModelConfig | None:

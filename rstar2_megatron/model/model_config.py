@@ -70,13 +70,10 @@ class ModelConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(
-                f"{path} does not exist: give a Hugging Face model directory "
-                "(config.json, *.safetensors, tokenizer)"
+                f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{path} is not JSON: {error}; copy it again from where the model came"
-            ) from None
+            raise ValueError(f"{path} is not JSON: {error}; copy it again from where the model came") from None
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         if not isinstance(raw, dict):
@@ -84,9 +81,7 @@ class ModelConfig:
         return cls.from_dict(raw, where=str(path), scores=scores)
 
     @classmethod
-    def from_dict(
-        cls, raw: dict[str, Any], where: str = "config.json", *, scores: bool = False
-    ) -> ModelConfig:
+    def from_dict(cls, raw: dict[str, Any], where: str = "config.json", *, scores: bool = False) -> ModelConfig:
         """Read the keys of a config.json. Raises ValueError for a model that the actor cannot train exactly."""
         architecture = (raw.get("architectures") or ["(none)"])[0]
         if scores and architecture.endswith(_CLASSIFIER):
@@ -200,11 +195,7 @@ class ModelConfig:
         head = self.head_parameters
         body = self.matmul_parameters - head
         attention = 6.0 * self.num_layers * self.num_heads * self.head_dim * sum(n * n for n in lengths)
-        return (
-            6.0 * body * tokens
-            + attention
-            + 6.0 * head * (tokens if trained_tokens is None else trained_tokens)
-        )
+        return 6.0 * body * tokens + attention + 6.0 * head * (tokens if trained_tokens is None else trained_tokens)
 
 
 def _experts(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -49,9 +49,7 @@ def best_of(notes: Mapping[int, CheckpointNote]) -> int | None:
     return None
 
 
-def steps_to_keep(
-    notes: Mapping[int, CheckpointNote], keep: int, *, best: bool, protected: Collection[int] = ()
-) -> set[int]:
+def steps_to_keep(notes: Mapping[int, CheckpointNote], keep: int, *, best: bool, protected: Collection[int] = ()) -> set[int]:
     """Which of the checkpoints stay: the newest, the newest `keep` that hold an update, the best one, `protected`.
 
     A checkpoint without an update pushes no other out: it has the weights of an earlier one, or those of a ruined run.
@@ -100,12 +98,7 @@ class UnfinishedCheckpoint:
     step: int
 
     def publish(
-        self,
-        keep: int,
-        note: CheckpointNote = CheckpointNote(),
-        *,
-        best: bool = False,
-        protected: Collection[int] = (),
+        self, keep: int, note: CheckpointNote = CheckpointNote(), *, best: bool = False, protected: Collection[int] = ()
     ) -> Path:
         """Give it its name and note, once the model is written; then remove checkpoints that `steps_to_keep` does not name."""
         final = self.checkpoints_dir / f"global_step_{self.step}"
@@ -143,9 +136,7 @@ def begin_save(
     return UnfinishedCheckpoint(checkpoints_dir, step)
 
 
-def save(
-    checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int
-) -> Path:
+def save(checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int) -> Path:
     """Write global_step_{step}, with a `save_actor` that returns when the model is written; keep the newest `keep`."""
     return begin_save(checkpoints_dir, step, save_actor, data_state).publish(keep)
 

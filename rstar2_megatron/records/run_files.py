@@ -41,9 +41,7 @@ class RunFiles:
         for file in (self.metrics, self._trajectories, self._rollouts):
             file.truncate_after(step)
 
-    def append(
-        self, step: int, metrics: Mapping[str, Any], groups: Sequence[Group], shown: Sequence[ShownGroup]
-    ) -> None:
+    def append(self, step: int, metrics: Mapping[str, Any], groups: Sequence[Group], shown: Sequence[ShownGroup]) -> None:
         """Write one step; `metrics` become its row of metrics.jsonl."""
         self.metrics.append({**metrics, "step": step})
         self._trajectories.append(*(row for group in shown for row in group_rows(step, group)))

@@ -28,9 +28,7 @@ class ShownGroup:
         return self.group.usable
 
 
-def choose_shown(
-    groups: Sequence[Group], resampled: Sequence[ResampleResult], at_least: int
-) -> list[ShownGroup]:
+def choose_shown(groups: Sequence[Group], resampled: Sequence[ResampleResult], at_least: int) -> list[ShownGroup]:
     """Complete groups with `at_least` trajectories in all, in the order of the step.
 
     Groups that are trained on are chosen before rejected ones.
@@ -61,11 +59,7 @@ def group_rows(step: int, shown: ShownGroup) -> list[dict[str, Any]]:
         row["rejected"] = result.reason.value or None
         if result.penalties:
             penalty = result.penalties[index]
-            row["penalty"] = {
-                "error": penalty.error,
-                "format": penalty.answer_format,
-                "answers": penalty.num_answers,
-            }
+            row["penalty"] = {"error": penalty.error, "format": penalty.answer_format, "answers": penalty.num_answers}
         row["generated"] = trajectory.spans
         row["token_ids"] = pack_ints(trajectory.response_ids)
         if shown.actor_logprobs is not None:

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 SHARES = ("rollout", "tail", "grading", "training", "sync", "checkpoint", "other")
 
 
-def step_shares(
-    seconds: Mapping[str, float], tail_s: float = 0.0, grading_s: float = 0.0
-) -> dict[str, float]:
+def step_shares(seconds: Mapping[str, float], tail_s: float = 0.0, grading_s: float = 0.0) -> dict[str, float]:
     """Share of each of `SHARES` in the step.
 
     seconds: `step` and its parts on the driver's clock (`rollout`, `training`, `sync_weights`, `save`, `checkpoint`).

@@ -101,9 +101,7 @@ class Recorder:
         self._free: dict[int, list[int]] = {}  # by pid: lanes that are free again
         self._named: set[tuple[int, int]] = set()
 
-    def open(
-        self, path: Path, origin: float, row: Row = DRIVER, *, index: int = 0, offset_s: float = 0.0
-    ) -> None:
+    def open(self, path: Path, origin: float, row: Row = DRIVER, *, index: int = 0, offset_s: float = 0.0) -> None:
         """Record into `path` until `close`; the driver opens it first. `row`: of this process, its rank is `index`.
 
         origin: wall clock of the driver in seconds; offset_s: by which this process's wall clock is ahead of it.
@@ -227,9 +225,7 @@ class Recorder:
             return
         if not any(pid == row.pid for pid, _ in self._named):
             self._add({"name": "process_name", "ph": "M", "pid": row.pid, "args": {"name": row.name}})
-            self._add(
-                {"name": "process_sort_index", "ph": "M", "pid": row.pid, "args": {"sort_index": row.pid}}
-            )
+            self._add({"name": "process_sort_index", "ph": "M", "pid": row.pid, "args": {"sort_index": row.pid}})
         self._named.add((row.pid, lane))
         name = f"lane {lane}" if lane else row.name
         owner = f"worker {self._index}" if row == self._row else self._row.name

@@ -82,10 +82,7 @@ def mean_curve(runs: Sequence[Series]) -> dict[int, Point]:
     """Mean and deviation at the steps that all runs have: a run that ended early would bend the mean where it ends."""
     common = set(runs[0]).intersection(*runs[1:]) if runs else set()
     columns = {step: [run[step] for run in runs] for step in sorted(common)}
-    return {
-        step: Point(statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0, len(v))
-        for step, v in columns.items()
-    }
+    return {step: Point(statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0, len(v)) for step, v in columns.items()}
 
 
 def smoothed(series: Series, span: int) -> Series:
@@ -124,9 +121,7 @@ def trained_rows(log: Log) -> Series:
     """Trajectories trained on in each step. A verl log without the count has it as tokens over tokens a trajectory."""
     if RESAMPLED in log.series:
         return log.aligned(RESAMPLED)
-    tokens, prompts, responses = (
-        log.aligned(name) for name in ("perf/total_num_tokens", "rollout/prompt_length", LENGTH)
-    )
+    tokens, prompts, responses = (log.aligned(name) for name in ("perf/total_num_tokens", "rollout/prompt_length", LENGTH))
     return {
         step: float(round(count / (prompts[step] + responses[step])))
         for step, count in tokens.items()
@@ -196,6 +191,4 @@ def check_arms(arms: Sequence[Arm]) -> None:
     for arm in arms:
         kinds = {log.kind for log in arm.logs}
         if len(kinds) > 1:
-            raise ArmError(
-                f"arm {arm.label} mixes runs of {' and '.join(sorted(kinds))}; give each its own --arm"
-            )
+            raise ArmError(f"arm {arm.label} mixes runs of {' and '.join(sorted(kinds))}; give each its own --arm")

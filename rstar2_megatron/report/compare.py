@@ -12,15 +12,7 @@ import numpy as np
 
 from rstar2_megatron.report.arms import Arm, Point, clock, last_values
 from rstar2_megatron.report.log_formats import Log, Series
-from rstar2_megatron.report.names import (
-    COMPARABLE,
-    DIFFERENT_IN_VERL,
-    LENGTH,
-    PASS_RATE,
-    RESAMPLED,
-    REWARD,
-    Panel,
-)
+from rstar2_megatron.report.names import COMPARABLE, DIFFERENT_IN_VERL, LENGTH, PASS_RATE, RESAMPLED, REWARD, Panel
 
 BOOTSTRAPS = 10_000
 SEEDS_FOR_A_CONCLUSION = 3
@@ -103,10 +95,7 @@ def difference(reference: Arm, arm: Arm, name: str, *, x: str = "step", last: in
 
     A value between two steps is interpolated. `last` counts the steps up to the place.
     """
-    sides = [
-        [curve for log in side.logs if (curve := _Curve.of(log, name, x)) is not None]
-        for side in (reference, arm)
-    ]
+    sides = [[curve for log in side.logs if (curve := _Curve.of(log, name, x)) is not None] for side in (reference, arm)]
     if not all(sides):
         return None
     runs = [curve for side in sides for curve in side]
@@ -196,16 +185,7 @@ def conclusions(arms: Sequence[Arm], panels: Sequence[Panel], *, x: str = "step"
 
 # ------------------------------------------------------------------------------------------- table and notes
 
-HEADS = (
-    "metric",
-    "arm",
-    "seeds",
-    "steps",
-    "final",
-    "best (step)",
-    "area under curve, per step",
-    "difference",
-)
+HEADS = ("metric", "arm", "seeds", "steps", "final", "best (step)", "area under curve, per step", "difference")
 
 
 def comparison_table(
@@ -249,9 +229,7 @@ def faults(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
             steps = sorted(log.not_finite.get(panel.metric, ()))
             if steps:
                 shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
-                notes.append(
-                    f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({shown}), marked x"
-                )
+                notes.append(f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({shown}), marked x")
     ends = {log.label: max(clock(log, "step"), default=0) for log in logs}
     if len(set(ends.values())) > 1:
         each = ", ".join(f"{label} {end}" for label, end in ends.items())
@@ -286,9 +264,7 @@ def caveats(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
 
 def render_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (heads, *rows)
-    ]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (heads, *rows)]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

@@ -47,12 +47,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        notes = [
-            *self.conclusions,
-            "",
-            *caveats(self.arms, self.panels),
-            *(f"warning: {m}" for m in self.faults),
-        ]
+        notes = [*self.conclusions, "", *caveats(self.arms, self.panels), *(f"warning: {m}" for m in self.faults)]
         return "\n".join([render_text(*self.table), "", *notes]) + "\n"
 
 
@@ -63,11 +58,7 @@ def draw_comparison(comparison: Comparison) -> Any:
     from matplotlib.figure import Figure
 
     arms, panels = comparison.arms, comparison.panels
-    notes = [
-        *(f"warning: {fault}" for fault in comparison.faults),
-        *comparison.conclusions,
-        *caveats(arms, panels),
-    ]
+    notes = [*(f"warning: {fault}" for fault in comparison.faults), *comparison.conclusions, *caveats(arms, panels)]
     lines = [line for note in notes for line in textwrap.wrap(note, 190, subsequent_indent="   ")]
     if len(lines) > _NOTES_IN_FIGURE:
         rest = len(lines) - _NOTES_IN_FIGURE
@@ -91,9 +82,7 @@ def draw_comparison(comparison: Comparison) -> Any:
             axes.legend(fontsize=8)
         else:
             axes.text(0.5, 0.5, f"no log has {panel.metric}", ha="center", transform=axes.transAxes)
-    figure.subplots_adjust(
-        bottom=(notes_height + 0.5) / height, top=1 - 0.4 / height, left=0.07, right=0.98, hspace=0.32
-    )
+    figure.subplots_adjust(bottom=(notes_height + 0.5) / height, top=1 - 0.4 / height, left=0.07, right=0.98, hspace=0.32)
     figure.text(0.02, 0.15 / height, "\n".join(lines), fontsize=7, va="bottom")
     return figure
 

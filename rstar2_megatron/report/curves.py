@@ -26,14 +26,10 @@ __all__ = ["draw_run", "main"]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories or log files")
     parser.add_argument("--verl", nargs="+", default=[], metavar="PATH", help="logs with verl's names")
-    parser.add_argument(
-        "--arm", action="append", default=[], metavar="NAME=PATH,PATH", help="runs that are seeds of one arm"
-    )
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME=PATH,PATH", help="runs that are seeds of one arm")
     parser.add_argument(
         "--metrics",
         nargs="+",
@@ -41,15 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"panels: {', '.join(PANELS)}, or any metric's name (default: {' '.join(DEFAULT_PANELS)})",
     )
     parser.add_argument("--x", choices=CLOCKS, default="step", help="horizontal axis (step)")
+    parser.add_argument("--last", type=int, default=5, help="steps that smooth curves and that final values are means of (5)")
     parser.add_argument(
-        "--last", type=int, default=5, help="steps that smooth curves and that final values are means of (5)"
-    )
-    parser.add_argument(
-        "--levels",
-        nargs="*",
-        type=float,
-        default=[0.25, 0.5, 0.75],
-        help="rewards whose first step the table names",
+        "--levels", nargs="*", type=float, default=[0.25, 0.5, 0.75], help="rewards whose first step the table names"
     )
     parser.add_argument("--strict", action="store_true", help="end with an error where a log has a fault")
     parser.add_argument("--out", type=Path, help="directory of the comparison (default: the first run)")

@@ -55,22 +55,12 @@ PANELS: tuple[Panel, ...] = (
 
 
 SFT_PANELS: tuple[Panel, ...] = (
-    (
-        "Loss",
-        "nats a trained token",
-        None,
-        (("train/sft/token_loss", "training"), ("eval/sft_loss", "validation")),
-    ),
+    ("Loss", "nats a trained token", None, (("train/sft/token_loss", "training"), ("eval/sft_loss", "validation"))),
     ("Learning rate", "", None, (("train/sft/lr", "learning rate"),)),
 )
 
 PREFERENCE_PANELS: tuple[Panel, ...] = (
-    (
-        "Loss",
-        "nats a pair",
-        None,
-        (("train/preference/loss", "training"), ("eval/preference_loss", "validation")),
-    ),
+    ("Loss", "nats a pair", None, (("train/preference/loss", "training"), ("eval/preference_loss", "validation"))),
     (
         "Pairs in the right order",
         "",
@@ -158,9 +148,5 @@ def _draw(
 def points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """(steps, values) of a metric. Steps without it are left out, and so are ratios of steps that counted no event."""
     weight = WEIGHTS.get(name)
-    pairs = [
-        (row["step"], row[name])
-        for row in rows
-        if row.get(name) is not None and (weight is None or row.get(weight, 1))
-    ]
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None and (weight is None or row.get(weight, 1))]
     return [step for step, _ in pairs], [value for _, value in pairs]

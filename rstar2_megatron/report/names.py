@@ -54,9 +54,7 @@ TO_VERL: dict[str, tuple[str, ...]] = {
 }
 
 # verl: val-core/{data source}/{reward or acc}/{mean, best, maj}@{k}...; ours: eval/{task}/{average, pass@k, majority@k}
-_VALIDATION = re.compile(
-    r"val-(?:core|aux)/(?P<source>.+)/(?:reward|acc|score)/(?P<what>mean|best|maj)@(?P<k>\d+)(?:/mean)?"
-)
+_VALIDATION = re.compile(r"val-(?:core|aux)/(?P<source>.+)/(?:reward|acc|score)/(?P<what>mean|best|maj)@(?P<k>\d+)(?:/mean)?")
 
 HELD_OUT = "held-out"
 """verl's data source of all held-out problems together, in an exported comparison."""
@@ -89,23 +87,15 @@ PANELS: dict[str, Panel] = {
     "length": Panel(LENGTH, "Response length (trained on)", "tokens, tool responses included", 0),
     "length-all": Panel(LENGTH_ALL, "Response length (all rollouts)", "tokens, tool responses included", 0),
     "tool-errors": Panel("rollout/tool_error_ratio", "Tool errors", "errors per call"),
-    "tool-errors-positive": Panel(
-        "rollout/tool_error_ratio_positive", "Tool errors of positives", "errors per call"
-    ),
+    "tool-errors-positive": Panel("rollout/tool_error_ratio_positive", "Tool errors of positives", "errors per call"),
     "turns": Panel("rollout/num_turns", "Turns", "assistant turns a trajectory", 2),
     "entropy": Panel("train/actor/entropy", "Entropy", "nats a trained token"),
     "grad-norm": Panel("train/actor/grad_norm", "Gradient norm", "L2 norm before clipping"),
     "kl": Panel("train/actor/approx_kl", "KL to the old policy", "nats a trained token", 6),
-    "rollout-kl": Panel(
-        "train/actor/rollout_kl", "KL between engine and actor (k3)", "nats a trained token", 6
-    ),
-    "logprob-diff": Panel(
-        "rollout/logprob_diff_mean", "Log-prob difference, actor to engine", "nats a trained token", 8
-    ),
+    "rollout-kl": Panel("train/actor/rollout_kl", "KL between engine and actor (k3)", "nats a trained token", 6),
+    "logprob-diff": Panel("rollout/logprob_diff_mean", "Log-prob difference, actor to engine", "nats a trained token", 8),
     "clip-fraction": Panel("train/actor/clip_fraction", "Clipped tokens", "share of trained tokens", 5),
-    "dual-clip-fraction": Panel(
-        "train/actor/dual_clip_fraction", "Dual-clipped tokens", "share of trained tokens", 5
-    ),
+    "dual-clip-fraction": Panel("train/actor/dual_clip_fraction", "Dual-clipped tokens", "share of trained tokens", 5),
     "response-clip": Panel("rollout/clip_ratio", "Responses at the length limit", "share of rollouts"),
     "time": Panel(SECONDS, "Time", "seconds a step", 1),
     "held-out": Panel("eval/average", "Held-out accuracy", "avg@k"),
@@ -132,17 +122,11 @@ COMPARABLE: dict[str, str] = {
     "rollout/num_turns": "ours counts assistant turns; verl counts the prompt and the tool responses as well",
     "rollout/clip_ratio": "ours counts endings at the response budget; verl counts length == maximum",
     "train/actor/tis_ratio": "mean weight between engine and actor; verl's is the mean after truncation",
-    "train/actor/tis_clip_fraction": "share of tokens above the truncation; of sequences where verl's rollout_is is "
-    "sequence",
+    "train/actor/tis_clip_fraction": "share of tokens above the truncation; of sequences where verl's rollout_is is sequence",
 }
 
 
-DIFFERENT_IN_VERL = (
-    "rollout/tool_error_ratio",
-    "rollout/tool_error_ratio_positive",
-    "rollout/num_turns",
-    "rollout/clip_ratio",
-)
+DIFFERENT_IN_VERL = ("rollout/tool_error_ratio", "rollout/tool_error_ratio_positive", "rollout/num_turns", "rollout/clip_ratio")
 """Metrics that verl counts by another rule, so that no conclusion is drawn between it and another code."""
 
 

@@ -27,16 +27,7 @@ from rstar2_megatron.report.log_formats import (
     read_tensorboard,
     read_wandb,
 )
-from rstar2_megatron.report.names import (
-    LENGTH,
-    LENGTH_ALL,
-    PASS_RATE,
-    RESAMPLED,
-    REWARD,
-    SECONDS,
-    TO_VERL,
-    ours_from_verl,
-)
+from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, RESAMPLED, REWARD, SECONDS, TO_VERL, ours_from_verl
 
 __all__ = ["Log", "Series", "read_logs"]
 
@@ -90,9 +81,7 @@ def _finish(log: Log, reader: Reader, verl: bool) -> Log:
         log.messages.append(f"{log.path}: no training curves found")
     if log.repeated:
         steps = ", ".join(map(str, sorted(log.repeated)[:5])) + (", ..." if len(log.repeated) > 5 else "")
-        log.messages.append(
-            f"{log.path}: {len(log.repeated)} steps are logged more than once ({steps}); the last counts"
-        )
+        log.messages.append(f"{log.path}: {len(log.repeated)} steps are logged more than once ({steps}); the last counts")
     log.settings = _saved_settings(log)
     return log
 
@@ -134,8 +123,7 @@ def _sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
         yield path, "", partial(read_jsonl, path=path / "metrics.jsonl")
         return
     found: list[tuple[Path, str, Reader]] = [
-        (place, "", partial(read_jsonl, path=place / "metrics.jsonl"))
-        for place in _topmost(path.rglob("metrics.jsonl"))
+        (place, "", partial(read_jsonl, path=place / "metrics.jsonl")) for place in _topmost(path.rglob("metrics.jsonl"))
     ]
     if not found:
         for place in _topmost(path.rglob(f"{EVENT_FILE}*")):
@@ -199,12 +187,7 @@ def _find_numbering(log: Log) -> None:
     if stride > 1:
         log.series = {name: _coarser(series, stride) for name, series in log.series.items()}
         log.messages.append(f"{log.path}: steps are multiples of {stride}; read as one training step each")
-    if (
-        log.first_step == 1
-        and log.kind != "verl"
-        and PASS_RATE not in log.series
-        and min(steps, default=1) > 1
-    ):
+    if log.first_step == 1 and log.kind != "verl" and PASS_RATE not in log.series and min(steps, default=1) > 1:
         log.messages.append(
             f"{log.path}: begins at step {min(steps)}, so that it cannot be told whether it counts from 0; read as from 1"
         )

@@ -25,12 +25,7 @@ ROWS: tuple[tuple[str, str, int], ...] = (
     ("time/step", "seconds a step", 2),
 )
 # keys of held_out.json; that of a recipe also has `after_stage`, a score by stage
-HELD_OUT = (
-    ("before_sft", "before SFT"),
-    ("after_sft", "after SFT"),
-    ("before_rl", "before RL"),
-    ("after_rl", "after RL"),
-)
+HELD_OUT = (("before_sft", "before SFT"), ("after_sft", "after SFT"), ("before_rl", "before RL"), ("after_rl", "after RL"))
 
 Table = list[tuple[str, str, str, str]]
 

@@ -8,17 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.trace import (
-    CHECKPOINT,
-    DRIVER,
-    GRADING,
-    SYNC,
-    TOOLS,
-    actor_of,
-    engine_of,
-    read_trace,
-    trace_path,
-)
+from rstar2_megatron.records.trace import CHECKPOINT, DRIVER, GRADING, SYNC, TOOLS, actor_of, engine_of, read_trace, trace_path
 from rstar2_megatron.records.whole_file import replacement
 from rstar2_megatron.report.step_bound import (
     GRADING_WAIT,
@@ -135,10 +125,7 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, str]], height: float) -> 
     from matplotlib.collections import PolyCollection  # here, as in `draw`
 
     if bars:
-        boxes = [
-            [(s.start, low), (s.end, low), (s.end, low + height), (s.start, low + height)]
-            for s, low, _ in bars
-        ]
+        boxes = [[(s.start, low), (s.end, low), (s.end, low + height), (s.start, low + height)] for s, low, _ in bars]
         colours = [colour for _, _, colour in bars]
         axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="none"))
 

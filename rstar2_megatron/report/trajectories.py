@@ -54,9 +54,7 @@ class Entry:
 def read_index(path: Path) -> tuple[list[Entry], list[str]]:
     """Entries of a trajectories.jsonl and messages about lines that could not be read. Raises ValueError for none."""
     if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist: give a run's directory (runner.save_trajectories_per_step > 0)"
-        )
+        raise ValueError(f"{path} does not exist: give a run's directory (runner.save_trajectories_per_step > 0)")
     entries: list[Entry] = []
     bad: list[int] = []
     offset = 0
@@ -95,9 +93,7 @@ def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
     return rows
 
 
-def build_page(
-    path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, max_bytes: int = 20_000_000
-) -> Page:
+def build_page(path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, max_bytes: int = 20_000_000) -> Page:
     """Groups of the page, oldest step first; evenly thinned out over the steps to about `max_bytes`.
 
     tokenizer: decodes single tokens for the shading; None: no shading.
@@ -109,9 +105,7 @@ def build_page(
     keys = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0))
     chosen = _thin_out(keys, [sum(entry.size for entry in groups[key]) for key in keys], max_bytes)
     if len(chosen) < len(keys):
-        page.messages.append(
-            f"{len(keys) - len(chosen)} of {len(keys)} groups left out to keep the page small"
-        )
+        page.messages.append(f"{len(keys) - len(chosen)} of {len(keys)} groups left out to keep the page small")
     page.groups = [_group(load_rows(path, groups[key]), tokenizer) for key in chosen]
     return page
 
@@ -134,9 +128,7 @@ def _group(rows: Sequence[Row], tokenizer: Any) -> dict[str, Any]:
         "problem": "\n\n".join(users),
         "solutions": first["solutions"],
         "rejected": first.get("rejected"),
-        "trajectories": [
-            _trajectory(row, tokenizer) for row in sorted(rows, key=lambda row: row["rollout_index"])
-        ],
+        "trajectories": [_trajectory(row, tokenizer) for row in sorted(rows, key=lambda row: row["rollout_index"])],
     }
 
 
@@ -195,9 +187,7 @@ def shaded_turns(row: Row, tokenizer: Any) -> list[list[tuple[str, int, str]]] |
     if len(spans) != len(row["turns"]) or sum(end - start for start, end in spans) != len(differences):
         return None
     values = iter(differences)
-    return [
-        _pieces(ids[start:end], [next(values) for _ in range(end - start)], tokenizer) for start, end in spans
-    ]
+    return [_pieces(ids[start:end], [next(values) for _ in range(end - start)], tokenizer) for start, end in spans]
 
 
 def _pieces(ids: Sequence[int], differences: Sequence[float], tokenizer: Any) -> list[tuple[str, int, str]]:
@@ -276,9 +266,7 @@ def select_steps(entries: Sequence[Entry], steps: str | None) -> list[Entry]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 when there is nothing to show."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--out", type=Path, help="default: trajectories.html beside the trajectories")
     parser.add_argument("--steps", help="one step or a range, such as 1-20")

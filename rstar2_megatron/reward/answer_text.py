@@ -11,17 +11,12 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\\q?quad\b|~|\s+")
-_NOISE = re.compile(
-    r"\\(?:left|right|middle|displaystyle|textstyle|limits|bigl|bigr|Bigl|Bigr|big|Big)(?![a-zA-Z])"
-)
-_WRAPPED = re.compile(
-    r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}"
-)
+_NOISE = re.compile(r"\\(?:left|right|middle|displaystyle|textstyle|limits|bigl|bigr|Bigl|Bigr|big|Big)(?![a-zA-Z])")
+_WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}")
 _DEGREE = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)\b\s*\}?|°")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?![\d,])")
 _TRAILING_UNIT = re.compile(
-    r"^(?P<value>.*?(?:[\d)}\]]|\\pi))\s*(?P<unit>(?:square|cubic|sq\.?|cu\.?)?\s*[a-zA-Z/ ]+?)(?:\^\{?[23]\}?)?\.?$",
-    re.DOTALL,
+    r"^(?P<value>.*?(?:[\d)}\]]|\\pi))\s*(?P<unit>(?:square|cubic|sq\.?|cu\.?)?\s*[a-zA-Z/ ]+?)(?:\^\{?[23]\}?)?\.?$", re.DOTALL
 )
 _UNIT_WORDS = """
 mm cm dm m km in inch inches ft foot feet yd yard yards mi mile miles mg g kg gram grams kilogram kilograms lb lbs
@@ -112,12 +107,7 @@ def last_boxed(text: str) -> str | None:
 def normalise(answer: str) -> str:
     """One spelling for answers that differ only in LaTeX noise. Brackets keep their meaning and stay."""
     text = answer.strip().replace("\u2212", "-").replace("\u2013", "-").replace("\\$", "").replace("$", "")
-    text = (
-        text.replace("\\%", "%")
-        .replace("\\dfrac", "\\frac")
-        .replace("\\tfrac", "\\frac")
-        .replace("\\cfrac", "\\frac")
-    )
+    text = text.replace("\\%", "%").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
     text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = _NOISE.sub("", text)
     for _ in range(3):  # nested \text

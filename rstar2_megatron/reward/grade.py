@@ -15,9 +15,7 @@ async def grade_trajectories(pool: GraderPool, problem: Problem, trajectories: S
 
     The graded text is the model's own; in the pool's released mode it is the whole response with the tools' output.
     """
-    texts = [
-        response_text(t) if pool.mode == "released" else "\n".join(t.assistant_texts) for t in trajectories
-    ]
+    texts = [response_text(t) if pool.mode == "released" else "\n".join(t.assistant_texts) for t in trajectories]
     grades = await asyncio.gather(*(pool.grade(text, problem.solutions) for text in texts))
     for t, grade in zip(trajectories, grades, strict=True):
         t.reward, t.grade_detail, t.answer = grade.reward, grade.detail, grade.answer

@@ -11,13 +11,7 @@ import logging
 import re
 from typing import Any
 
-from rstar2_megatron.reward.answer_text import (
-    is_balanced,
-    is_word,
-    normalise,
-    quick_verdict,
-    split_unit,
-)
+from rstar2_megatron.reward.answer_text import is_balanced, is_word, normalise, quick_verdict, split_unit
 
 # math-verify, sympy and pylatexenc take a second to import and most answers need none of them: functions import them.
 
@@ -147,15 +141,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\^\{([^{}]*)\}", r"^(\1)", text)
     if "\\" in text:
         text = LatexNodes2Text().latex_to_text(text)
-    for old, new in (
-        ("√", "sqrt"),
-        ("π", "pi"),
-        ("∞", "oo"),
-        ("\u222a", "U"),
-        ("·", "*"),
-        ("\u00d7", "*"),
-        ("^", "**"),
-    ):
+    for old, new in (("√", "sqrt"), ("π", "pi"), ("∞", "oo"), ("\u222a", "U"), ("·", "*"), ("\u00d7", "*"), ("^", "**")):
         text = text.replace(old, new)
     return text.replace("⦃", "{").replace("⦄", "}").strip()
 

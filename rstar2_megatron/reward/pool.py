@@ -65,13 +65,7 @@ class GraderPool:
     last box inside the last `<answer>`; "released", the whole response (`released_grader`).
     """
 
-    def __init__(
-        self,
-        num_workers: int = 1,
-        timeout_s: float = 2.0,
-        *,
-        mode: Mode = "paper",
-    ) -> None:
+    def __init__(self, num_workers: int = 1, timeout_s: float = 2.0, *, mode: Mode = "paper") -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
         self.mode = mode

@@ -60,10 +60,7 @@ def numbers_agree(answer: str, solution: str) -> bool:
     ours, theirs = plain_number(normalise(answer).rstrip("%")), plain_number(normalise(solution).rstrip("%"))
     if ours is None or theirs is None:
         return False
-    return any(
-        math.isclose(ours, value, rel_tol=RELATIVE_TOLERANCE)
-        for value in (theirs / 100, theirs, theirs * 100)
-    )
+    return any(math.isclose(ours, value, rel_tol=RELATIVE_TOLERANCE) for value in (theirs / 100, theirs, theirs * 100))
 
 
 def quick_released(response: str, solutions: list[str]) -> str | None:
@@ -93,9 +90,7 @@ def _math_verify_finds(response: str, solution: str) -> bool:
     from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
-    gold: list[Any] = parse(
-        f"\\boxed{{{solution}}}", extraction_config=(LatexExtractionConfig(),), parsing_timeout=None
-    )
+    gold: list[Any] = parse(f"\\boxed{{{solution}}}", extraction_config=(LatexExtractionConfig(),), parsing_timeout=None)
     found: list[Any] = parse(
         response, extraction_config=(ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None
     )

@@ -18,13 +18,7 @@ import numpy as np
 
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.engine.protocol import (
-    INTERRUPTED,
-    EngineError,
-    EngineLost,
-    GenerateResult,
-    GenerationTimeout,
-)
+from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
@@ -317,9 +311,7 @@ class Turns:
             parameters["sampling_seed"] = self.one_turn.seed
         elif self.loop.seed is not None:
             t = self.trajectory
-            parameters["sampling_seed"] = request_seed(
-                self.loop.seed, self.number, t.query_id, t.rollout_index, t.num_turns
-            )
+            parameters["sampling_seed"] = request_seed(self.loop.seed, self.number, t.query_id, t.rollout_index, t.num_turns)
         input_ids = np.concatenate([self.trajectory.prompt_ids, self.trajectory.response_ids])
         stats = self.loop.stats
         while True:
@@ -358,9 +350,7 @@ class Turns:
             async with asyncio.timeout(self._seconds_left()):  # must not yield between this and the request
                 await self.loop.engine.wait_until_ready()
         except TimeoutError as error:
-            raise Interrupted(
-                "the engine restarted or changed its weights until the trajectory's deadline"
-            ) from error
+            raise Interrupted("the engine restarted or changed its weights until the trajectory's deadline") from error
 
     async def _recover(self, error: EngineLost) -> None:
         log.warning("trajectory %s#%d: %s", self.trajectory.query_id, self.trajectory.rollout_index, error)
@@ -385,9 +375,7 @@ class Turns:
     async def _run_tools(self, calls: list[ParsedCall]) -> list[str]:
         self.preemption.at_tool = True
         try:
-            done, responses = await self.loop.tools.run(
-                self.trajectory, calls, self._seconds_left, self.loop.stats
-            )
+            done, responses = await self.loop.tools.run(self.trajectory, calls, self._seconds_left, self.loop.stats)
         finally:
             self.preemption.at_tool = False
         self.trajectory.tool_calls += done

@@ -26,12 +26,7 @@ def make_agent_loop(
         judge,
         template,
         template.settings.model_copy(update={"max_assistant_turns": spec.max_assistant_turns}),
-        SamplingParams(
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            max_new_tokens=spec.max_new_tokens,
-        ),
+        SamplingParams(temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k, max_new_tokens=spec.max_new_tokens),
         max_context_tokens=max_context_tokens,
         timeout_s=rollout.trajectory_timeout_s,
         seed=spec.seed,

@@ -31,13 +31,7 @@ import numpy as np
 
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
-from rstar2_megatron.tools import (
-    ToolSchema,
-    render_schemas,
-    required_parameters,
-    tool_name,
-    tool_schemas,
-)
+from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name, tool_schemas
 from rstar2_megatron.trajectory import Problem
 
 TURN_START = "<|im_start|>"
@@ -74,9 +68,7 @@ Problem:
 
 REASON = "<reason>"
 GENERATION_PREFIX = f"{TURN_START}assistant\n{REASON}"
-_DATE = (
-    "26 Jul 2024"  # Llama 3's templates write today's date; with its default a prompt is the same every day
-)
+_DATE = "26 Jul 2024"  # Llama 3's templates write today's date; with its default a prompt is the same every day
 _ASKED, _SAID, _TOLD = "Question0", "Reply1", "Result2"  # found again in a rendered conversation
 
 _PROMPTS_KEPT = 256
@@ -133,12 +125,8 @@ class ChatTemplate:
             self._template = self._own_template()
         if self._template is not None:
             opening = self._generation_prefix_of_template()
-            self.generation_prefix = (
-                opening if self._wholly else settings.generation_prefix or opening + REASON
-            )
-        self.turns = (
-            Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
-        )
+            self.generation_prefix = opening if self._wholly else settings.generation_prefix or opening + REASON
+        self.turns = Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
         self.end_id = self._encode(self.turns.end)[0]
         self._prompts: dict[str, list[int]] = {}
         others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
@@ -204,9 +192,7 @@ class ChatTemplate:
         if self.settings.use_data_system_prompt:
             system = next((m["content"] for m in problem.prompt if m["role"] == "system"), system)
         if self._wholly:
-            return self._render(
-                problem.prompt if self.settings.use_data_system_prompt else messages, opened=True
-            )
+            return self._render(problem.prompt if self.settings.use_data_system_prompt else messages, opened=True)
         if self._template is not None:
             return self._prompt_in_template(system, messages, users[-1])
         parts = [self._message("system", system)] if system else []
@@ -276,11 +262,7 @@ class ChatTemplate:
 
     def _defused(self, text: str) -> str:
         text = defuse(text)
-        return (
-            self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
-            if self._specials
-            else text
-        )
+        return self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._specials else text
 
     def tool_response_ids(self, responses: Sequence[str]) -> list[int]:
         """Token ids of `tool_response_text`. They are never trained on."""

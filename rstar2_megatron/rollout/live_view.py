@@ -28,9 +28,7 @@ class Question(Protocol):
 class LiveView:
     """Of one phase. `poll` is called often and never waits. `ask` starts a question for the loads of all engines."""
 
-    def __init__(
-        self, ask: Callable[[], Question], phase: RolloutPhase, progress: PhaseProgress, show: ShowProgress
-    ) -> None:
+    def __init__(self, ask: Callable[[], Question], phase: RolloutPhase, progress: PhaseProgress, show: ShowProgress) -> None:
         self._ask, self._phase, self._progress, self._show = ask, phase, progress, show
         self._line = StatusLine(sys.stderr)
         self._question: Question | None = None

@@ -61,9 +61,7 @@ class PhaseProgress:
     lengths: LengthSurvival
     _samples: deque[tuple[float, int]] = field(default_factory=deque)  # (time, tokens)
 
-    def at(
-        self, now: float, groups_done: int, groups: int, unstarted: int, loads: Sequence[EngineLoad]
-    ) -> Progress:
+    def at(self, now: float, groups_done: int, groups: int, unstarted: int, loads: Sequence[EngineLoad]) -> Progress:
         """The progress at time `now` in seconds. unstarted: trajectories that no engine has taken yet."""
         tokens = sum(load.tokens for load in loads)
         self._samples.append((now, tokens))
@@ -75,9 +73,7 @@ class PhaseProgress:
         self.lengths.refresh(running)
         to_start = unstarted + sum(load.waiting for load in loads)
         left = sum(map(self.lengths.expected_left, running)) + to_start * self.lengths.expected_left(0)
-        return Progress(
-            self.label, groups_done, groups, tokens, rate, left / rate if rate > 0 else None, loads
-        )
+        return Progress(self.label, groups_done, groups, tokens, rate, left / rate if rate > 0 else None, loads)
 
 
 def count(number: float) -> str:

@@ -29,9 +29,7 @@ class TokenBuffer:
         start, end = self._used, self._used + len(ids)
         if end > len(self._arrays[0]):
             room = max(_FIRST_ROOM, 2 * end)
-            self._arrays = [
-                np.concatenate([a[:start], np.empty(room - start, a.dtype)]) for a in self._arrays
-            ]
+            self._arrays = [np.concatenate([a[:start], np.empty(room - start, a.dtype)]) for a in self._arrays]
         values = ids, int(logprobs is not None), 0.0 if logprobs is None else logprobs
         for array, value in zip(self._arrays, values, strict=True):
             array[start:end] = value

@@ -28,16 +28,9 @@ class TokenStore:
         trajectory.check()
         number = next(self._numbers)
         held = HeldTokens(
-            self._worker,
-            number,
-            trajectory.prompt_tokens,
-            trajectory.response_tokens,
-            trajectory.spans,
-            trajectory.logprob_sum,
+            self._worker, number, trajectory.prompt_tokens, trajectory.response_tokens, trajectory.spans, trajectory.logprob_sum
         )
-        kept = Trajectory(
-            trajectory.query_id, trajectory.rollout_index, finish_reason=trajectory.finish_reason
-        )
+        kept = Trajectory(trajectory.query_id, trajectory.rollout_index, finish_reason=trajectory.finish_reason)
         for name, empty in zip(_ARRAYS, [getattr(kept, name) for name in _ARRAYS], strict=True):
             setattr(kept, name, getattr(trajectory, name).copy())  # without the room of a TokenBuffer
             setattr(trajectory, name, empty)

@@ -112,9 +112,7 @@ def _check_call(body: Any, schemas: Sequence[ToolSchema]) -> ParsedCall:
     if problem:
         return ParsedCall(CallStatus.BAD_ARGUMENTS, name=name, message=problem)
     known = by_name[name]["function"]["parameters"]["properties"]
-    return ParsedCall(
-        CallStatus.VALID, name=name, arguments={key: arguments[key] for key in known if key in arguments}
-    )
+    return ParsedCall(CallStatus.VALID, name=name, arguments={key: arguments[key] for key in known if key in arguments})
 
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {

@@ -52,11 +52,7 @@ class ToolRunner:
         """Shown to the model as every execution time, so that equal calls give equal tokens; None: the measured time."""
 
     async def run(
-        self,
-        trajectory: Trajectory,
-        calls: list[ParsedCall],
-        seconds_left: Callable[[], float],
-        stats: RolloutStats,
+        self, trajectory: Trajectory, calls: list[ParsedCall], seconds_left: Callable[[], float], stats: RolloutStats
     ) -> tuple[list[ToolCall], list[str]]:
         """Run the turn's first `max_parallel_calls` calls together. Returns the calls and the responses for the model.
 
@@ -69,17 +65,13 @@ class ToolRunner:
         try:
             if cells and (lost := await self._replay(trajectory, seconds_left)) is not None:
                 return [lost], []
-            done = await asyncio.gather(
-                *(self._run_one(trajectory, c, seconds_left()) for c in calls[:limit])
-            )
+            done = await asyncio.gather(*(self._run_one(trajectory, c, seconds_left()) for c in calls[:limit]))
         finally:
             stats.tool_seconds += time.monotonic() - begun
         responses = [call.response_text for call in done]
         if len(calls) > limit:
             skipped = len(calls) - limit
-            responses.append(
-                format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn.")
-            )
+            responses.append(format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn."))
         return done, responses
 
     async def _replay(self, trajectory: Trajectory, seconds_left: Callable[[], float]) -> ToolCall | None:
@@ -117,12 +109,8 @@ class ToolRunner:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(limit_s):
-                with TRACE.span(
-                    call.name, TOOLS, trajectory=f"{trajectory.query_id}#{trajectory.rollout_index}"
-                ):
-                    run = await self.judge.run(
-                        call.arguments["code"], call.arguments.get("input", ""), session=session
-                    )
+                with TRACE.span(call.name, TOOLS, trajectory=f"{trajectory.query_id}#{trajectory.rollout_index}"):
+                    run = await self.judge.run(call.arguments["code"], call.arguments.get("input", ""), session=session)
         except Exception as error:  # JudgeUnavailable, or the deadline
             outcome, text = ToolOutcome.INFRASTRUCTURE, f"{type(error).__name__}: {error}"
         else:
@@ -131,6 +119,4 @@ class ToolRunner:
         return ToolCall(call.name, call.arguments, outcome, text, time.monotonic() - begun)
 
     def _shown(self, text: str) -> str:
-        return truncate(
-            text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side
-        )
+        return truncate(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)

@@ -225,9 +225,7 @@ class TrajectoryRunner:
                 span.update(tokens=trajectory.length, ended=str(trajectory.finish_reason or "parked"))
             finished = trajectory.usable
             self.scheduler.budget.set_length(key, trajectory.length)
-            preempted = (
-                trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
-            )
+            preempted = trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
         finally:
             del self._preemptions[key]
             self._lengths.pop(key, None)
@@ -257,10 +255,7 @@ class TrajectoryRunner:
             self._failure = error
 
     async def _cancel(self) -> None:
-        futures: list[asyncio.Future[None] | asyncio.Future[list[Slice] | None]] = [
-            *self._running,
-            *self._preempting,
-        ]
+        futures: list[asyncio.Future[None] | asyncio.Future[list[Slice] | None]] = [*self._running, *self._preempting]
         if self._pull is not None:
             futures.append(self._pull)
         for future in futures:

@@ -23,9 +23,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_LIMIT_S = 75.0  # for workers, engines, judge and Ray; below the grace period of a recipe
 
 
-def execute(
-    settings: Settings, *, dry_run: bool, origins: Origins | None = None, later: Collection[str] = ()
-) -> int:
+def execute(settings: Settings, *, dry_run: bool, origins: Origins | None = None, later: Collection[str] = ()) -> int:
     """Run the program for a loaded configuration; returns the exit code. Raises ConfigError for bad input.
 
     origins: of the keys, for the `algorithm` block of the plan. later: as for `check_before_start`.
@@ -39,9 +37,7 @@ def execute(
     except ValueError as e:
         raise ConfigError(str(e)) from e
     except OSError as e:  # a file that cannot be read or written
-        raise ConfigError(
-            f"{e.filename or 'a file'}: {e.strerror or e}; check that it is there and who may use it"
-        ) from e
+        raise ConfigError(f"{e.filename or 'a file'}: {e.strerror or e}; check that it is there and who may use it") from e
     gpus = visible_gpus()
     if gpus[0] and slots_of(settings.cluster, gpus).is_cpu:
         hide_gpus()

@@ -20,9 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", required=True, nargs="+", metavar="FILE", help="jsonl of problems")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("-k", "--samples", type=int, default=8, help="attempts at each problem (default 8)")
-    parser.add_argument(
-        "--drop-never-solved", action="store_true", help="also drop problems that it never solves"
-    )
+    parser.add_argument("--drop-never-solved", action="store_true", help="also drop problems that it never solves")
     parser.add_argument("--limit", type=int, default=-1, help="only the first N problems, for a trial")
     parser.add_argument("--config", required=True, metavar="NAME", help="configuration of its training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")

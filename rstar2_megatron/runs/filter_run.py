@@ -51,9 +51,7 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     options, data = settings.difficulty_filter, settings.data
     problems = short_problems(settings, options.num_problems)
     spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
-    sampling = SamplingSettings.of(
-        settings, spec, model=settings.rollout.model.model_path, num_engines=num_engines(settings)
-    )
+    sampling = SamplingSettings.of(settings, spec, model=settings.rollout.model.model_path, num_engines=num_engines(settings))
     samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
     counts = pass_counts(problems, ((s.query_id, s.reward) for s in samples))
     dropped = dropped_problems(counts, options, options.num_samples)
@@ -61,28 +59,18 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     write_jsonl(out / "pass_counts.jsonl", (asdict(count) for count in counts))
     kept = [problem for problem in problems if problem.query_id not in dropped]
     if not kept:
-        raise DataError(
-            f"no problem is left of {len(problems)}: {report['dropped']}; see {out / 'pass_counts.jsonl'}"
-        )
+        raise DataError(f"no problem is left of {len(problems)}: {report['dropped']}; see {out / 'pass_counts.jsonl'}")
     write_problems(out / "train.jsonl", kept, data)
     write_json(out / "report.json", report)
     print(render_report(report), flush=True)
-    print(
-        f"wrote {out / 'train.jsonl'} and pass_counts.jsonl, report.json, trajectories.jsonl beside it",
-        flush=True,
-    )
+    print(f"wrote {out / 'train.jsonl'} and pass_counts.jsonl, report.json, trajectories.jsonl beside it", flush=True)
     return report
 
 
-def dropped_problems(
-    counts: Sequence[PassCount], options: DifficultyFilterSettings, wanted: int
-) -> dict[str, str]:
+def dropped_problems(counts: Sequence[PassCount], options: DifficultyFilterSettings, wanted: int) -> dict[str, str]:
     """The reason by query_id of each problem that `options` drop; those with fewer than `wanted` attempts stay."""
     always, never = options.drop_always_solved, options.drop_never_solved
-    reasons = {
-        count.query_id: count.why_dropped(always_solved=always, never_solved=never, wanted=wanted)
-        for count in counts
-    }
+    reasons = {count.query_id: count.why_dropped(always_solved=always, never_solved=never, wanted=wanted) for count in counts}
     return {query_id: why for query_id, why in reasons.items() if why}
 
 

@@ -80,12 +80,7 @@ def parse(argv: list[str]) -> Arguments:
     words = iter(argv)
     for word in words:
         option, equals, value = word.partition("=")
-        if option in (
-            "--config-path",
-            "-cp",
-            "--config-name",
-            "-cn",
-        ):  # Hydra's, as RLinf's scripts give them
+        if option in ("--config-path", "-cp", "--config-name", "-cn"):  # Hydra's, as RLinf's scripts give them
             value = value if equals else next(words, "")
             if not value:
                 raise ConfigError(f"{option} has no value")
@@ -109,15 +104,11 @@ def parse(argv: list[str]) -> Arguments:
         elif "=" in word or word.startswith("~"):
             arguments.overrides.append(word)
         elif name_given:
-            raise ConfigError(
-                f"two configuration names, {arguments.config!r} and {word!r}; overrides are written key=value"
-            )
+            raise ConfigError(f"two configuration names, {arguments.config!r} and {word!r}; overrides are written key=value")
         else:
             arguments.config, name_given = word, True
     if arguments.new and (missing := [o for o in ("--new", "--model", "--data") if not arguments.new.get(o)]):
-        raise ConfigError(
-            f"{missing[0]} has no value; the whole form: --new NAME --model DIR --data FILE[,FILE]"
-        )
+        raise ConfigError(f"{missing[0]} has no value; the whole form: --new NAME --model DIR --data FILE[,FILE]")
     if directory and not name_given:
         raise ConfigError(f"--config-path {directory} needs --config-name NAME, a YAML of that directory")
     if directory:
@@ -135,9 +126,7 @@ def main(argv: list[str]) -> int:
         if arguments.new:
             name, model, data = (arguments.new[option] for option in ("--new", "--model", "--data"))
             path = write_new_config(name, model, data.split(","))
-            print(
-                f"wrote {path}\nplan:  bash run_rstar2.sh {path} --dry-run\ntrain: bash run_rstar2.sh {path}"
-            )
+            print(f"wrote {path}\nplan:  bash run_rstar2.sh {path} --dry-run\ntrain: bash run_rstar2.sh {path}")
             return 0
         recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
         if recipes:
@@ -157,9 +146,7 @@ def main(argv: list[str]) -> int:
 
 def _run_recipe(recipes: list[str], arguments: Arguments) -> int:
     if arguments.check:
-        raise ConfigError(
-            "--check proves a machine for one configuration: give the NAME that the recipe's stages use"
-        )
+        raise ConfigError("--check proves a machine for one configuration: give the NAME that the recipe's stages use")
     if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:
         raise ConfigError(
             f"{recipes[0]} names its configuration itself; give one recipe and no other name (got {arguments.config})"

@@ -49,17 +49,10 @@ class PreferenceRun(SFTRun):
         return self.kept_back is not None
 
     def run_phase(
-        self,
-        phase: SFTPhaseSettings,
-        *,
-        start: int,
-        pauses: Sequence[int],
-        after: Callable[[int, list[Metrics]], None],
+        self, phase: SFTPhaseSettings, *, start: int, pauses: Sequence[int], after: Callable[[int, list[Metrics]], None]
     ) -> None:
         timeout, seed, rows = self.settings.runner.step_timeout_s, self.section.seed, self.compared
-        run_preference_phase(
-            self.actor, phase, rows.comparisons, seed, timeout, start=start, pauses=pauses, after=after
-        )
+        run_preference_phase(self.actor, phase, rows.comparisons, seed, timeout, start=start, pauses=pauses, after=after)
 
     def validate(self) -> Metrics:
         assert self.kept_back is not None

@@ -113,9 +113,7 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             f"{response} exceed runner.seq_length={runner.seq_length}; set runner.seq_length="
             f"{data.max_prompt_length + response} or lower one of them"
         )
-    if settings.evaluation.max_new_tokens and (
-        data.max_prompt_length + settings.evaluation.max_new_tokens > runner.seq_length
-    ):
+    if settings.evaluation.max_new_tokens and (data.max_prompt_length + settings.evaluation.max_new_tokens > runner.seq_length):
         yield (
             f"data.max_prompt_length={data.max_prompt_length} + evaluation.max_new_tokens="
             f"{settings.evaluation.max_new_tokens} exceed runner.seq_length={runner.seq_length}"
@@ -240,9 +238,7 @@ def model_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def layout_problems(
-    settings: Settings, model: ModelConfig | None, slots: Slots, places: dict[str, list[int]]
-) -> Iterator[str]:
+def layout_problems(settings: Settings, model: ModelConfig | None, slots: Slots, places: dict[str, list[int]]) -> Iterator[str]:
     """Parallel sizes against the model and the slots."""
     speculative = settings.rollout.sglang.server_args.get("speculative_algorithm")
     if slots.is_cpu and speculative:
@@ -287,9 +283,7 @@ def engine_problems(settings: Settings) -> Iterator[str]:
                 f"{name}={os.environ[name]}: expandable_segments changes the memory handles by which the actor gives its "
                 "weights to engines, and the engine's memory saver refuses it; take it out of the environment"
             )
-    if settings.actor.model.transformer_impl == "transformer_engine" and not importlib.util.find_spec(
-        "transformer_engine"
-    ):
+    if settings.actor.model.transformer_impl == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
         yield (
             "actor.model.transformer_impl=transformer_engine, but TransformerEngine is not installed; set it to auto "
             "or local, or bash scripts/setup_env.sh --transformer-engine"

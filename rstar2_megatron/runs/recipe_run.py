@@ -54,9 +54,7 @@ def _dry_run(plan: StagePlan) -> int:
         total += _say_hours(plan, stage)
         print()
     if total:
-        print(
-            f"expected in all: {total:,.0f} GPU hours on H100s (stages of task search, and those that train on trees)"
-        )
+        print(f"expected in all: {total:,.0f} GPU hours on H100s (stages of task search, and those that train on trees)")
     return 0
 
 
@@ -210,8 +208,7 @@ def write_curve(plan: StagePlan) -> Path | None:
         done = len(rows)
         borders.append({"name": stage.name, "first_step": done + 1, "steps": len(own)})
         rows += [
-            {**row, "step": done + number, "stage": stage.name, "stage_step": row["step"]}
-            for number, row in enumerate(own, 1)
+            {**row, "step": done + number, "stage": stage.name, "stage_step": row["step"]} for number, row in enumerate(own, 1)
         ]
     if not rows:
         return None

@@ -57,9 +57,7 @@ class RLRun(ClusterRun):
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
         self.judge = CodeJudgeService(
-            settings.tools.codejudge,
-            self.directory / "logs" / "judge.log",
-            host=listening_address(settings.cluster.num_nodes),
+            settings.tools.codejudge, self.directory / "logs" / "judge.log", host=listening_address(settings.cluster.num_nodes)
         )
         self.files = RunFiles(
             self.directory,
@@ -130,11 +128,7 @@ class RLRun(ClusterRun):
             if dropped:
                 self._say(f"{dropped} problems left out: longer than data.max_prompt_length")
         self.loader = ProblemLoader(problems, data, max_epochs=settings.runner.max_epochs)
-        self.held_out = (
-            read_problems(data.val_data_paths, data.prompt_key, data.answer_key)
-            if data.val_data_paths
-            else []
-        )
+        self.held_out = read_problems(data.val_data_paths, data.prompt_key, data.answer_key) if data.val_data_paths else []
         engine_figures = engines.result(timeout)
         actor_figures = actors.result(timeout)[0]
         self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
@@ -142,17 +136,10 @@ class RLRun(ClusterRun):
         self._closing.append(self.coordinator.close)
         kind = AsyncTrainer if settings.algorithm.max_staleness else Trainer
         self.trainer = kind(
-            settings,
-            self.actor,
-            self.rollout,
-            self.coordinator,
-            device=self.cluster.device,
-            colocated=colocated,
+            settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
         )
         self._closing.append(self.trainer.close)
-        self.traces = StepTraces(
-            self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward)
-        )
+        self.traces = StepTraces(self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward))
         if settings.runner.metrics_port is not None:
             self._serve_metrics(settings.runner.metrics_port)
         self.profiles = StepProfiles(self.directory, settings.runner.profiler, self.actor, self.rollout)
@@ -184,10 +171,7 @@ class RLRun(ClusterRun):
         self.table: dict[str, float | None] = {}
         if settings.cold_start.enabled:
             result = self.cached_sft or run_cold_start(
-                settings,
-                self.actor,
-                lambda: self.trainer.sync_weights(version=0),
-                self._evaluate if self._evaluates else None,
+                settings, self.actor, lambda: self.trainer.sync_weights(version=0), self._evaluate if self._evaluates else None
             )
             if result.reused:
                 self._say(f"SFT: reusing {result.model}")
@@ -256,22 +240,14 @@ class RLRun(ClusterRun):
                 return self._stop_early(step - 1, held)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
-            validate, save, _ = check_progress(
-                step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0
-            )
+            validate, save, _ = check_progress(step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0)
             # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
             after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
             with self.profiles.step(step), self.traces.step(step):
                 result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
             row = {
                 "step": float(step),
-                **step_metrics(
-                    result.groups,
-                    result.resampled,
-                    result.actor_metrics,
-                    result.rollout_stats,
-                    result.seconds,
-                ),
+                **step_metrics(result.groups, result.resampled, result.actor_metrics, result.rollout_stats, result.seconds),
             }
             if (drift := logprob_drift([*self.files.metrics.rows(), row])) is not None:
                 row["train/actor/logprob_drift"] = drift

@@ -48,9 +48,7 @@ class SearchRun(BaseRun):
         spec = replace(RolloutSpec.training(settings), samples=1)
         sampling = SamplingSettings.of(settings, spec, model=model, num_engines=num_engines(settings))
         if run(problems, sampling, search, self.directory, compare=False):
-            raise RuntimeError(
-                "problems are unfinished, the lines above name them; run the same command again"
-            )
+            raise RuntimeError("problems are unfinished, the lines above name them; run the same command again")
         path = self.directory / f"{search.mode}.pass_counts.jsonl"
         print(write_harder(settings, problems, path, self.directory / "train.jsonl"), flush=True)
 
@@ -66,6 +64,4 @@ def write_harder(settings: Settings, problems: Sequence[Problem], counts: Path, 
     kept = [problem for problem in problems if problem.query_id not in dropped]
     write_problems(out, kept, settings.data)
     why = ", ".join(f"{count} {reason}" for reason, count in Counter(dropped.values()).items())
-    return f"{len(kept)} of {len(problems)} problems for reasoning stages in {out}" + (
-        f" ({why})" if why else ""
-    )
+    return f"{len(kept)} of {len(problems)} problems for reasoning stages in {out}" + (f" ({why})" if why else "")

@@ -77,12 +77,7 @@ class SFTRun(ClusterRun):
         return self.held_out is not None
 
     def run_phase(
-        self,
-        phase: SFTPhaseSettings,
-        *,
-        start: int,
-        pauses: Sequence[int],
-        after: Callable[[int, list[Metrics]], None],
+        self, phase: SFTPhaseSettings, *, start: int, pauses: Sequence[int], after: Callable[[int, list[Metrics]], None]
     ) -> None:
         timeout, seed = self.settings.runner.step_timeout_s, self.section.seed
         run_sft_phase(self.actor, phase, self.rows, seed, timeout, start=start, pauses=pauses, after=after)
@@ -116,9 +111,7 @@ class SFTRun(ClusterRun):
         self.actor = self.cluster.launch_actor()
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         figures = self.actor.call("initialize", model, address, self.cluster.device, timeout_s=timeout)[0]
-        self._say(
-            f"ready: {figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks"
-        )
+        self._say(f"ready: {figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
         self.log = MetricLogger(self.cluster.config)
         self._closing.append(self.log.finish)
         self._lap = time.perf_counter()
@@ -132,9 +125,7 @@ class SFTRun(ClusterRun):
             row: dict[str, Any] = {f"train/{name}": value for name, value in step.items()}
             row["time/step"] = seconds
             last = number == done
-            validated = (
-                last and self.validates and (number == phase.steps or (every > 0 and number % every == 0))
-            )
+            validated = last and self.validates and (number == phase.steps or (every > 0 and number % every == 0))
             if validated:
                 row |= self.validate()
             self.metrics.append({"step": number, **row})
@@ -145,9 +136,7 @@ class SFTRun(ClusterRun):
             checkpoint.save(
                 self.checkpoints,
                 done,
-                lambda directory: self.actor.call(
-                    "save_checkpoint", directory, timeout_s=runner.step_timeout_s
-                ),
+                lambda directory: self.actor.call("save_checkpoint", directory, timeout_s=runner.step_timeout_s),
                 {"step": done},
                 runner.keep_checkpoints,
             )

@@ -75,17 +75,13 @@ class Recipe(Section):
         seen: dict[str, Stage] = {}
         for number, stage in enumerate(self.stages):
             if stage.name == CONFIGURED:
-                raise ValueError(
-                    f"no stage may be named {CONFIGURED}: model_from has it for the recipe's model"
-                )
+                raise ValueError(f"no stage may be named {CONFIGURED}: model_from has it for the recipe's model")
             if stage.name in seen:
                 raise ValueError(f"two stages are named {stage.name!r}")
             if stage.optimizer == "keep" and (
                 not number or self.stages[number - 1].task != "reasoning" or stage.task != "reasoning"
             ):
-                raise ValueError(
-                    f"stage {stage.name!r} keeps an optimizer, but no reasoning stage comes before it"
-                )
+                raise ValueError(f"stage {stage.name!r} keeps an optimizer, but no reasoning stage comes before it")
             source = seen.get(stage.problems_from or "")
             if stage.problems_from and (source is None or source.task not in ("difficulty_filter", "search")):
                 raise ValueError(
@@ -116,12 +112,7 @@ MODEL_TASKS = ("reasoning", "sft")
 def _check_sources(stage: Stage, seen: Mapping[str, Stage]) -> None:
     """Raises ValueError for a source that is no earlier stage of the task that makes it, or that the stage cannot use."""
     wanted = [
-        (
-            "model_from",
-            stage.model_from,
-            MODEL_TASKS,
-            (*MODEL_TASKS, "difficulty_filter", "search", "preference"),
-        ),
+        ("model_from", stage.model_from, MODEL_TASKS, (*MODEL_TASKS, "difficulty_filter", "search", "preference")),
         *(("trees_from", name, ("search",), ("sft", "preference")) for name in stage.trees_from),
         ("reward_model_from", stage.reward_model_from, ("preference",), ("search",)),
     ]
@@ -129,9 +120,7 @@ def _check_sources(stage: Stage, seen: Mapping[str, Stage]) -> None:
         if name is None or (key == "model_from" and name == CONFIGURED):
             continue
         if name not in seen or seen[name].task not in makers:
-            raise ValueError(
-                f"stage {stage.name!r} takes {key} {name!r}, which is no {' or '.join(makers)} stage before it"
-            )
+            raise ValueError(f"stage {stage.name!r} takes {key} {name!r}, which is no {' or '.join(makers)} stage before it")
         if stage.task not in users:
             raise ValueError(f"stage {stage.name!r} is of task {stage.task}, which uses no {key}")
 
@@ -155,10 +144,7 @@ def load_recipe(name: str) -> Recipe:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}"
-            for p in error.errors()
-        ]
+        lines = [f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in error.errors()]
         raise ConfigError(f"{path}: " + "; ".join(lines)) from None
     recipe.name = recipe.name or path.stem
     return recipe
@@ -176,9 +162,7 @@ def split_overrides(recipe: Recipe, words: Sequence[str]) -> tuple[list[str], di
         elif stage in own:
             own[stage].append(rest)
         else:
-            raise ConfigError(
-                f"{word}: {recipe.name} has no stage {stage!r}; its stages are {', '.join(names)}"
-            )
+            raise ConfigError(f"{word}: {recipe.name} has no stage {stage!r}; its stages are {', '.join(names)}")
     return common, own
 
 

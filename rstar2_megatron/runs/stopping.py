@@ -39,8 +39,4 @@ def _within(condition: StopCondition, value: float) -> bool:
 def _bounds(condition: StopCondition) -> str:
     if condition.at_most is None:
         return f">= {condition.at_least}"
-    return (
-        f"<= {condition.at_most}"
-        if condition.at_least is None
-        else f"in {condition.at_least}..{condition.at_most}"
-    )
+    return f"<= {condition.at_most}" if condition.at_least is None else f"in {condition.at_least}..{condition.at_most}"

@@ -44,39 +44,25 @@ _FLAGS = ("mode", "rollouts", "candidates", "depth")
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m rstar2_megatron.search",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m rstar2_megatron.search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = SearchSettings()
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="the policy")
-    parser.add_argument(
-        "--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems"
-    )
+    parser.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems")
     parser.add_argument("--mode", choices=("mcts", "beam"), help=f"({default.mode})")
     parser.add_argument("--rollouts", help=f"rollouts of mcts ({default.rollouts})")
     parser.add_argument("--candidates", help=f"continuations of a node ({default.candidates})")
-    parser.add_argument(
-        "--reward-model", metavar="DIR", help="process preference model (runner.task_type=preference)"
-    )
+    parser.add_argument("--reward-model", metavar="DIR", help="process preference model (runner.task_type=preference)")
     parser.add_argument("--depth", help=f"most steps of a solution ({default.depth})")
-    parser.add_argument(
-        "--compare", action="store_true", help="with greedy, sampling of equal price, other search"
-    )
+    parser.add_argument("--compare", action="store_true", help="with greedy, sampling of equal price, other search")
     parser.add_argument("--max-tokens", type=int, help="tokens of a whole solution, as for evaluation")
     parser.add_argument("--problems", type=int, help="only the first N problems")
     parser.add_argument("--config", help="configuration when DIR is not in a run, as for evaluation")
-    parser.add_argument(
-        "--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="output directory (RUN/search/NAME, or evaluations/NAME here)"
-    )
+    parser.add_argument("--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)")
+    parser.add_argument("--out", type=Path, help="output directory (RUN/search/NAME, or evaluations/NAME here)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
     arguments = parse_words(parser, argv, ("max_tokens", "problems", "engines"))
-    arguments.overrides += [
-        f"search.{name}={value}" for name in _FLAGS if (value := getattr(arguments, name)) is not None
-    ]
+    arguments.overrides += [f"search.{name}={value}" for name in _FLAGS if (value := getattr(arguments, name)) is not None]
     # `session` takes these from the search's settings
     arguments.samples, arguments.temperature, arguments.top_p, arguments.max_turns = 1, 1.0, 1.0, 1
     return arguments
@@ -135,22 +121,14 @@ def _default_out(model: Path) -> Path:
     return out.parent.parent / "search" / out.name if out.parent.name == "evaluation" else out
 
 
-def run(
-    problems: Sequence[Problem],
-    sampling: SamplingSettings,
-    search: SearchSettings,
-    out: Path,
-    *,
-    compare: bool,
-) -> int:
+def run(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchSettings, out: Path, *, compare: bool) -> int:
     """Search what is missing, score everything, write and print the results."""
     # here, because torch takes seconds to load
     from rstar2_megatron.search.session import search_problems, write_conversations
 
     print(
         f"{len(problems)} problems, {search.mode} by the rules of {search.rules}, guided by {search.guide}; model "
-        f"{sampling.rollout.model.model_path}"
-        + (f", reward model {search.reward_model}" if search.reward_model else ""),
+        f"{sampling.rollout.model.model_path}" + (f", reward model {search.reward_model}" if search.reward_model else ""),
         flush=True,
     )
     planned, spoiled = search_problems(problems, sampling, search, out, compare=compare)
@@ -159,9 +137,7 @@ def run(
         rows = [result for plan in planned for result in _results(plan, problems, out, grader, budget)]
     for plan in planned:
         if plan.settings.mode == "mcts" and plan.settings.guide != "scores":
-            written = write_conversations(
-                problems, sampling, out / f"{plan.name}.jsonl", out / f"{plan.name}.sft.jsonl"
-            )
+            written = write_conversations(problems, sampling, out / f"{plan.name}.jsonl", out / f"{plan.name}.sft.jsonl")
             print(f"{written} right solutions for SFT in {out / f'{plan.name}.sft.jsonl'}")
     text = render(rows, len(problems))
     write_json(
@@ -182,9 +158,7 @@ def run(
     return 1 if spoiled else 0
 
 
-def _read(
-    name: str, problems: Sequence[Problem], out: Path, budget: Mapping[str, int] | None = None
-) -> SearchedSet:
+def _read(name: str, problems: Sequence[Problem], out: Path, budget: Mapping[str, int] | None = None) -> SearchedSet:
     rows = (row for _, row in JsonlFile(out / f"{name}.jsonl").numbered_rows() if row is not None)
     return read_set(rows, {problem.query_id for problem in problems}, budget)
 

@@ -62,9 +62,7 @@ class Expander:
         await self.values.assign(prompt_ids, before, steps)
         return steps
 
-    async def _candidate(
-        self, problem: Problem, tag: str, before: list[Step], prompt_ids: np.ndarray, index: int
-    ) -> Step:
+    async def _candidate(self, problem: Problem, tag: str, before: list[Step], prompt_ids: np.ndarray, index: int) -> Step:
         seed = candidate_seed(self.settings.seed, problem.query_id, tag, index)
         turn = OneTurn(max_tokens=self.settings.max_step_tokens, seed=seed)
         for number in range(MAX_TRIES):

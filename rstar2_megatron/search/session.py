@@ -16,12 +16,7 @@ from rstar2_megatron.evaluation.services import SamplingSettings, Services, runn
 from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.search.expand import Expander
-from rstar2_megatron.search.preference.reward_model import (
-    RewardModelScorer,
-    identity_of,
-    policy_rollout,
-    running_scorers,
-)
+from rstar2_megatron.search.preference.reward_model import RewardModelScorer, identity_of, policy_rollout, running_scorers
 from rstar2_megatron.search.solver import Progress, Solver
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
@@ -73,12 +68,7 @@ def identity(sampling: SamplingSettings, search: SearchSettings) -> dict[str, An
 
 
 def search_problems(
-    problems: Sequence[Problem],
-    sampling: SamplingSettings,
-    search: SearchSettings,
-    out: Path,
-    *,
-    compare: bool,
+    problems: Sequence[Problem], sampling: SamplingSettings, search: SearchSettings, out: Path, *, compare: bool
 ) -> tuple[list[Plan], dict[str, str]]:
     """Search every problem that has no finished tree in `out`/NAME.jsonl yet. Returns the plans and spoiled problems.
 
@@ -89,9 +79,7 @@ def search_problems(
     return _Session(problems, sampling, out).all(plans(search, compare=compare), search, compare)
 
 
-def write_conversations(
-    problems: Sequence[Problem], sampling: SamplingSettings, trees: Path, out: Path
-) -> int:
+def write_conversations(problems: Sequence[Problem], sampling: SamplingSettings, trees: Path, out: Path) -> int:
     """Write the best right solutions of a file of trees as rows of SFT data; returns how many."""
     tokenizer: Any = AutoTokenizer.from_pretrained(sampling.rollout.model.model_path)
     template = ChatTemplate(tokenizer, sampling.agentloop)
@@ -115,9 +103,7 @@ def seeded(rollout: RolloutSettings) -> RolloutSettings:
 def loop_sampling(sampling: SamplingSettings, search: SearchSettings) -> SamplingSettings:
     """The agent loop's sampling in a search."""
     turns = search.depth + (search.rules == "released")
-    spec = replace(
-        sampling.spec, temperature=search.temperature, top_p=search.top_p, max_assistant_turns=turns
-    )
+    spec = replace(sampling.spec, temperature=search.temperature, top_p=search.top_p, max_assistant_turns=turns)
     agentloop = sampling.agentloop.model_copy(update={"max_assistant_turns": turns})
     return replace(sampling, spec=spec, agentloop=agentloop)
 
@@ -127,9 +113,7 @@ class _Session:
         self.problems, self.sampling, self.out = problems, sampling, out
         self.spoiled: dict[str, str] = {}
 
-    def all(
-        self, planned: list[Plan], search: SearchSettings, compare: bool
-    ) -> tuple[list[Plan], dict[str, str]]:
+    def all(self, planned: list[Plan], search: SearchSettings, compare: bool) -> tuple[list[Plan], dict[str, str]]:
         unfinished = [plan for plan in planned if self._missing(plan)]
         if compare and not unfinished:
             last = self._equal(search)
@@ -176,9 +160,7 @@ class _Session:
                 planned.append(self._equal(search))
                 await self._search(planned[-1], services, scorers)
 
-    async def _search(
-        self, plan: Plan, services: Services, reward_models: Sequence[RewardModelScorer]
-    ) -> Progress:
+    async def _search(self, plan: Plan, services: Services, reward_models: Sequence[RewardModelScorer]) -> Progress:
         settings = plan.settings
         file = self._file(plan)
         finished, recorded = file.open(self.problems)
@@ -192,15 +174,12 @@ class _Session:
         width = settings.rollouts if settings.mode == "sampling" else width
         trees = settings.trees or max(2, -(-_FILL * sampling.rollout.max_running_requests // width))
         left = [problem for problem in self.problems if problem.query_id not in finished]
-        with tqdm(
-            total=len(self.problems), initial=len(finished), desc=plan.name, unit="problem", disable=None
-        ) as bar:
+        with tqdm(total=len(self.problems), initial=len(finished), desc=plan.name, unit="problem", disable=None) as bar:
 
             def show(progress: Progress, ended: bool) -> None:
                 bar.update(int(ended))
                 bar.set_postfix_str(
-                    f"{progress.solved} solved, {progress.nodes} nodes, {progress.tokens_per_s:.0f} tokens/s",
-                    refresh=ended,
+                    f"{progress.solved} solved, {progress.nodes} nodes, {progress.tokens_per_s:.0f} tokens/s", refresh=ended
                 )
 
             progress = await Solver(left, settings, file, recorded, show).run(expanders, trees)

@@ -145,9 +145,7 @@ class Solver:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _expand(
-        self, problem: Problem, node: Node, count: int, known: Recorded, expander: Expander
-    ) -> list[Step]:
+    async def _expand(self, problem: Problem, node: Node, count: int, known: Recorded, expander: Expander) -> list[Step]:
         steps = known.get(node.tag)
         if steps is None:
             steps = await expander.expand(problem, node, count)

@@ -8,16 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rstar2_megatron.trajectory import (
-    FinishReason,
-    Ids,
-    LogProbs,
-    Mask,
-    PerToken,
-    Problem,
-    ToolCall,
-    Trajectory,
-)
+from rstar2_megatron.trajectory import FinishReason, Ids, LogProbs, Mask, PerToken, Problem, ToolCall, Trajectory
 
 
 @dataclass(slots=True, eq=False)

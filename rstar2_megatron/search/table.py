@@ -39,9 +39,7 @@ class SearchedSet:
     attempts: dict[str, int] = field(default_factory=dict)
 
 
-def read_set(
-    rows: Iterable[Mapping[str, Any]], wanted: set[str], budget: Mapping[str, int] | None = None
-) -> SearchedSet:
+def read_set(rows: Iterable[Mapping[str, Any]], wanted: set[str], budget: Mapping[str, int] | None = None) -> SearchedSet:
     """Solutions and tokens of the wanted problems. Raises ValueError for a row that is no tree.
 
     budget: tokens by problem; of independent attempts only the first ones that fit into it count, and at least one.
@@ -74,9 +72,7 @@ def _affordable(tree: Tree, budget: int | None) -> dict[str, int]:
     return used
 
 
-def results(
-    name: str, searched: SearchedSet, equal: Equal, *, valued: bool, by_answers: bool
-) -> list[Result]:
+def results(name: str, searched: SearchedSet, equal: Equal, *, valued: bool, by_answers: bool) -> list[Result]:
     """Every choice of a search. valued: leaves have values; by_answers: those are the answers'."""
     found, tokens = searched.found, searched.tokens
 
@@ -102,9 +98,7 @@ def results(
         rows.append(Result(f"{name}, best value", of(best_value), tokens, ceiling=by_answers))
     rows.append(Result(f"{name}, majority", of(lambda s: most_frequent(s, equal)), tokens))
     if valued:
-        rows.append(
-            Result(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers)
-        )
+        rows.append(Result(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers))
     return [*rows, Result(f"{name}, any right", any_right, tokens, ceiling=True)]
 
 
@@ -129,16 +123,10 @@ def render(rows: Sequence[Result], num_problems: int) -> str:
     table = [("", f"right of {num_problems}, %", "tokens a problem", "against greedy")]
     for row in rows:
         tokens = f"{sum(row.tokens.values()) / len(row.tokens):,.0f}" if row.tokens else "-"
-        against = (
-            "" if greedy is None or row is greedy else _signed(paired_difference(row.scores, greedy.scores))
-        )
-        table.append(
-            (row.name + (" (uses the answers)" if row.ceiling else ""), str(row.estimate()), tokens, against)
-        )
+        against = "" if greedy is None or row is greedy else _signed(paired_difference(row.scores, greedy.scores))
+        table.append((row.name + (" (uses the answers)" if row.ceiling else ""), str(row.estimate()), tokens, against))
     widths = [max(len(line[i]) for line in table) for i in range(4)]
-    cells = [
-        [f"{line[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:]))] for line in table
-    ]
+    cells = [[f"{line[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:]))] for line in table]
     lines = ["  ".join(line).rstrip() for line in cells]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 

@@ -28,9 +28,7 @@ Recorded = dict[str, list[Step]]
 """Candidates by the tag of the expanded node."""
 
 
-def tree_row(
-    problem: Problem, search: Search, mode: str, seconds: float, prompt_ids: Sequence[int] = ()
-) -> dict[str, Any]:
+def tree_row(problem: Problem, search: Search, mode: str, seconds: float, prompt_ids: Sequence[int] = ()) -> dict[str, Any]:
     """The whole tree of a finished search as JSON: nodes, parents first, with N, q, value and step.
 
     prompt_ids: the token ids that every path begins with.
@@ -111,9 +109,7 @@ class TreeFile:
         for number, row in _read(self._journal):
             try:
                 if row["query_id"] not in finished:
-                    recorded.setdefault(row["query_id"], {})[row["tag"]] = _STEPS.validate_python(
-                        row["steps"]
-                    )
+                    recorded.setdefault(row["query_id"], {})[row["tag"]] = _STEPS.validate_python(row["steps"])
             except (KeyError, ValidationError) as error:
                 raise _broken(self.journal_path, number, error) from None
         self._shorten_journal(finished)
@@ -139,9 +135,7 @@ class TreeFile:
 
     def record(self, query_id: str, tag: str, steps: Sequence[Step]) -> None:
         """Write an expansion; the operating system has it before this returns."""
-        self._journal.append(
-            {"query_id": query_id, "tag": tag, "steps": _STEPS.dump_python(list(steps), mode="json")}
-        )
+        self._journal.append({"query_id": query_id, "tag": tag, "steps": _STEPS.dump_python(list(steps), mode="json")})
 
     def finish(self, row: Mapping[str, Any]) -> None:
         """Write a finished tree; it is on disk before this returns."""
@@ -171,6 +165,4 @@ def _read(file: JsonlFile) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _broken(path: Path, number: int, error: Exception) -> SamplesError:
     reason = " ".join(str(error).split())[:200]
-    return SamplesError(
-        f"{path}:{number}: {reason}; repair or remove this line, and its problem is searched again"
-    )
+    return SamplesError(f"{path}:{number}: {reason}; repair or remove this line, and its problem is searched again")

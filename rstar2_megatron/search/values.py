@@ -63,9 +63,7 @@ class Values:
         """Set reward and answer of a finished solution."""
         await grade_trajectories(self.pool, problem, [trajectory])
 
-    async def assign(
-        self, prompt_ids: np.ndarray, before: Sequence[Step], candidates: Sequence[Step]
-    ) -> None:
+    async def assign(self, prompt_ids: np.ndarray, before: Sequence[Step], candidates: Sequence[Step]) -> None:
         """Set `value` of the candidates that follow the steps `before`; dead ends keep None."""
         by_truth = "answers" in str(self.guide)
         unscored = []

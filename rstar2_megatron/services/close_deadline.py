@@ -18,9 +18,7 @@ _KILL_WAIT_S = 5.0
 
 
 @contextlib.contextmanager
-def close_deadline(
-    seconds: float, exit_code: int, remove: Callable[[], None], log_path: Path
-) -> Iterator[None]:
+def close_deadline(seconds: float, exit_code: int, remove: Callable[[], None], log_path: Path) -> Iterator[None]:
     """Context of a clean-up. After `seconds` all descendants are killed and this process exits with `exit_code`.
 
     Before the exit, the stacks of all threads are written to `log_path` and `remove` deletes the temporary files.

@@ -40,9 +40,7 @@ class MetricsServer:
     def __init__(self, host: str, port: int) -> None:
         self._registry = CollectorRegistry()
         self._gauges = {
-            name: Gauge(
-                name, _HELP.get(name, "Of the running rollout phase"), labels, registry=self._registry
-            )
+            name: Gauge(name, _HELP.get(name, "Of the running rollout phase"), labels, registry=self._registry)
             for name, labels in LABELS.items()
         }
         try:

@@ -88,8 +88,7 @@ class PortTaken(RuntimeError):
 
     def __init__(self, host: str, port: int, reason: str) -> None:
         super().__init__(
-            f"cannot listen on {host}:{port} ({reason}): stop what uses it, "
-            "or choose another with --port (0 takes a free one)"
+            f"cannot listen on {host}:{port} ({reason}): stop what uses it, or choose another with --port (0 takes a free one)"
         )
         self.reason = reason
 

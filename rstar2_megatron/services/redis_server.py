@@ -47,9 +47,7 @@ def check_redis(uri: str) -> None:
     try:
         client = redis.Redis.from_url(uri, socket_timeout=5.0, socket_connect_timeout=5.0)
     except ValueError as error:
-        raise RedisUnavailable(
-            f"Redis URI {uri!r} is not valid ({error}): use redis://HOST:PORT/DB"
-        ) from None
+        raise RedisUnavailable(f"Redis URI {uri!r} is not valid ({error}): use redis://HOST:PORT/DB") from None
     try:
         client.ping()
     except redis.RedisError as error:
@@ -99,9 +97,7 @@ class RedisServer:
         command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--logfile", str(log)]
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
         with open(os.devnull, "rb") as nothing:
-            self.process = subprocess.Popen(
-                command, stdin=nothing, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent
-            )
+            self.process = subprocess.Popen(command, stdin=nothing, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent)
         deadline = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis(port=self.port, socket_timeout=2.0, socket_connect_timeout=2.0) as client:
             while True:
@@ -119,9 +115,7 @@ class RedisServer:
     def _fail(self, what: str, log: Path) -> None:
         tail = log.read_text(errors="replace")[-500:] if log.exists() else ""
         self.stop()
-        raise RedisUnavailable(
-            f"Redis on 127.0.0.1:{self.port}: {what}; choose another port\n{tail}".rstrip()
-        )
+        raise RedisUnavailable(f"Redis on 127.0.0.1:{self.port}: {what}; choose another port\n{tail}".rstrip())
 
     def _end(self) -> None:
         if self.process is not None:

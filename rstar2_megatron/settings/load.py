@@ -136,9 +136,7 @@ def _read_wording(data: dict[str, Any]) -> None:
             text = users_path(tools).read_text(encoding="utf-8")
             rlinf_keys.put(data, "agentloop.tool_descriptions", yaml.safe_load(text))
     except OSError as error:
-        raise ValueError(
-            f"a file of agentloop.chat_template or agentloop.tool_descriptions: {error}"
-        ) from None
+        raise ValueError(f"a file of agentloop.chat_template or agentloop.tool_descriptions: {error}") from None
 
 
 def find_config(config: str) -> tuple[Path, str]:
@@ -163,9 +161,7 @@ def find_config(config: str) -> tuple[Path, str]:
 def _names_hint(stem: str) -> str:
     names = config_names()
     near = difflib.get_close_matches(stem, names, n=3, cutoff=0.4)
-    return (
-        f"nearest: {', '.join(near)}; all: {', '.join(names)}" if near else f"there are: {', '.join(names)}"
-    )
+    return f"nearest: {', '.join(near)}; all: {', '.join(names)}" if near else f"there are: {', '.join(names)}"
 
 
 # ---------------------------------------------------------------------------------------------- composing
@@ -222,9 +218,7 @@ def _new_placement(overrides: Sequence[str]) -> Any:
     It replaces that of the YAML, because merging would place a component twice. It is read as YAML, because RLinf's
     "actor,rollout,reward" is not a key in Hydra's grammar.
     """
-    values = [
-        w.lstrip("+").removeprefix(_PLACEMENT) for w in overrides if w.lstrip("+").startswith(_PLACEMENT)
-    ]
+    values = [w.lstrip("+").removeprefix(_PLACEMENT) for w in overrides if w.lstrip("+").startswith(_PLACEMENT)]
     return yaml.safe_load(values[-1]) if values else None
 
 

@@ -39,9 +39,7 @@ class Slots:
         return self.memory_gb is None
 
 
-def slots_of(
-    cluster: ClusterSettings, gpus: tuple[int, float] | None = None, host_gb: float | None = None
-) -> Slots:
+def slots_of(cluster: ClusterSettings, gpus: tuple[int, float] | None = None, host_gb: float | None = None) -> Slots:
     """The slots behind a YAML. `gpus` is (count, GB of one) of this node, from `visible_gpus`.
 
     host_gb: host memory of this node, from `visible_host_gb`.

@@ -48,11 +48,7 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("runner.enable_per_worker_log", "logs are shared"),
     *(
         (f"algorithm.{name}", "micro-batches follow runner.max_tokens_per_mbs")
-        for name in (
-            "rollout_batch_size_per_gpu",
-            "logprob_forward_micro_batch_size",
-            "val_rollout_batch_size_per_gpu",
-        )
+        for name in ("rollout_batch_size_per_gpu", "logprob_forward_micro_batch_size", "val_rollout_batch_size_per_gpu")
     ),
     ("algorithm.shuffle_rollout", "the batch is balanced by tokens"),
     ("algorithm.calculate_entropy", "entropy is always logged"),
@@ -117,15 +113,7 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ),
     *(
         (f"actor.optim.{name}", "follows actor.model.precision; bf16 and fp32 need no loss scale")
-        for name in (
-            "bf16",
-            "fp16",
-            "loss_scale",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-        )
+        for name in ("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     ),
     ("actor.optim.optimizer_enable_pin", "offloaded state is pinned beside a GPU"),
     ("actor.optim.optimizer_offload_fraction", "actor.optim.optimizer_cpu_offload moves all of it"),
@@ -193,9 +181,7 @@ def translate(data: dict[str, Any]) -> list[str]:
     sides = ("low", "high")
     written = [get(data, f"algorithm.clip_ratio_{side}") not in (MISSING, None) for side in sides]
     if eps is not MISSING and all(written):
-        notes.append(
-            f"algorithm.ratio_clip_eps={eps!r} not used: clip_ratio_low and clip_ratio_high are written"
-        )
+        notes.append(f"algorithm.ratio_clip_eps={eps!r} not used: clip_ratio_low and clip_ratio_high are written")
     for side in sides:
         path = f"algorithm.clip_ratio_{side}"
         if get(data, path) is None or (eps is not MISSING and get(data, path) is MISSING):
@@ -260,9 +246,7 @@ def _translate_schedule(data: dict[str, Any], notes: list[str]) -> None:
         if isinstance(steps, int) and isinstance(fraction, int | float):
             warmup = round(fraction * steps)
             put(data, f"{sched}.lr_warmup_iters", warmup)
-            notes.append(
-                f"{sched}.lr_warmup_fraction={fraction!r} of {steps} steps read as lr_warmup_iters={warmup}"
-            )
+            notes.append(f"{sched}.lr_warmup_fraction={fraction!r} of {steps} steps read as lr_warmup_iters={warmup}")
     for theirs, ours in (("max_lr", "lr"), ("min_lr", "min_lr")):
         value = take(data, f"{sched}.{theirs}")
         if value in (MISSING, None):

@@ -20,9 +20,7 @@ from rstar2_megatron.settings.sections.algorithm import (
     RefillSettings,
     SamplingParams,
 )
-from rstar2_megatron.settings.sections.base import (
-    Section,
-)
+from rstar2_megatron.settings.sections.base import Section
 from rstar2_megatron.settings.sections.environment import (
     AgentLoopSettings,
     CodeJudgeSettings,
@@ -32,17 +30,8 @@ from rstar2_megatron.settings.sections.environment import (
     ToolsSettings,
 )
 from rstar2_megatron.settings.sections.preference import PreferenceSettings
-from rstar2_megatron.settings.sections.recipe import (
-    ColdStartSettings,
-    DifficultyFilterSettings,
-    SFTPhaseSettings,
-    SFTSettings,
-)
-from rstar2_megatron.settings.sections.rollout import (
-    RolloutModelSettings,
-    RolloutSettings,
-    SGLangSettings,
-)
+from rstar2_megatron.settings.sections.recipe import ColdStartSettings, DifficultyFilterSettings, SFTPhaseSettings, SFTSettings
+from rstar2_megatron.settings.sections.rollout import RolloutModelSettings, RolloutSettings, SGLangSettings
 from rstar2_megatron.settings.sections.run import (
     ClusterSettings,
     LoggerSettings,

@@ -45,17 +45,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "agentloop.max_assistant_turns": 10,
     },
     "released": _RELEASED,
-    "released-rlinf": {
-        **_RELEASED,
-        "algorithm.loss_agg_func": "released-rlinf",
-        "algorithm.recompute_logprobs": False,
-    },
+    "released-rlinf": {**_RELEASED, "algorithm.loss_agg_func": "released-rlinf", "algorithm.recompute_logprobs": False},
 }
 """Values of each variant; the paper says nothing of the tool response."""
-_WORDING = {
-    "agentloop.chat_template": ("system_prompt", "user_prefix", "generation_prefix"),
-    "agentloop.tool_descriptions": (),
-}
+_WORDING = {"agentloop.chat_template": ("system_prompt", "user_prefix", "generation_prefix"), "agentloop.tool_descriptions": ()}
 
 Origins = dict[str, str]
 

@@ -18,9 +18,7 @@ Segments = list[tuple[str, int]]
 _ROLES = ("system", "user", "assistant", "tool")
 
 
-def render_conversation(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-) -> Segments:
+def render_conversation(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Segments:
     """Segments whose texts join to the conversation. Raises ValueError for a message of another shape."""
     segments: Segments = []
     untrained = ""
@@ -41,9 +39,7 @@ def render_conversation(
             response = f"<tool_response>\n{defuse(str(message['content']))}\n</tool_response>"
             first = number == 0 or messages[number - 1]["role"] != "tool"
             last = number + 1 == len(messages) or messages[number + 1]["role"] != "tool"
-            untrained += (
-                (f"{TURN_START}user\n" if first else "\n") + response + (f"{TURN_END}\n" if last else "")
-            )
+            untrained += (f"{TURN_START}user\n" if first else "\n") + response + (f"{TURN_END}\n" if last else "")
         elif role == "user":
             untrained += f"{TURN_START}user\n{defuse(str(message['content']))}{TURN_END}\n"
         elif number:

@@ -42,9 +42,7 @@ def run_preference_phase(
     return run_steps(phase, len(rows), seed, put, train, start=start, pauses=pauses, after=after)
 
 
-def validate_preferences(
-    actor: WorkerGroup, rows: Sequence[Comparison], batch_size: int, timeout_s: float
-) -> Metrics:
+def validate_preferences(actor: WorkerGroup, rows: Sequence[Comparison], batch_size: int, timeout_s: float) -> Metrics:
     """Loss, accuracy (share of pairs in the right order) and margin of all rows under the current weights."""
     totals: Metrics = {}
     for first in range(0, len(rows), batch_size):

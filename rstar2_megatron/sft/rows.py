@@ -22,9 +22,7 @@ _ROWS_AT_ONCE = 256
 class SFTRows:
     """Token ids and masks of all rows, in file order."""
 
-    def __init__(
-        self, ids: numpy.ndarray, mask: numpy.ndarray, ends: numpy.ndarray, skipped: int = 0
-    ) -> None:
+    def __init__(self, ids: numpy.ndarray, mask: numpy.ndarray, ends: numpy.ndarray, skipped: int = 0) -> None:
         """ids, mask: [tokens of all rows]; ends: [rows], where each row ends; skipped: rows left out."""
         self._ids, self._mask, self._ends = ids, mask, ends
         self.skipped = skipped
@@ -76,9 +74,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
             mask.extend(row_mask[:max_length])
             ends.append(len(ids))
     if not ends:
-        raise DataError(
-            f"{', '.join(map(str, paths)) or '(no files)'}: no rows to train on ({skipped} too long)"
-        )
+        raise DataError(f"{', '.join(map(str, paths)) or '(no files)'}: no rows to train on ({skipped} too long)")
     return SFTRows(
         numpy.frombuffer(ids, dtype=numpy.int32),
         numpy.frombuffer(mask, dtype=numpy.uint8),
@@ -95,12 +91,7 @@ def _chunks(paths: Sequence[str | Path], chatml: bool) -> Iterator[list[tuple[st
         with (
             path.open("rb") as file,
             tqdm(
-                total=path.stat().st_size,
-                desc=f"tokenise {path.name}",
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                disable=None,
+                total=path.stat().st_size, desc=f"tokenise {path.name}", unit="B", unit_scale=True, leave=False, disable=None
             ) as bar,
         ):
             chunk: list[tuple[str, Segments]] = []

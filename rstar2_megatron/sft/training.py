@@ -118,9 +118,7 @@ def run_steps(
     stream = itertools.islice(batches(num_rows, phase, seed), start, None)
     history: list[Metrics] = []
     done = start
-    with tqdm(
-        total=phase.steps, initial=start, desc=phase.name, unit="step", leave=False, disable=None
-    ) as bar:
+    with tqdm(total=phase.steps, initial=start, desc=phase.name, unit="step", leave=False, disable=None) as bar:
         while done < phase.steps:
             count = min(_STEPS_PER_CALL, phase.steps - done, *(e - done % e for e in pauses if e > 0))
             lrs = [learning_rate(phase, done + i) for i in range(count)]

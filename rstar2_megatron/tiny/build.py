@@ -25,27 +25,12 @@ from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tiny.problems import Level, TinyProblem, stream
-from rstar2_megatron.tiny.recipe import (
-    TinyModelShape,
-    TinyRecipe,
-    chained_recipe,
-    smollm2_recipe,
-    tiny_agent_loop,
-)
-from rstar2_megatron.tiny.sft import (
-    Segments,
-    TraceWriter,
-    copy_rows,
-    pieces,
-)
+from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, chained_recipe, smollm2_recipe, tiny_agent_loop
+from rstar2_megatron.tiny.sft import Segments, TraceWriter, copy_rows, pieces
 
 Base = Literal["tiny", "chained", "smollm2"]
 
-_RECIPES: dict[Base, Callable[[], TinyRecipe]] = {
-    "tiny": TinyRecipe,
-    "chained": chained_recipe,
-    "smollm2": smollm2_recipe,
-}
+_RECIPES: dict[Base, Callable[[], TinyRecipe]] = {"tiny": TinyRecipe, "chained": chained_recipe, "smollm2": smollm2_recipe}
 
 # Files whose code decides the result.
 _CODE = (
@@ -208,10 +193,7 @@ def _build(
     held = {p.question for p in heldout}
     easy, main = (_endless(name, rng, held, recipe.families) for name in (lower, level))
     writer = TraceWriter(template, rng, recipe.mix)
-    rows = [
-        writer.conversation(next(main if rng.random() < recipe.main_share else easy))
-        for _ in range(recipe.conversations)
-    ]
+    rows = [writer.conversation(next(main if rng.random() < recipe.main_share else easy)) for _ in range(recipe.conversations)]
     write_jsonl(paths.conversations, ({"segments": row} for row in rows))
     if recipe.copy is None:
         return
@@ -223,9 +205,7 @@ def _take(problems: Iterator[TinyProblem], count: int) -> list[TinyProblem]:
     return list(itertools.islice(problems, count))
 
 
-def _endless(
-    level: Level, rng: random.Random, excluded: set[str], families: Sequence[str]
-) -> Iterator[TinyProblem]:
+def _endless(level: Level, rng: random.Random, excluded: set[str], families: Sequence[str]) -> Iterator[TinyProblem]:
     """Problems that may repeat, but none whose question is in `excluded`."""
     while True:
         yield from _take(stream(level, rng, set(excluded), families), 90)
@@ -239,18 +219,14 @@ def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreT
     bare: Any = train_tokenizer([], 256 + 3 + len(TEMPLATE_TAGS))
     writer = TraceWriter(ChatTemplate(bare, agentloop), rng, recipe.mix)
     problems = _endless("main", rng, set(), recipe.families)
-    rows: list[Segments] = [
-        writer.conversation(next(problems)) for _ in range(recipe.tokenizer_conversations)
-    ]
+    rows: list[Segments] = [writer.conversation(next(problems)) for _ in range(recipe.tokenizer_conversations)]
     tags = re.compile("|".join(re.escape(t) for t in bare.get_added_vocab()))
     texts = [part for row in rows for part in tags.split("".join(text for text, _ in row)) if part]
     return train_tokenizer(texts, recipe.vocab_size)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="cache directory")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -20,9 +20,7 @@ from transformers.utils import logging
 from rstar2_megatron.tiny.recipe import TinyModelShape
 
 
-def build_model(
-    shape: TinyModelShape, vocab_size: int, eos_id: int, pad_id: int, seed: int
-) -> Qwen2ForCausalLM:
+def build_model(shape: TinyModelShape, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Qwen2ForCausalLM:
     """A fresh fp32 model; the vocabulary is padded to a multiple of 64. Deterministic under `seed`."""
     config = Qwen2Config(
         vocab_size=math.ceil(vocab_size / 64) * 64,

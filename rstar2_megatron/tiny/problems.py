@@ -80,12 +80,7 @@ def _sum(rng: random.Random, sizes: Sizes) -> TinyProblem:
     value = terms[0] + sum(t if s == "+" else -t for s, t in zip(signs, terms[1:]))
     right = f"print({expression(signs)})"
     return TinyProblem(
-        "sum",
-        f"Compute {expression(signs)}.",
-        str(value),
-        right,
-        f"print({expression(flipped)})",
-        _slips(right),
+        "sum", f"Compute {expression(signs)}.", str(value), right, f"print({expression(flipped)})", _slips(right)
     )
 
 
@@ -94,9 +89,7 @@ def _product(rng: random.Random, sizes: Sizes) -> TinyProblem:
     while a * b == a + b:
         b = sizes.number(rng)
     right = f"print({a}*{b})"
-    return TinyProblem(
-        "product", f"Multiply {a} by {b}.", str(a * b), right, f"print({a}+{b})", _slips(right)
-    )
+    return TinyProblem("product", f"Multiply {a} by {b}.", str(a * b), right, f"print({a}+{b})", _slips(right))
 
 
 def _common(rng: random.Random, sizes: Sizes) -> tuple[int, int]:
@@ -168,14 +161,7 @@ def _linear(rng: random.Random, sizes: Sizes) -> TinyProblem:
         if c > 0 and mistaken != x:
             break
     right = f"print(({c}{inverse}{b})//{a})"
-    return TinyProblem(
-        "linear",
-        f"Solve {a}x{sign}{b}={c}.",
-        str(x),
-        right,
-        f"print(({c}{sign}{b})//{a})",
-        _slips(right),
-    )
+    return TinyProblem("linear", f"Solve {a}x{sign}{b}={c}.", str(x), right, f"print(({c}{sign}{b})//{a})", _slips(right))
 
 
 def _digits(rng: random.Random, sizes: Sizes) -> TinyProblem:
@@ -231,9 +217,7 @@ def _chain(rng: random.Random, sizes: Sizes) -> TinyProblem:
     """Three dependent steps, one tool call each; a mistake in any single one changes the answer."""
     while True:
         operators = [rng.choice("+-*%") for _ in CHAIN_NAMES[1:]]
-        operands = [
-            rng.randint(2, 9) if o == "*" else sizes.number(rng, fewer=int(o == "%")) for o in operators
-        ]
+        operands = [rng.randint(2, 9) if o == "*" else sizes.number(rng, fewer=int(o == "%")) for o in operators]
         chain = (str(sizes.number(rng)), *(f"{o}{n}" for o, n in zip(operators, operands)))
         values = _chain_values(chain)
         others = [_chain_values((*chain[:i], mistaken(chain[i]), *chain[i + 1 :]))[-1] for i in (1, 2, 3)]
@@ -242,26 +226,12 @@ def _chain(rng: random.Random, sizes: Sizes) -> TinyProblem:
     lines = [f"{x}={y}{z}" for x, y, z in zip(CHAIN_NAMES, ("", *CHAIN_NAMES), chain)]
     right = "\n".join([*lines, "print(d)"])
     wrong = "\n".join([*lines[:-1], f"d=c{mistaken(chain[-1])}", "print(d)"])
-    return TinyProblem(
-        "chain",
-        f"{', '.join(lines)}. Find d.",
-        str(values[-1]),
-        right,
-        wrong,
-        _slips(right),
-        chain,
-    )
+    return TinyProblem("chain", f"{', '.join(lines)}. Find d.", str(values[-1]), right, wrong, _slips(right), chain)
 
 
 def _chain_values(chain: Sequence[str]) -> list[int]:
     """The values of all names of a chain."""
-    calculate = {
-        "+": int.__add__,
-        "-": int.__sub__,
-        "*": int.__mul__,
-        "%": int.__mod__,
-        "/": int.__floordiv__,
-    }
+    calculate = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "%": int.__mod__, "/": int.__floordiv__}
     values = [int(chain[0])]
     for operation in chain[1:]:
         values.append(calculate[operation[0]](values[-1], int(operation.lstrip("+-*/%"))))
@@ -300,8 +270,6 @@ def stream(
                 if problem.question not in seen:
                     break
             else:
-                raise ValueError(
-                    f"no unseen {name!r} problem left at level {level!r} after {len(seen)} questions"
-                )
+                raise ValueError(f"no unseen {name!r} problem left at level {level!r} after {len(seen)} questions")
             seen.add(problem.question)
             yield problem

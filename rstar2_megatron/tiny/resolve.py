@@ -21,15 +21,9 @@ def resolve_tiny(settings: Settings, progress: Callable[[str], None] = print) ->
         return settings
 
     paths = build_tiny(
-        settings.cold_start.cache_dir,
-        settings.cold_start.seed,
-        agentloop=settings.agentloop,
-        base=builder,
-        progress=progress,
+        settings.cold_start.cache_dir, settings.cold_start.seed, agentloop=settings.agentloop, base=builder, progress=progress
     )
-    known = {
-        name: str(getattr(paths, name)) for name in ("model", "train", "heldout", "copy", "conversations")
-    }
+    known = {name: str(getattr(paths, name)) for name in ("model", "train", "heldout", "copy", "conversations")}
 
     def replace(value: Any) -> Any:
         if isinstance(value, str) and value.startswith(BUILT_PREFIXES):

@@ -109,11 +109,7 @@ class TraceWriter:
         if self.rng.random() < 0.5:  # judges and clients differ in whether they keep the last line end
             run = replace(run, stdout=run.stdout.rstrip("\n"), stderr=run.stderr.rstrip("\n"))
         settings = self.template.settings
-        return truncate(
-            format_tool_response(run),
-            settings.max_tool_response_length,
-            settings.tool_response_truncate_side,
-        )
+        return truncate(format_tool_response(run), settings.max_tool_response_length, settings.tool_response_truncate_side)
 
     def _guess(self, answer: str) -> str:
         """A wrong number of about the right length."""

@@ -75,9 +75,7 @@ def write_model(directory: Path) -> None:
         name = _hf_name(stored.name)
         matrix = np.ascontiguousarray(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            matrix = (
-                matrix.reshape(-1, head_dim // 2, 2, matrix.shape[-1]).swapaxes(1, 2).reshape(matrix.shape)
-            )
+            matrix = matrix.reshape(-1, head_dim // 2, 2, matrix.shape[-1]).swapaxes(1, 2).reshape(matrix.shape)
         weights[name] = torch.tensor(matrix).to(torch.bfloat16)
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

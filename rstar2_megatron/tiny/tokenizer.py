@@ -43,8 +43,7 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     special = [END_OF_TEXT, TURN_START, TURN_END, *TEMPLATE_TAGS]
     if vocab_size < 256 + len(special):
         raise ValueError(
-            f"vocab_size {vocab_size} is too small: 256 bytes and {len(special)} special tokens need "
-            f"{256 + len(special)}"
+            f"vocab_size {vocab_size} is too small: 256 bytes and {len(special)} special tokens need {256 + len(special)}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -56,19 +55,14 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(special),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=vocab_size - len(special), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END])
     # like Qwen2.5's <tool_call>: one token, but text that skip_special_tokens keeps
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TEMPLATE_TAGS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=TURN_END,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
 
 

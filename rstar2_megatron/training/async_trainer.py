@@ -25,9 +25,7 @@ class AsyncTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.continuous = ContinuousRollout(
-            self.coordinator.end, self.coordinator.tokens, self.settings, self._is_rejected
-        )
+        self.continuous = ContinuousRollout(self.coordinator.end, self.coordinator.tokens, self.settings, self._is_rejected)
 
     def step(
         self,
@@ -61,10 +59,7 @@ class AsyncTrainer(Trainer):
         actor_metrics.update(self.sync_weights(version=step))
         clock.lap("sync_weights")
         seconds = clock.laps()
-        stats = {
-            **self._engine_stats(groups, kept, step, seconds),
-            **trajectory_age(groups, version=step - 1),
-        }
+        stats = {**self._engine_stats(groups, kept, step, seconds), **trajectory_age(groups, version=step - 1)}
         return StepResult(step, groups, resampled, actor_metrics, stats, seconds, shown)
 
     def sync_weights(self, version: int) -> dict[str, float]:

@@ -79,25 +79,17 @@ def _check_log_prob(before: Sequence[Row], after: Sequence[Row]) -> None:
     if math.isnan(old) or math.isnan(new) or abs(new - old) <= _LOG_PROB_FLOOR:
         return
     if not old * _LOG_PROB_FACTOR <= new <= old / _LOG_PROB_FACTOR:
-        raise CollapseError(
-            _resume_message("mean log-prob of generated tokens", LOG_PROB, old, new, before, after)
-        )
+        raise CollapseError(_resume_message("mean log-prob of generated tokens", LOG_PROB, old, new, before, after))
 
 
 def _mean(rows: Sequence[Row], metric: str) -> tuple[float, float]:
     """(mean weighted by groups, number of groups) over the rows that have the metric; (nan, 0) without any."""
-    pairs = [
-        (float(row[metric]), float(row.get("rollout/groups", 1)))
-        for row in rows
-        if row.get(metric) is not None
-    ]
+    pairs = [(float(row[metric]), float(row.get("rollout/groups", 1))) for row in rows if row.get(metric) is not None]
     groups = sum(weight for _, weight in pairs)
     return (sum(value * weight for value, weight in pairs) / groups if groups else math.nan), groups
 
 
-def _resume_message(
-    what: str, metric: str, old: float, new: float, before: Sequence[Row], after: Sequence[Row]
-) -> str:
+def _resume_message(what: str, metric: str, old: float, new: float, before: Sequence[Row], after: Sequence[Row]) -> str:
     first, last = before[0]["step"], before[-1]["step"]
     return (
         f"after the resume from step {last:.0f} the {what} fell off a cliff: {metric} {old:.4g} over steps {first:.0f} to "
@@ -112,9 +104,7 @@ def _empty_message(rows: Sequence[Row]) -> str:
         reason: sum(row.get(f"rollout/groups_rejected_{reason}", 0) for row in rows)
         for reason in ("all_correct", "all_wrong", "too_few")
     }
-    counted = ", ".join(
-        f"{count:.0f} {reason.replace('_', ' ')}" for reason, count in reasons.items() if count
-    )
+    counted = ", ".join(f"{count:.0f} {reason.replace('_', ' ')}" for reason, count in reasons.items() if count)
     remedy = (
         "the problems are too easy for this model: filter them (runner.task_type=difficulty_filter) or take harder ones"
         if reasons["all_correct"] >= reasons["all_wrong"]

@@ -52,9 +52,7 @@ class Colocation:
     `resync` sends the actor's weights to the engines again, because an engine loses its weights when it sleeps.
     """
 
-    def __init__(
-        self, actor: WorkerGroup, rollout: WorkerGroup, resync: Callable[[], object], timeout_s: float
-    ) -> None:
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, resync: Callable[[], object], timeout_s: float) -> None:
         self._actor, self._rollout = actor, rollout
         self._resync, self._timeout_s = resync, timeout_s
         self._actor_holds: Literal["all", "weights", "nothing"] = "nothing"  # offloaded before engines start

@@ -170,12 +170,7 @@ def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
     negative = [t for t in usable if (t.reward or 0.0) <= 0]
     metrics: Metrics = {}
     for suffix, trajectories in (("", usable), ("_positive", positive), ("_negative", negative)):
-        calls = [
-            call
-            for t in trajectories
-            for call in t.tool_calls
-            if call.outcome is not ToolOutcome.INFRASTRUCTURE
-        ]
+        calls = [call for t in trajectories for call in t.tool_calls if call.outcome is not ToolOutcome.INFRASTRUCTURE]
         errors = sum(call.outcome.is_model_error for call in calls)
         metrics[f"rollout/tool_error_ratio{suffix}"] = _ratio(errors, len(calls))
         metrics[f"rollout/tool_calls{suffix}"] = len(calls)
@@ -254,9 +249,7 @@ def step_line(metrics: Mapping[str, Any]) -> str:
         return f"{value:>{width}{form}}"
 
     widths = (4, 4, 5, 5, 4, 4, 7)  # of the header's words
-    shares = " + ".join(
-        f"{100 * (metrics.get(f'share/{name}') or 0.0):>{width}.0f}" for name, width in zip(SHARES, widths)
-    )
+    shares = " + ".join(f"{100 * (metrics.get(f'share/{name}') or 0.0):>{width}.0f}" for name, width in zip(SHARES, widths))
     kept, rejected = metrics.get("rollout/groups_kept", 0), metrics.get("rollout/groups_rejected", 0)
     return (
         f"{metrics['step']:>6.0f}  {number('rollout/pass_rate', 5, '.3f')}"

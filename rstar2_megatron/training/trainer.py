@@ -172,16 +172,12 @@ class Trainer:
         """Trajectories of which the rollout workers can forget the tokens once the batch is built; None: all."""
         return None
 
-    def build_batch(
-        self, resampled: Sequence[ResampleResult], done: Sequence[Trajectory] | None = None
-    ) -> TrainBatch:
+    def build_batch(self, resampled: Sequence[ResampleResult], done: Sequence[Trajectory] | None = None) -> TrainBatch:
         """Advantages over each kept group, and its trajectories in training form. done: as in `TokenSource.put_batch`."""
         rewards = [[t.reward for t in result.kept if t.reward is not None] for result in resampled]
         advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
         kept = [t for result in resampled for t in result.kept]
-        each = [
-            a for result, row in zip(resampled, advantages) for _, a in zip(result.kept, row, strict=True)
-        ]
+        each = [a for result, row in zip(resampled, advantages) for _, a in zip(result.kept, row, strict=True)]
         return self.coordinator.tokens.put_batch(kept, each, done)
 
     def train(self, batch: TrainBatch, shown: Sequence[ShownGroup] = ()) -> dict[str, float]:

@@ -49,9 +49,7 @@ def flatten(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[int, tu
     return flat, places
 
 
-def unflatten(
-    flat: Tensor, places: dict[str, tuple[int, tuple[int, ...], torch.dtype]]
-) -> Iterator[tuple[str, Tensor]]:
+def unflatten(flat: Tensor, places: dict[str, tuple[int, tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, Tensor]]:
     """The named tensors of `flatten`, as views."""
     for name, (offset, shape, dtype) in places.items():
         num_bytes = torch.Size(shape).numel() * dtype.itemsize

@@ -88,16 +88,12 @@ def possible_routes(
         obstacles["cuda_ipc"] = "an engine has a GPU without an actor rank"
     apart = sorted({place.node for place in rollout} - {actor[0].node})
     if apart:
-        obstacles["shared_memory"] = (
-            f"there are engines on node {apart[0]}, the actor's first is {actor[0].node}"
-        )
+        obstacles["shared_memory"] = f"there are engines on node {apart[0]}, the actor's first is {actor[0].node}"
     everything: tuple[RouteKind, ...] = ("cuda_ipc", "shared_memory", "broadcast", "disk")
     if wanted == "auto":
         return [route for route in everything if route not in obstacles]
     if wanted in obstacles:
-        raise ValueError(
-            f"actor.weight_sync.route={wanted} is not possible here: {obstacles[wanted]}; set it to auto"
-        )
+        raise ValueError(f"actor.weight_sync.route={wanted} is not possible here: {obstacles[wanted]}; set it to auto")
     return [wanted]
 
 
@@ -118,9 +114,7 @@ def make_route(
     rank_on = {(place.node, d): rank for rank, place in enumerate(actor) for d in place.devices[:1]}
     actor_ranks: tuple[tuple[int, ...], ...] = ()
     if kind == "cuda_ipc":
-        actor_ranks = tuple(
-            () if place is None else tuple(rank_on[place.node, d] for d in place.devices) for place in rollout
-        )
+        actor_ranks = tuple(() if place is None else tuple(rank_on[place.node, d] for d in place.devices) for place in rollout)
     return WeightRoute(
         kind,
         actor_group,

@@ -115,9 +115,7 @@ def _layout(tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
     return struct.pack("<Q", len(text)) + text, offsets, start + place
 
 
-def group_tensors(
-    named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int
-) -> Iterator[tuple[dict[str, Tensor], bool]]:
+def group_tensors(named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Group a stream of tensors into dicts of at most `max_bytes`. The flag marks the last group.
 
     A larger tensor forms its own group. Tensors are copied on their device, because the stream may reuse one buffer for

@@ -31,9 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2-tied": write_model(root / "qwen2-tied", tie=True),
         "qwen3": write_model(root / "qwen3", qwen3=True),
         "llama": write_model(root / "llama", llama=LLAMA3_ROPE),
-        "llama-tied": write_model(
-            root / "llama-tied", tie=True, llama={"rope_type": "default", "rope_theta": 1e4}
-        ),
+        "llama-tied": write_model(root / "llama-tied", tie=True, llama={"rope_type": "default", "rope_theta": 1e4}),
         "mistral": write_model(root / "mistral", mistral=True),
         "moe": write_model(root / "moe", experts={}),
         "moe-tied": write_model(root / "moe-tied", tie=True, experts={"norm_topk_prob": False}),

@@ -51,9 +51,7 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
 
-    def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0) -> list[Any]:
         if any(threads.value > _MOST_THREADS for threads in self._threads):
             self.close()
         while len(self._processes) < world_size:

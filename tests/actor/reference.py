@@ -31,9 +31,7 @@ def log_probs(model: Any, sequence: TrainSequence, temperature: float) -> Tensor
     return log_probs_entropy(model, sequence, temperature)[0]
 
 
-def rl_loss(
-    model: Any, batch: list[TrainSequence], algorithm: AlgorithmSettings, frozen: Any = None
-) -> Tensor:
+def rl_loss(model: Any, batch: list[TrainSequence], algorithm: AlgorithmSettings, frozen: Any = None) -> Tensor:
     """Token mean over the whole batch of the clipped, dual-clipped policy loss, written out.
 
     With `frozen` also its KL term to that model and its entropy term.
@@ -59,11 +57,7 @@ def rl_loss(
 
 
 def train(
-    model: Any,
-    batches: list[list[TrainSequence]],
-    actor: ActorSettings,
-    algorithm: AlgorithmSettings,
-    frozen: Any = None,
+    model: Any, batches: list[list[TrainSequence]], actor: ActorSettings, algorithm: AlgorithmSettings, frozen: Any = None
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of one optimizer step per batch."""
     optim, warmup = actor.optim, actor.lr_sched.lr_warmup_iters
@@ -71,9 +65,7 @@ def train(
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(
-        groups, lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps
-    )
+    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps)
     history = []
     for step, batch in enumerate(batches):
         for group in adam.param_groups:

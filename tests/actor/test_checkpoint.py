@@ -46,15 +46,7 @@ def _curve(steps: list[dict[str, float]]) -> list[tuple[float, ...]]:
         (2, BF16, {**OVERLAP, **HOST}, True),
         (1, {}, {"use_distributed_optimizer": False}, True),
     ],
-    ids=[
-        "single",
-        "bf16",
-        "TP2",
-        "DP2 overlap",
-        "PP2",
-        "bf16 DP2 overlap, host optimizer",
-        "plain optimizer",
-    ],
+    ids=["single", "bf16", "TP2", "DP2 overlap", "PP2", "bf16 DP2 overlap, host optimizer", "plain optimizer"],
 )
 def test_next_three_steps_are_bit_equal(
     pool: RankPool,
@@ -121,22 +113,16 @@ def test_host_and_device_optimizers_load_each_others_checkpoints(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_optimizer_that_has_made_no_step_can_be_saved(
-    pool: RankPool, models: dict[str, Path], ranks: int
-) -> None:
+def test_an_optimizer_that_has_made_no_step_can_be_saved(pool: RankPool, models: dict[str, Path], ranks: int) -> None:
     """A run whose first groups are all rejected saves at its end: with TransformerEngine's Adam that was a KeyError."""
-    masters, moment, master = pool.run(checkpoints.gather_before_a_step, ranks, settings(), models["qwen2"])[
-        0
-    ]
+    masters, moment, master = pool.run(checkpoints.gather_before_a_step, ranks, settings(), models["qwen2"])[0]
     assert masters > 10 and moment == 0.0 and master > 0.0
 
 
 def test_experts_resume_at_another_layout(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     directory = tmp_path / "actor"
     which = models["moe"]
-    saved = pool.run(checkpoints.save_then_train, 2, settings(model=EP2), which, directory, BATCHES, True)[0][
-        0
-    ]
+    saved = pool.run(checkpoints.save_then_train, 2, settings(model=EP2), which, directory, BATCHES, True)[0][0]
     same = pool.run(checkpoints.resume, 2, settings(model=EP2), which, directory, BATCHES)[0]
     assert _curve(same) == _curve(saved)
     resumed = pool.run(checkpoints.resume, 1, settings(), which, directory, BATCHES)[0]
@@ -154,9 +140,7 @@ def test_killed_while_saving_keeps_the_previous(
     expected = pool.run(training.train, ranks, config, which, BATCHES)[0][2:]
     doomed = RankPool()
     with ThreadPoolExecutor(1) as threads:
-        saving = threads.submit(
-            doomed.run, checkpoints.save_on_a_slow_disk, ranks, config, which, directory, BATCHES
-        )
+        saving = threads.submit(doomed.run, checkpoints.save_on_a_slow_disk, ranks, config, which, directory, BATCHES)
         partial = directory.with_name("actor.tmp")
         while not (directory.exists() and any(partial.glob("*.distcp"))) and not saving.done():
             time.sleep(0.05)
@@ -169,18 +153,14 @@ def test_killed_while_saving_keeps_the_previous(
     assert _curve(resumed) == _curve(expected)
 
 
-def test_a_kept_optimizers_schedule_survives_a_resume(
-    pool: RankPool, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_kept_optimizers_schedule_survives_a_resume(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     """Two optimizer steps a training step: the cosine of three training steps is over after six."""
     actor, runner, algorithm = settings(n_minibatches=2, optim={"lr": 1e-3, "min_lr": 1e-5})
     cosine = LrSchedSettings(lr_warmup_iters=2, lr_decay_style="cosine")
     actor = actor.model_copy(update={"lr_sched": cosine})
     runner = runner.model_copy(update={"max_steps": 3})
     config = (actor, runner, algorithm)
-    ((rates, resumed),) = pool.run(
-        checkpoints.keep_and_resume, 1, config, models["qwen2"], tmp_path / "actor", BATCHES
-    )
+    ((rates, resumed),) = pool.run(checkpoints.keep_and_resume, 1, config, models["qwen2"], tmp_path / "actor", BATCHES)
     assert rates == [learning_rate(4 + 2 * i + 1, actor.optim, cosine, 6, start=4) for i in range(3)]
     assert rates[0] > 0.9e-3 and rates[-1] < 1e-4
     assert resumed == rates[1:]
@@ -215,17 +195,10 @@ def test_a_save_and_a_load_take_the_bytes_of_the_plan(
     planned = save_bytes(config[0], shape, ranks, bucket=20_000)
     assert 0.95 * planned < counted[0][0] <= 1.02 * planned
     planned_load = load_bytes(config[0], shape, piece=piece)
-    if config[
-        0
-    ].optim.use_distributed_optimizer:  # the other one is read into place, but gate and up are joined
+    if config[0].optim.use_distributed_optimizer:  # the other one is read into place, but gate and up are joined
         assert planned_load < 1.45 * piece
-        assert all(0.6 * planned_load < loaded <= 1.02 * planned_load for _, loaded in counted), (
-            planned_load,
-            counted,
-        )
-    if (
-        model == BF16 and not optim
-    ):  # two data-parallel ranks: the second one sends its shard and keeps nothing
+        assert all(0.6 * planned_load < loaded <= 1.02 * planned_load for _, loaded in counted), (planned_load, counted)
+    if model == BF16 and not optim:  # two data-parallel ranks: the second one sends its shard and keeps nothing
         last = save_bytes(config[0], shape, ranks, first=False, bucket=20_000)
         assert counted[1][0] <= 1.02 * last < 0.5 * planned
 

@@ -37,22 +37,10 @@ def test_a_good_layout_is_resolved() -> None:
 @pytest.mark.parametrize(
     "ranks, model, message",
     [
-        (
-            4,
-            {"tensor_model_parallel_size": 4},
-            r"tensor_model_parallel_size=4 .*key/value heads \(2\); set it to 2",
-        ),
-        (
-            3,
-            {"tensor_model_parallel_size": 3},
-            r"=3 does not divide the model's attention heads \(4\); set it to 2",
-        ),
+        (4, {"tensor_model_parallel_size": 4}, r"tensor_model_parallel_size=4 .*key/value heads \(2\); set it to 2"),
+        (3, {"tensor_model_parallel_size": 3}, r"=3 does not divide the model's attention heads \(4\); set it to 2"),
         (3, {"pipeline_model_parallel_size": 3}, r"4 layers do not divide into 3 pipeline stages"),
-        (
-            3,
-            {"tensor_model_parallel_size": 2},
-            r"3 actor ranks do not divide by tensor 2 x pipeline 1 x context 1 = 2",
-        ),
+        (3, {"tensor_model_parallel_size": 2}, r"3 actor ranks do not divide by tensor 2 x pipeline 1 x context 1 = 2"),
         (2, {"virtual_pipeline_model_parallel_size": 2}, r"virtual_pipeline_model_parallel_size=2 needs"),
         (1, {"sequence_parallel": True}, r"sequence_parallel=True needs tensor parallelism"),
         (1, {"recompute_granularity": "full"}, r"recompute_method \(uniform or block\)"),
@@ -85,11 +73,7 @@ EXPERTS = ModelConfig.from_dict(
             {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
             r"2 actor ranks do not divide by expert 2 x pipeline 2 = 4",
         ),
-        (
-            2,
-            {"tensor_model_parallel_size": 2},
-            r"once per tensor rank; set actor.model.sequence_parallel=True",
-        ),
+        (2, {"tensor_model_parallel_size": 2}, r"once per tensor rank; set actor.model.sequence_parallel=True"),
     ],
 )
 def test_impossible_expert_layouts_are_refused(ranks: int, model: dict[str, Any], message: str) -> None:
@@ -149,9 +133,7 @@ def test_dry_run_needs_no_torch() -> None:
         "import sys, rstar2_megatron.actor.layout, rstar2_megatron.actor.packing;"
         "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -169,14 +151,8 @@ def test_rope_theta_in_both_forms() -> None:
             {"architectures": ["GemmaForCausalLM"]},
             r"GemmaForCausalLM is not supported; supported: Qwen2ForCausalLM.*LlamaForCausalLM.*add_a_model",
         ),
-        (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-            r"sliding_window=4096; only full",
-        ),
-        (
-            {"architectures": ["LlamaForCausalLM"], "mlp_bias": True},
-            r"mlp_bias=True; Llama .* without biases",
-        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, r"sliding_window=4096; only full"),
+        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True}, r"mlp_bias=True; Llama .* without biases"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope type llama3 lacks low_freq_factor"),
         ({"num_attention_heads": None}, r"config.json: num_attention_heads=None, expected a whole number"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, r"rope type yarn"),
@@ -197,9 +173,7 @@ def test_missing_model_directory(tmp_path: Path) -> None:
         ModelConfig.from_directory(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "which", ["qwen2", "qwen2-tied", "qwen3", "moe", "moe-tied", "llama", "llama-tied", "mistral"]
-)
+@pytest.mark.parametrize("which", ["qwen2", "qwen2-tied", "qwen3", "moe", "moe-tied", "llama", "llama-tied", "mistral"])
 def test_parameter_count_is_transformers(models: dict[str, Path], which: str) -> None:
     config = ModelConfig.from_directory(models[which])
     assert config.num_parameters == sum(p.numel() for p in load(models[which]).parameters())
@@ -228,9 +202,7 @@ def test_only_the_chosen_experts_count_as_flops() -> None:
     config = known_model("Qwen3-30B-A3B")
     assert config is not None
     assert config.num_parameters == pytest.approx(30.53e9, rel=1e-3)
-    assert config.matmul_parameters + config.vocab_size * config.hidden_size == pytest.approx(
-        3.35e9, rel=1e-2
-    )
+    assert config.matmul_parameters + config.vocab_size * config.hidden_size == pytest.approx(3.35e9, rel=1e-2)
 
 
 def test_learning_rate_schedule() -> None:
@@ -262,9 +234,7 @@ def test_a_profile_holds_the_operations_of_its_time(tmp_path: Path) -> None:
     _ = torch.ones(3, 5) @ torch.ones(5, 7)
     recording.write(tmp_path / "step_3" / "actor_rank_0.json.gz")
     _ = torch.ones(3).cumsum(0)
-    events = json.loads(gzip.decompress((tmp_path / "step_3" / "actor_rank_0.json.gz").read_bytes()))[
-        "traceEvents"
-    ]
+    events = json.loads(gzip.decompress((tmp_path / "step_3" / "actor_rank_0.json.gz").read_bytes()))["traceEvents"]
     products = [event for event in events if event.get("name") == "aten::mm"]
     assert products and products[0]["args"]["Input Dims"] == [[3, 5], [5, 7]]
     assert not [event for event in events if event.get("name") == "aten::cumsum"]

@@ -32,9 +32,7 @@ def of_trained(hf: Any, batch: list[TrainSequence]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("rule, ranks", [("icepop", 1), ("mis_sequence", 1), ("mis_geometric", 2)])
-def test_the_loss_is_that_of_what_is_left(
-    pool: RankPool, models: dict[str, Path], rule: str, ranks: int
-) -> None:
+def test_the_loss_is_that_of_what_is_left(pool: RankPool, models: dict[str, Path], rule: str, ranks: int) -> None:
     """Token mean over the kept tokens only: what is left out is in no denominator."""
     batch, hf = sequences(6, seed=21), reference.load(models["qwen2"])
     trained = of_trained(hf, batch)

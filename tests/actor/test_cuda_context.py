@@ -29,14 +29,7 @@ def test_an_actor_touches_no_device_before_collectives_are_ordered(
     monkeypatch.setattr(torch.cuda, "Stream", lambda: seen.append(os.environ.get(CONNECTIONS)))
     actor, runner, algorithm = settings()
     MegatronActor(
-        actor,
-        runner,
-        algorithm,
-        model_path=str(models["qwen2"]),
-        rank=0,
-        world_size=1,
-        init_method="",
-        device="cuda",
+        actor, runner, algorithm, model_path=str(models["qwen2"]), rank=0, world_size=1, init_method="", device="cuda"
     )
     assert seen == []
     order_collectives()
@@ -65,9 +58,7 @@ def test_slow_attention_is_never_chosen_without_a_word(
     stage = SimpleNamespace(is_pipeline_first_stage=lambda **_: True, is_pipeline_last_stage=lambda **_: True)
     monkeypatch.setattr(model, "parallel_state", stage)
     config = SimpleNamespace(virtual_pipeline_model_parallel_size=None, bf16=precision == "bf16")
-    monkeypatch.setattr(
-        model, "transformer_config", lambda *_: config
-    )  # the real one asks for TransformerEngine
+    monkeypatch.setattr(model, "transformer_config", lambda *_: config)  # the real one asks for TransformerEngine
     actor, _, _ = settings(model={"precision": precision})
     for _ in range(2):
         model.build_chunks(ModelConfig.from_directory(models["qwen2"]), actor.model, implementation, "cpu")

@@ -22,14 +22,7 @@ BF16 = {"precision": "bf16"}
 
 
 def group_of(parameters: list[torch.Tensor], **changes: Any) -> dict[str, Any]:
-    return {
-        "params": parameters,
-        "lr": 1e-2,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        **changes,
-    }
+    return {"params": parameters, "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **changes}
 
 
 @given(
@@ -37,9 +30,7 @@ def group_of(parameters: list[torch.Tensor], **changes: Any) -> dict[str, Any]:
     size_of_slice=st.integers(1, 50),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_torchs_adamw_whatever_the_slices(
-    sizes: list[int], size_of_slice: int, dtype: torch.dtype
-) -> None:
+def test_equals_torchs_adamw_whatever_the_slices(sizes: list[int], size_of_slice: int, dtype: torch.dtype) -> None:
     """Also for bf16 weights: what is updated is the fp32 master, and the weights are its rounding."""
     torch.manual_seed(sum(sizes))
     weights = [torch.randn(n).to(dtype) for n in sizes]

@@ -88,13 +88,7 @@ def reference_history(directory: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("name, ranks, model, optim, which", LAYOUTS, ids=[row[0] for row in LAYOUTS])
 def test_layout_matches_transformers(
-    pool: RankPool,
-    models: dict[str, Path],
-    name: str,
-    ranks: int,
-    model: dict[str, Any],
-    optim: dict[str, Any],
-    which: str,
+    pool: RankPool, models: dict[str, Path], name: str, ranks: int, model: dict[str, Any], optim: dict[str, Any], which: str
 ) -> None:
     expected = reference_history(models[which])
     results = pool.run(training.train, ranks, settings(model=model, optim=optim), models[which], BATCHES)
@@ -133,12 +127,7 @@ def test_layout_matches_transformers(
     ],
 )
 def test_bf16_stays_near_fp32(
-    pool: RankPool,
-    models: dict[str, Path],
-    ranks: int,
-    model: dict[str, Any],
-    where: dict[str, Any],
-    which: str,
+    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any], where: dict[str, Any], which: str
 ) -> None:
     """On trajectories of the policy itself: far from it, rounding moves whole tokens across the clip."""
     hf = reference.load(models[which])

@@ -46,9 +46,7 @@ def head_with_fp32_products(rank: int, world_size: int, init_method: str) -> tup
         weight: Any = torch.randn(24, 64).bfloat16().requires_grad_()
         weight.main_grad = torch.zeros(24, 64)
         with _as_on_cuda():
-            out = logprob.log_prob_entropy(
-                hidden, weight, targets, temperature=0.7, chunk_tokens=16, group=dist.group.WORLD
-            )
+            out = logprob.log_prob_entropy(hidden, weight, targets, temperature=0.7, chunk_tokens=16, group=dist.group.WORLD)
             (out[0].sum() + 0.1 * out[1].sum()).backward()
         right_hidden, right_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
         log_p = (right_hidden @ right_weight.t() / 0.7).log_softmax(-1)
@@ -62,9 +60,7 @@ def head_with_fp32_products(rank: int, world_size: int, init_method: str) -> tup
         dist.destroy_process_group()
 
 
-def heads(
-    rank: int, world_size: int, init_method: str, seed: int, in_blocks: bool = False
-) -> dict[str, float]:
+def heads(rank: int, world_size: int, init_method: str, seed: int, in_blocks: bool = False) -> dict[str, float]:
     """Largest differences between the chunked head over `world_size` ranks and torch's log_softmax on all."""
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     try:
@@ -122,12 +118,7 @@ def head_gradient_in_bf16(rank: int, world_size: int, init_method: str, shared: 
         weight.main_grad = torch.zeros(24, 16)
         weight.zero_out_wgrad = shared
         out = logprob.log_prob_entropy(
-            few.repeat(512, 1),
-            weight,
-            targets.repeat(512),
-            temperature=1.0,
-            chunk_tokens=4,
-            group=dist.group.WORLD,
+            few.repeat(512, 1), weight, targets.repeat(512), temperature=1.0, chunk_tokens=4, group=dist.group.WORLD
         )
         out[0].sum().backward()
         right = weight.detach().float().requires_grad_()

@@ -33,9 +33,7 @@ def test_transformer_engine_is_told_few_longest_lengths() -> None:
     """It chooses kernels, and megatron-core keeps a rotary table on the GPU, for each."""
     told = set()
     for n in range(1, 400, 7):
-        batch = build_microbatch(
-            sequences(3, seed=n), [0, 1, 2], context(implementation="transformer_engine")
-        )
+        batch = build_microbatch(sequences(3, seed=n), [0, 1, 2], context(implementation="transformer_engine"))
         longest = int(batch.packed.cu_seqlens_q.diff().max())
         assert longest <= batch.packed.max_seqlen_q == batch.packed.max_seqlen_kv
         told.add(batch.packed.max_seqlen_q)
@@ -103,14 +101,9 @@ def test_plan_gives_every_rank_something_to_run(lengths: list[int], ranks: int, 
 
 
 @given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=12),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2, 4]),
-    st.booleans(),
+    st.lists(st.integers(1, 60), min_size=1, max_size=12), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.booleans()
 )
-def test_padding_is_what_parallelism_needs_and_no_more(
-    lengths: list[int], tp: int, cp: int, sp: bool
-) -> None:
+def test_padding_is_what_parallelism_needs_and_no_more(lengths: list[int], tp: int, cp: int, sp: bool) -> None:
     padded = padded_lengths(lengths, context(tensor_parallel=tp, sequence_parallel=sp, context_parallel=cp))
     if cp > 1:
         assert all(n % (2 * cp) == 0 for n in padded)
@@ -129,14 +122,10 @@ def test_ranks_together_want_every_trained_token_once(count: int, seed: int, cp:
     wanted = set()
     for rank in range(cp):
         built = build_microbatch(
-            batch,
-            indices,
-            context(context_parallel=cp, context_rank=rank, tensor_parallel=2, sequence_parallel=sp),
+            batch, indices, context(context_parallel=cp, context_rank=rank, tensor_parallel=2, sequence_parallel=sp)
         )
         assert built.input_ids.shape == built.positions.shape
-        for row, target, owner, place in zip(
-            *(x.tolist() for x in (built.rows, built.targets, built.sequence, built.place))
-        ):
+        for row, target, owner, place in zip(*(x.tolist() for x in (built.rows, built.targets, built.sequence, built.place))):
             sequence = batch[owner]
             assert sequence.loss_mask[place] == 1
             assert target == sequence.input_ids[place]

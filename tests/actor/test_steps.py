@@ -30,9 +30,7 @@ BY_RANKS: dict[int, dict[str, Any]] = {1: {}, 2: TP2}
 
 
 @pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2), (2, {"context_parallel_size": 2})])
-def test_log_probs_match_transformers(
-    pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]
-) -> None:
+def test_log_probs_match_transformers(pool: RankPool, models: dict[str, Path], ranks: int, model: dict[str, Any]) -> None:
     batch = sequences(7, seed=11)
     results = pool.run(training.score, ranks, settings(model=model), models["qwen2"], batch)
     hf = reference.load(models["qwen2"])
@@ -62,8 +60,7 @@ def test_gradient_does_not_depend_on_packing_or_order(
     configs.append((actor, runner.model_copy(update={"enable_dynamic_batch_size": False}), algorithm))
     batches.append(batch)
     steps = [
-        pool.run(training.first_step, ranks, config, models["qwen2"], shuffled)[0]
-        for config, shuffled in zip(configs, batches)
+        pool.run(training.first_step, ranks, config, models["qwen2"], shuffled)[0] for config, shuffled in zip(configs, batches)
     ]
     (expected,) = reference.train(reference.load(models["qwen2"]), [batch], settings()[0], settings()[2])
     for loss, norm, total in steps:
@@ -72,9 +69,7 @@ def test_gradient_does_not_depend_on_packing_or_order(
         assert total == pytest.approx(steps[0][2], abs=2e-3)
 
 
-@hypothesis_settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@hypothesis_settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     count=st.integers(1, 6),
     budget=st.integers(64, 300),
@@ -84,14 +79,7 @@ def test_gradient_does_not_depend_on_packing_or_order(
     rng=st.randoms(use_true_random=False),
 )
 def test_any_batch_in_any_order_on_any_number_of_ranks(
-    pool: RankPool,
-    models: dict[str, Path],
-    count: int,
-    budget: int,
-    seed: int,
-    ranks: int,
-    packed: bool,
-    rng: random.Random,
+    pool: RankPool, models: dict[str, Path], count: int, budget: int, seed: int, ranks: int, packed: bool, rng: random.Random
 ) -> None:
     """Micro-batches by tokens or by count; the reference takes all sequences at once, in their first order."""
     batch = sequences(count, seed=seed)
@@ -134,9 +122,7 @@ def test_recomputed_log_probs_make_the_first_ratio_one(pool: RankPool, models: d
     assert one[0][0]["actor/clip_fraction"] == 0
     assert one[0][0]["actor/logprob_diff_mean"] > 0.1  # the engine's differ
     # Several mini-batches: old log-probs are scored before the first update, so later ratios move.
-    several = pool.run(
-        training.train, 1, settings(recompute_logprobs=True, n_minibatches=3), models["qwen2"], [batch]
-    )[0][0]
+    several = pool.run(training.train, 1, settings(recompute_logprobs=True, n_minibatches=3), models["qwen2"], [batch])[0][0]
     assert several["actor/ratio"] != pytest.approx(1.0, abs=1e-5)
     assert several["actor/approx_kl"] < 0.1
     assert one[0][0]["actor/logprob_diff_max"] >= several["actor/logprob_diff_max"] > 0
@@ -146,12 +132,7 @@ def test_truncated_importance_sampling_weighs_tokens(pool: RankPool, models: dic
     """Loss with TIS = -sum(min(actor / engine, clip) * A) / tokens when ratios are one."""
     batch = sequences(5, seed=10)
     clip = 1.5
-    config = settings(
-        recompute_logprobs=True,
-        importance_sampling_fix=True,
-        importance_sampling_clip=clip,
-        clip_ratio_c=None,
-    )
+    config = settings(recompute_logprobs=True, importance_sampling_fix=True, importance_sampling_clip=clip, clip_ratio_c=None)
     (metrics,) = pool.run(training.train, 1, config, models["qwen2"], [batch])[0]
     hf = reference.load(models["qwen2"])
     total, clipped, tokens = 0.0, 0, sum(s.num_trained_tokens for s in batch)
@@ -211,9 +192,9 @@ def test_supervised_steps_then_reinforcement(pool: RankPool, models: dict[str, P
     history, after, validation = pool.run(training.supervised, ranks, config, models["qwen2"], batch, 6)[0]
     hf = reference.load(models["qwen2"])
     with torch.no_grad():
-        right = -sum(
-            float((reference.log_probs(hf, s, 1.0) * torch.tensor(s.loss_mask[1:])).sum()) for s in batch
-        ) / sum(s.num_trained_tokens for s in batch)
+        right = -sum(float((reference.log_probs(hf, s, 1.0) * torch.tensor(s.loss_mask[1:])).sum()) for s in batch) / sum(
+            s.num_trained_tokens for s in batch
+        )
     assert history[0]["sft/loss"] == pytest.approx(right, abs=1e-5)
     assert validation["loss"] / validation["tokens"] == pytest.approx(right, abs=1e-5)
     assert history[-1]["sft/loss"] < history[0]["sft/loss"] - 0.5
@@ -231,11 +212,7 @@ def test_fine_tuning_resumes_exactly(pool: RankPool, models: dict[str, Path], tm
     arguments = (settings(), models["qwen2"], rows, phase, tmp_path / "checkpoint")
     ((whole, end),) = pool.run(training.fine_tune, 1, *arguments, 0)
     ((rest, same_end),) = pool.run(training.fine_tune, 1, *arguments, 2)
-    assert (
-        len(whole) == 5
-        and rest == pytest.approx(whole[2:], abs=1e-6)
-        and same_end == pytest.approx(end, abs=1e-6)
-    )
+    assert len(whole) == 5 and rest == pytest.approx(whole[2:], abs=1e-6) and same_end == pytest.approx(end, abs=1e-6)
     assert end < whole[0] - 0.2
 
 
@@ -267,9 +244,7 @@ def test_kl_needs_a_reference(pool: RankPool, models: dict[str, Path]) -> None:
         pool.run(training.train, 1, settings(kl_beta=0.1), models["qwen2"], [sequences(2)])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "precision", "which"), [(1, "fp32", "qwen2"), (2, "bf16", "qwen2-tied"), (2, "fp32", "moe")]
-)
+@pytest.mark.parametrize(("ranks", "precision", "which"), [(1, "fp32", "qwen2"), (2, "bf16", "qwen2-tied"), (2, "fp32", "moe")])
 def test_memory_that_changes_hands_changes_nothing(
     pool: RankPool, models: dict[str, Path], ranks: int, precision: str, which: str
 ) -> None:
@@ -288,9 +263,7 @@ def test_memory_that_changes_hands_changes_nothing(
             assert mine["actor/grad_norm"] == right["actor/grad_norm"]
 
 
-def test_step_with_an_infinite_gradient_is_skipped_and_counted(
-    pool: RankPool, models: dict[str, Path]
-) -> None:
+def test_step_with_an_infinite_gradient_is_skipped_and_counted(pool: RankPool, models: dict[str, Path]) -> None:
     batch = [replace(s) for s in sequences(3, seed=14)]
     for metrics, untouched in pool.run(training.poisoned, 2, settings(model=TP2), models["qwen2"], batch):
         assert metrics["actor/skipped_steps"] == 1

@@ -69,10 +69,7 @@ def write_model(
 
     torch.manual_seed(seed)
     sizes = {**SHAPE, **shape}
-    common: dict[str, Any] = {
-        "tie_word_embeddings": tie,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }
+    common: dict[str, Any] = {"tie_word_embeddings": tie, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     model: Any
     if experts is not None:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **common, **{**EXPERTS, **experts}, head_dim=24))
@@ -94,9 +91,7 @@ def write_model(
     return directory
 
 
-def sequences(
-    count: int, seed: int = 0, low: int = 20, high: int = 60, vocab: int = 320
-) -> list[TrainSequence]:
+def sequences(count: int, seed: int = 0, low: int = 20, high: int = 60, vocab: int = 320) -> list[TrainSequence]:
     """Ragged trajectories with masked spans, advantages of both signs, old log-probs that make clips act."""
     rng = random.Random(seed)
     result = []

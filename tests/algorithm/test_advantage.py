@@ -42,9 +42,7 @@ def test_mistakes_are_named() -> None:
         group_advantages([[1.0, float("nan")]])
 
 
-@given(
-    st.lists(st.lists(st.sampled_from([0.0, 1.0, 0.5]), max_size=8), max_size=5), st.sampled_from(ADVANTAGES)
-)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 0.5]), max_size=8), max_size=5), st.sampled_from(ADVANTAGES))
 def test_groups_of_different_sizes_do_not_touch_each_other(groups: list[list[float]], kind: str) -> None:
     together = group_advantages(groups, kind)
     assert together == [pytest.approx(group_advantages([g], kind)[0], abs=1e-12) for g in groups]

@@ -26,9 +26,7 @@ def reference_token_loss(logprob: float, old: float, advantage: float) -> tuple[
     return -objective, clipped, False
 
 
-token = st.tuples(
-    st.floats(-6, 0), st.floats(-6, 0), st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3), st.booleans()
-)
+token = st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3), st.booleans())
 
 
 @given(st.lists(token, min_size=1, max_size=30))
@@ -36,9 +34,7 @@ token = st.tuples(
 def test_loss_equals_slow_reference(tokens: list[tuple[float, float, float, bool]]) -> None:
     new, old, advantage = (torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in range(3))
     mask = torch.tensor([t[3] for t in tokens])
-    loss, sums = policy_loss(
-        new, old, advantage, mask, denominator=7.0, clip_low=LOW, clip_high=HIGH, clip_c=C
-    )
+    loss, sums = policy_loss(new, old, advantage, mask, denominator=7.0, clip_low=LOW, clip_high=HIGH, clip_c=C)
     expected = [reference_token_loss(*t[:3]) for t in tokens if t[3]]
     assert loss.item() == pytest.approx(sum(e[0] for e in expected) / 7.0, rel=1e-9, abs=1e-12)
     assert sums["tokens"] == len(expected)
@@ -100,11 +96,7 @@ def test_nothing_trained_gives_zero_with_a_gradient() -> None:
 def test_tis_weights_and_entropy_enter_the_loss_but_not_the_reported_loss() -> None:
     arguments = (torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -2.0]), torch.ones(2))
     loss, sums = policy_loss(
-        *arguments,
-        denominator=2.0,
-        tis_weights=torch.tensor([0.5, 2.0]),
-        entropy=torch.tensor([1.0, 3.0]),
-        entropy_bonus=0.25,
+        *arguments, denominator=2.0, tis_weights=torch.tensor([0.5, 2.0]), entropy=torch.tensor([1.0, 3.0]), entropy_bonus=0.25
     )
     assert loss.item() == pytest.approx((-0.5 + 4.0 - 0.25 * 4.0) / 2)
     assert sums["pg_loss"].item() == pytest.approx(1.0) and sums["entropy"].item() == 4.0
@@ -127,9 +119,7 @@ def test_any_split_into_microbatches_gives_the_same_loss_and_gradient(counts, ki
         for part in splits:
             if not part:
                 continue
-            weights = torch.cat(
-                [torch.full((counts[i],), plan.sequence_weights[i], dtype=torch.float64) for i in part]
-            )
+            weights = torch.cat([torch.full((counts[i],), plan.sequence_weights[i], dtype=torch.float64) for i in part])
             part_loss, _ = policy_loss(
                 torch.cat([leaves[i] for i in part]),
                 torch.cat([sequences[i][1] for i in part]),
@@ -166,13 +156,9 @@ def test_aggregations_by_hand() -> None:
     assert mean_loss(losses[:2], "released-rlinf", microbatch_of=[0, 1]) == pytest.approx((2 + 10) / 2)
     assert mean_loss(losses[:2], "released-rlinf", microbatch_of=[0, 0]) == pytest.approx(16 / 4)
     # a rank with nothing in its micro-batch still counts there
-    assert mean_loss(losses[:2], "released-rlinf", microbatch_of=[0, 1], num_microbatches=4) == pytest.approx(
-        12 / 4
-    )
+    assert mean_loss(losses[:2], "released-rlinf", microbatch_of=[0, 1], num_microbatches=4) == pytest.approx(12 / 4)
     # verl's recipe: token mean x rows / full mini-batch, so half of the groups rejected halves the gradient
-    assert mean_loss(losses[:2], "released-verl", microbatch_of=[0, 0], mini_batch_rows=4) == pytest.approx(
-        16 / 4 * 2 / 4
-    )
+    assert mean_loss(losses[:2], "released-verl", microbatch_of=[0, 0], mini_batch_rows=4) == pytest.approx(16 / 4 * 2 / 4)
 
 
 def test_wrong_operands_are_named() -> None:
@@ -185,6 +171,4 @@ def test_wrong_operands_are_named() -> None:
     with pytest.raises(ValueError, match="denominator must be positive, got 0"):
         policy_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.ones(2), denominator=0.0)
     with pytest.raises(ValueError, match=r"entropy_bonus=0.1 needs the entropy"):
-        policy_loss(
-            torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.ones(1), denominator=1.0, entropy_bonus=0.1
-        )
+        policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.ones(1), denominator=1.0, entropy_bonus=0.1)

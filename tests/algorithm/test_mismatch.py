@@ -28,14 +28,8 @@ def test_by_hand() -> None:
     assert kept(ratios, mask, sequence=(0.9, 1.1)) == mask
     assert kept(ratios, mask, sequence=(1.1, 2.0)) == [0] * 6
     ratios[5] = 32.0  # product 16, geometric mean 2
-    assert (
-        kept(ratios, mask, sequence=(0.1, 15.0)) == [0] * 6
-        and kept(ratios, mask, sequence=(0.1, 17.0)) == mask
-    )
-    assert (
-        kept(ratios, mask, geometric=(0.5, 1.9)) == [0] * 6
-        and kept(ratios, mask, geometric=(0.5, 2.1)) == mask
-    )
+    assert kept(ratios, mask, sequence=(0.1, 15.0)) == [0] * 6 and kept(ratios, mask, sequence=(0.1, 17.0)) == mask
+    assert kept(ratios, mask, geometric=(0.5, 1.9)) == [0] * 6 and kept(ratios, mask, geometric=(0.5, 2.1)) == mask
     assert kept(ratios, mask, geometric=(0.5, 2.1), token=(0.3, 5.0)) == [0, 1, 1, 0, 0, 0]
     assert kept([3.0, 3.0], [0, 0], token=(0.5, 2.0)) == [0, 0]
     assert not MismatchRules().any and MismatchRules(token_cap=2.0).any
@@ -78,9 +72,7 @@ band = st.none() | st.tuples(st.floats(0.11, 0.97), st.floats(1.03, 9.1))
 def test_equals_the_slow_one(tokens, token, sequence, geometric, cap) -> None:
     rules = MismatchRules(token, sequence, geometric, cap)
     log_ratio, mask = [t[0] for t in tokens], [t[1] for t in tokens]
-    bounds = [math.log(x) for b in (token, sequence, geometric) if b for x in b] + (
-        [math.log(cap)] if cap else []
-    )
+    bounds = [math.log(x) for b in (token, sequence, geometric) if b for x in b] + ([math.log(cap)] if cap else [])
     trained = [value for value, on in tokens if on]
     values = [*trained, sum(trained), sum(trained) / max(len(trained), 1)]
     if any(abs(value - bound) < 1e-9 for value in values for bound in bounds):
@@ -99,11 +91,7 @@ def test_masked_tokens_and_sequences_are_counted_and_the_batch_is_left_as_it_was
     left, shares = without_mismatch(batch, actor, MismatchRules(token=(0.6, 1.9)))
     assert [s.loss_mask.tolist() for s in left] == [[0, 1, 0, 1], [0, 0, 0, 0]]
     assert [s.num_trained_tokens for s in batch] == [3, 2]
-    assert shares == {
-        "masked_tokens": 3.0,
-        "masked_token_fraction": pytest.approx(0.6),
-        "masked_sequence_fraction": 0.5,
-    }
+    assert shares == {"masked_tokens": 3.0, "masked_token_fraction": pytest.approx(0.6), "masked_sequence_fraction": 0.5}
 
 
 def test_mismatch_by_turn() -> None:

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rstar2_megatron.algorithm.preference import (
-    Comparison,
-    Pairs,
-    pair_figures,
-    preference_loss,
-    score_sequence,
-)
+from rstar2_megatron.algorithm.preference import Comparison, Pairs, pair_figures, preference_loss, score_sequence
 
 
 def comparison(better: int, worse: int, leave_out: tuple[tuple[int, int], ...] = ()) -> Comparison:

@@ -145,9 +145,7 @@ def test_released_quotas_of_32_to_16(num_positive: int, positive: int, negative:
     assert [q.item() for q in quotas] == [positive, negative]
 
 
-@pytest.mark.parametrize(
-    ("quotas", "slow"), [(paper_quotas, slow_paper_quotas), (released_quotas, slow_released_quotas)]
-)
+@pytest.mark.parametrize(("quotas", "slow"), [(paper_quotas, slow_paper_quotas), (released_quotas, slow_released_quotas)])
 def test_quotas_of_every_split_at_once(quotas, slow) -> None:
     splits = [(p, n - p) for n in range(1, 41) for p in range(n + 1)]
     positives, negatives = torch.tensor(splits).unbind(1)
@@ -245,11 +243,7 @@ reward_rows = st.lists(
 @given(reward_rows, st.integers(1, 12), st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
 @settings(max_examples=200, deadline=None)
 def test_paper_mode_chooses_as_one_by_one(rows, n, least_bad, least_good, seed) -> None:
-    cfg = config(
-        n,
-        min_zero_reward_trace_num=min(least_bad, n // 2),
-        min_non_zero_reward_trace_num=min(least_good, n // 2),
-    )
+    cfg = config(n, min_zero_reward_trace_num=min(least_bad, n // 2), min_non_zero_reward_trace_num=min(least_good, n // 2))
     rewards, valid = pad_rows([[reward for reward, _ in row] for row in rows])
     penalties, _ = pad_rows([[penalty for _, penalty in row] for row in rows])
     draws = exponential_draws(valid, [f"{seed}-{i}" for i in range(len(rows))])
@@ -282,10 +276,7 @@ def test_plain_halves_of_the_paper_without_minimum_counts() -> None:
         assert num_kept_positive(result) == 16 - (32 - positives) // 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [({}, 2), ({"roc_error_ratio": False}, 0), ({"roc_answer_format": False}, 1)],
-)
+@pytest.mark.parametrize(("changes", "kept"), [({}, 2), ({"roc_error_ratio": False}, 0), ({"roc_answer_format": False}, 1)])
 def test_switches_turn_penalties_off(changes, kept) -> None:
     """Which of three positives has the lowest penalty depends on what is counted."""
     trajectories = [

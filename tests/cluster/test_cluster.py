@@ -10,13 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rstar2_megatron.cluster.calls import (
-    ChannelReader,
-    DeadlineExceeded,
-    WorkerFailed,
-    WorkerGroup,
-    WorkerLost,
-)
+from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, WorkerFailed, WorkerGroup, WorkerLost
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S
 from rstar2_megatron.settings.load import load_settings, to_dict_config
@@ -66,9 +60,7 @@ def receivers(cluster: TrainingCluster) -> WorkerGroup:
     return group
 
 
-def test_placement_gives_each_component_its_slots(
-    cluster, senders: WorkerGroup, receivers: WorkerGroup
-) -> None:
+def test_placement_gives_each_component_its_slots(cluster, senders: WorkerGroup, receivers: WorkerGroup) -> None:
     assert cluster.device == "cpu"
     assert cluster._cluster.num_accelerators == 2
     assert senders.call("rank", timeout_s=240) == [0, 1]
@@ -93,13 +85,7 @@ def test_weights_arrive_bit_by_bit_on_every_route(
 ) -> None:
     """Also by CUDA IPC, whose buffers lie in host memory here."""
     places = senders.call("place", timeout_s=60), receivers.call("place", timeout_s=60)
-    route = make_route(
-        kind,
-        "Senders",
-        *places,
-        bucket_bytes=9000,
-        directory=str(tmp_path / "weights"),
-    )
+    route = make_route(kind, "Senders", *places, bucket_bytes=9000, directory=str(tmp_path / "weights"))
     receivers.call("set_engine_workers", receivers.workers, timeout_s=60)
     receiving = receivers.start("receive", route)
     sent = senders.call("send", route, receivers.workers, timeout_s=60)
@@ -144,9 +130,7 @@ def test_routes_that_fail_give_way_down_to_the_disk(
     assert_synced(senders, receivers, 1)
     receivers.call("hide", "/proc/", timeout_s=60)
     metrics = sync.run(2)
-    assert (
-        metrics["actor/sync_fallbacks"] == 2.0 and sync.route == "disk"
-    )  # broadcast ends in shared memory too
+    assert metrics["actor/sync_fallbacks"] == 2.0 and sync.route == "disk"  # broadcast ends in shared memory too
     assert metrics["actor/sync_bytes"] > 80_000
     assert_synced(senders, receivers, 2)
     assert not list(tmp_path.glob("weights/*"))
@@ -210,13 +194,7 @@ SENDER_STEPS = {
 }
 ONCE = ("WeightSender.forget", "_targets")  # the others once a bucket
 RECEIVER_STEPS = {
-    "cuda_ipc": [
-        "WeightReceiver._transfer_of",
-        "_Transfer.add_part",
-        "DeviceBucket",
-        "read_bucket",
-        "read_kept",
-    ],
+    "cuda_ipc": ["WeightReceiver._transfer_of", "_Transfer.add_part", "DeviceBucket", "read_bucket", "read_kept"],
     "shared_memory": ["WeightReceiver._transfer_of", "OpenedBucket", "_Transfer.put", "read_bucket"],
     "broadcast": ["SharedBucket", "OpenedBucket", "_Transfer.put", "read_bucket"],
     "disk": ["WeightReceiver._transfer_of", "OpenedBucket", "_Transfer.put", "read_bucket"],
@@ -249,9 +227,7 @@ def test_a_broadcast_that_brings_nothing_ends_in_the_next_route(
     with_route(settings, tmp_path).actor.weight_sync.bucket_mb = 0
     sync = WeightSync(settings, senders, receivers, "cpu")
     sync._routes = ["broadcast", "disk"]
-    receivers.call(
-        "plant", Fault("WeightReceiver._join_broadcast", at=1, how="blank"), ranks=[0], timeout_s=60
-    )
+    receivers.call("plant", Fault("WeightReceiver._join_broadcast", at=1, how="blank"), ranks=[0], timeout_s=60)
     assert sync.run(1)["actor/sync_fallbacks"] == 1.0
     assert receivers.call("fired", ranks=[0], timeout_s=60) == [True]
     assert_synced(senders, receivers, 1)

@@ -199,9 +199,7 @@ def ids(groups: list[Group]) -> list[int]:
 
 @pytest.mark.parametrize("bound", [1, 3])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_every_batch_is_full_and_every_problem_trained_once(
-    settings: Settings, bound: int, shuffled: bool
-) -> None:
+def test_every_batch_is_full_and_every_problem_trained_once(settings: Settings, bound: int, shuffled: bool) -> None:
     """With a pause after every third step, as for a checkpoint; the last step leaves nothing behind."""
     settings.algorithm.max_staleness, settings.runner.max_steps = bound, 12
     engines, loader = PlayedEngines(shuffled=shuffled), Loader()
@@ -222,9 +220,7 @@ def test_every_batch_is_full_and_every_problem_trained_once(
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "found when its tokens are asked for"])
-def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(
-    settings: Settings, known: bool
-) -> None:
+def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(settings: Settings, known: bool) -> None:
     """The worker dies when no thread looks any more, as in a weight sync. Its groups of the buffer are open again."""
     engines, loader = PlayedEngines(shuffled=False), Loader()
     engines.hold = True

@@ -29,9 +29,7 @@ def test_a_head_that_never_gets_its_nodes_is_an_error_in_time() -> None:
     head.start()
     try:
         started = time.monotonic()
-        with pytest.raises(
-            ClusterError, match=r"has 1 of cluster.num_nodes=2 nodes .* start the others with"
-        ):
+        with pytest.raises(ClusterError, match=r"has 1 of cluster.num_nodes=2 nodes .* start the others with"):
             await_cluster(settings.cluster)
         assert time.monotonic() - started < 60
     finally:
@@ -59,9 +57,7 @@ def test_a_head_whose_processes_were_too_slow_is_started_again(
     assert "RAY_ADDRESS" not in os.environ
 
 
-def test_a_head_that_fails_otherwise_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_head_that_fails_otherwise_is_not_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fails = tmp_path / "python"
     fails.write_text(f"#!/bin/sh\necho start >> {tmp_path}/starts; echo no port; exit 3\n")
     fails.chmod(0o755)
@@ -72,17 +68,13 @@ def test_a_head_that_fails_otherwise_is_not_started_again(
 
 
 @pytest.mark.parametrize("listener", ["nobody", "silent", "another server"])
-def test_a_head_that_does_not_answer_is_an_error_in_seconds(
-    monkeypatch: pytest.MonkeyPatch, listener: str
-) -> None:
+def test_a_head_that_does_not_answer_is_an_error_in_seconds(monkeypatch: pytest.MonkeyPatch, listener: str) -> None:
     """On one node too. Ray itself would wait for minutes."""
     monkeypatch.setattr("rstar2_megatron.cluster.existing_ray._ANSWER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = 1 if listener == "nobody" else server.getsockname()[1]
         if listener == "another server":
-            threading.Thread(
-                target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request"), daemon=True
-            ).start()
+            threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request"), daemon=True).start()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         settings = load_settings("rstar2-tiny-cpu", [])
         started = time.monotonic()
@@ -114,9 +106,7 @@ def test_gpus_that_cuda_cannot_use_are_an_error(monkeypatch: pytest.MonkeyPatch)
     settings = load_settings("rstar2-tiny-cpu", [])
     cluster = TrainingCluster(settings, to_dict_config(settings))
     cluster._cluster = Counted("NV_GPU")  # type: ignore[assignment]
-    with pytest.raises(
-        PlacementError, match=r"8 accelerators \(NV_GPU\).*nvidia-fabricmanager.*CUDA_VISIBLE_DEVICES"
-    ):
+    with pytest.raises(PlacementError, match=r"8 accelerators \(NV_GPU\).*nvidia-fabricmanager.*CUDA_VISIBLE_DEVICES"):
         cluster._device()
     cluster._cluster = Counted("NO_ACCEL", "NO_ACCEL")  # type: ignore[assignment]
     assert cluster._device() == "cpu"

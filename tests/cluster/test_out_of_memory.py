@@ -47,9 +47,7 @@ finally:
 
 @pytest.mark.long
 def test_a_worker_ended_for_memory_is_told_in_one_sentence() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     (told,) = [line for line in done.stdout.splitlines() if line.startswith("3 ")] or [done.stderr[-2000:]]
     assert "Actors.train_step: Ray's memory monitor ended the worker" in told, done.stderr[-2000:]
     assert " GB of " in told and "runner.max_tokens_per_mbs" in told and "--dry-run" in told

@@ -72,19 +72,9 @@ def test_a_receiver_that_hangs_costs_one_deadline(
 
 
 STUCK = {
-    "shared memory": (
-        "shared_memory",
-        "SharedBucket",
-        1,
-        r"send_weights is stuck on rank 0[, 1]*.* checkpoint",
-    ),
+    "shared memory": ("shared_memory", "SharedBucket", 1, r"send_weights is stuck on rank 0[, 1]*.* checkpoint"),
     "device buffer": ("cuda_ipc", "handle_of", 0, r"send_weights is stuck on rank 0[, 1]*.* checkpoint"),
-    "after the last bucket": (
-        "disk",
-        FORGET,
-        0,
-        r"forget_weights did not finish within 6 s on 1 of 2",
-    ),
+    "after the last bucket": ("disk", FORGET, 0, r"forget_weights did not finish within 6 s on 1 of 2"),
 }
 
 

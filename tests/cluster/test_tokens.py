@@ -36,19 +36,11 @@ def test_turns_are_appended_in_their_order_and_with_their_mask() -> None:
         before = t.response_ids
         buffer.append(ids, logprobs)
         assert before.tolist() == expected[0]  # an array that someone holds does not change
-        for values, more in zip(
-            expected, (ids, [turn % 2] * len(ids), logprobs or [0.0] * len(ids)), strict=True
-        ):
+        for values, more in zip(expected, (ids, [turn % 2] * len(ids), logprobs or [0.0] * len(ids)), strict=True):
             values.extend(more)
         t.check()
-        assert [getattr(t, name).tolist() for name in ("response_ids", "loss_mask", "rollout_logprobs")] == [
-            *expected
-        ]
-    assert [t.response_ids.dtype, t.loss_mask.dtype, t.rollout_logprobs.dtype] == [
-        np.int32,
-        np.uint8,
-        np.float32,
-    ]
+        assert [getattr(t, name).tolist() for name in ("response_ids", "loss_mask", "rollout_logprobs")] == [*expected]
+    assert [t.response_ids.dtype, t.loss_mask.dtype, t.rollout_logprobs.dtype] == [np.int32, np.uint8, np.float32]
 
 
 def test_appending_copies_each_token_a_few_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,10 +87,7 @@ def test_a_block_has_the_sequences_that_were_asked_for() -> None:
     for index in range(3):
         store.keep(trajectory(index=index, tokens=4 + index))
     block = store.block([2, 0])
-    assert [len(block.sequence(row, 1.0).input_ids) for row in (0, 1)] == [
-        9,
-        7,
-    ] and block.trained_tokens == 10
+    assert [len(block.sequence(row, 1.0).input_ids) for row in (0, 1)] == [9, 7] and block.trained_tokens == 10
     store.keep(trajectory(index=3, finish=FinishReason.INFRASTRUCTURE))
     with pytest.raises(ValueError, match=r"q#3 ended with infrastructure"):
         store.block([3])

@@ -35,9 +35,7 @@ class Group:
             self.offsets = tuple(args[2])
         if method != "trace_clock":
             return [None, None]
-        return [
-            Here().trace_clock() if rank == 0 else ("another kernel", time.time() + 3600) for rank in ranks
-        ]
+        return [Here().trace_clock() if rank == 0 else ("another kernel", time.time() + 3600) for rank in ranks]
 
     def start(self, method: str) -> Any:
         return SimpleNamespace(ranks=[0, 1], result=lambda timeout_s: self.call(method, timeout_s=timeout_s))
@@ -56,10 +54,7 @@ def test_workers_elsewhere_get_the_offset_of_their_clock(tmp_path: Path) -> None
 
 
 def test_a_step_that_fails_leaves_its_trace(tmp_path: Path) -> None:
-    with (
-        pytest.raises(RuntimeError, match="lost"),
-        StepTraces(tmp_path, [1], [cast(WorkerGroup, Group())]).step(1),
-    ):
+    with pytest.raises(RuntimeError, match="lost"), StepTraces(tmp_path, [1], [cast(WorkerGroup, Group())]).step(1):
         raise RuntimeError("lost")
     assert not TRACE.on and read_trace(trace_path(tmp_path, 1))[-1]["name"] == "end"
 

@@ -190,10 +190,7 @@ def test_a_killed_worker_is_replaced_and_its_work_done(
         monkeypatch.setattr(
             PhaseServer,
             "handle",
-            lambda run, message, now: (
-                handle(run, message, now),
-                kill and os.kill(kill.pop(), signal.SIGKILL),
-            ),
+            lambda run, message, now: (handle(run, message, now), kill and os.kill(kill.pop(), signal.SIGKILL)),
         )
         with pytest.raises(EnginesLost, match=r"no engine is left: .*the worker process died"):
             phases.run(PROBLEMS, SPEC, "rollout")

@@ -33,12 +33,7 @@ from rstar2_megatron.weights.shared_memory import WeightBucket
 def _tensors() -> list[tuple[str, torch.Tensor]]:
     torch.manual_seed(0)
     tensors = [(f"layer.{i}.weight", torch.randn(100, 10 + i)) for i in range(7)]
-    return [
-        *tensors,
-        ("half", torch.randn(33).bfloat16()),
-        ("large", torch.randn(3, 5000)),
-        ("strided", torch.randn(6, 4).t()),
-    ]
+    return [*tensors, ("half", torch.randn(33).bfloat16()), ("large", torch.randn(3, 5000)), ("strided", torch.randn(6, 4).t())]
 
 
 STUCK_S = 3600.0
@@ -219,9 +214,7 @@ class Receiver(Worker):
         assert flags == [False] * (count - 1) + [True]
         return sums, count
 
-    async def deliver_weights(
-        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
-    ) -> str:
+    async def deliver_weights(self, route: WeightRoute, sender: int, number: int, item: Any, last: bool) -> str:
         return await self._receiver.deliver(route, sender, number, item, last, self._engine_workers)
 
     async def abort_weights(self, route: WeightRoute, reason: str) -> None:
@@ -316,9 +309,7 @@ class KillableEngine(RolloutWorker):
     def kill_at_bucket(self, number: int) -> None:
         self._kill_at = number
 
-    async def deliver_weights(
-        self, route: WeightRoute, sender: int, number: int, item: Any, last: bool
-    ) -> str:
+    async def deliver_weights(self, route: WeightRoute, sender: int, number: int, item: Any, last: bool) -> str:
         if number == getattr(self, "_kill_at", None):
             self._kill_at = None
             await self.kill_engine()

@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.data.cleaning import (
-    contradicts_template,
-    fingerprint,
-    integer_answer,
-    strip_wrappers,
-    words,
-)
+from rstar2_megatron.data.cleaning import contradicts_template, fingerprint, integer_answer, strip_wrappers, words
 from rstar2_megatron.data.decontaminate import NGramIndex
 
 PROBLEM = "Find the number of pairs $(a, b)$ with $a + b = 12$."
@@ -32,8 +26,7 @@ DAPO = (
         "{} Let's think step by step and output the final answer within \\boxed{{}}.",
         "Problem: {}\n\nPresent the answer in LaTex format: \\boxed{{Your answer}}",
         "Question:\n{}\nPlease put your final answer in \\boxed{{answer}}.",
-        '{}\n\nRemember to put your answer on its own line after "Answer:", and you do not need to use a '
-        "\\boxed command.",
+        '{}\n\nRemember to put your answer on its own line after "Answer:", and you do not need to use a \\boxed command.',
         "{}\n请将最终答案放在\\boxed{{}}中。",
     ],
 )

@@ -10,16 +10,8 @@ from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_c
 from rstar2_megatron.runs.filter_command import main
 from rstar2_megatron.trajectory import Problem
 
-PROBLEMS = [
-    Problem(name, [{"role": "user", "content": name}], ["1"])
-    for name in ("easy", "middle", "hard", "spoiled")
-]
-REWARDS = [
-    *[("easy", 1.0)] * 4,
-    *[("middle", r) for r in (1.0, 0.0, 0.0, 1.0)],
-    *[("hard", 0.0)] * 4,
-    *[("spoiled", 1.0)] * 3,
-]
+PROBLEMS = [Problem(name, [{"role": "user", "content": name}], ["1"]) for name in ("easy", "middle", "hard", "spoiled")]
+REWARDS = [*[("easy", 1.0)] * 4, *[("middle", r) for r in (1.0, 0.0, 0.0, 1.0)], *[("hard", 0.0)] * 4, *[("spoiled", 1.0)] * 3]
 
 
 def dropped(**options: bool) -> dict[str, str]:

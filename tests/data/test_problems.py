@@ -19,12 +19,8 @@ from rstar2_megatron.trajectory import Problem
 PROBLEMS = [Problem(str(i), [{"role": "user", "content": "x" * i}], ["1"]) for i in range(11)]
 
 
-def loader(
-    batch: int = 3, *, shuffle: bool = True, seed: int = 5, epochs: int | None = None
-) -> ProblemLoader:
-    data = DataSettings(
-        train_data_paths=[], max_prompt_length=8, rollout_batch_size=batch, shuffle=shuffle, seed=seed
-    )
+def loader(batch: int = 3, *, shuffle: bool = True, seed: int = 5, epochs: int | None = None) -> ProblemLoader:
+    data = DataSettings(train_data_paths=[], max_prompt_length=8, rollout_batch_size=batch, shuffle=shuffle, seed=seed)
     return ProblemLoader(PROBLEMS, data, max_epochs=epochs)
 
 

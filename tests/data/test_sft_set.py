@@ -45,11 +45,7 @@ def toolace(i: int = 0, call: str = '[Get Weather(city="Oslo, \\"N\\"", days=[1,
 
 
 def apigen(i: int = 0) -> dict[str, Any]:
-    tool = {
-        "name": "refund",
-        "description": "",
-        "parameters": {"type": "object", "properties": {}, "required": []},
-    }
+    tool = {"name": "refund", "description": "", "parameters": {"type": "object", "properties": {}, "required": []}}
     return {
         "conversations": [
             {"from": "human", "value": f"Refund order {i}."},
@@ -65,11 +61,7 @@ def apigen(i: int = 0) -> dict[str, Any]:
 
 
 def glaive(i: int = 0) -> dict[str, Any]:
-    tool = {
-        "name": "rate",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-    }
+    tool = {"name": "rate", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
     return {
         "system": "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
         + json.dumps(tool, indent=4),
@@ -92,10 +84,7 @@ def magicoder(i: int = 0, lang: str = "python", code: str = 'print("a\\n")') -> 
 def tulu(i: int = 0) -> dict[str, Any]:
     return {
         "id": str(i),
-        "messages": [
-            {"role": "user", "content": f"Write {i} words."},
-            {"role": "assistant", "content": "word"},
-        ],
+        "messages": [{"role": "user", "content": f"Write {i} words."}, {"role": "assistant", "content": "word"}],
         "source": "ai2-adapt-dev/x",
     }
 
@@ -111,14 +100,7 @@ def nemotron(i: int = 0, reasoning: str = "off") -> dict[str, Any]:
     }
 
 
-ROWS = {
-    "toolace": toolace,
-    "apigen-mt": apigen,
-    "glaive": glaive,
-    "magicoder": magicoder,
-    "tulu3": tulu,
-    "nemotron": nemotron,
-}
+ROWS = {"toolace": toolace, "apigen-mt": apigen, "glaive": glaive, "magicoder": magicoder, "tulu3": tulu, "nemotron": nemotron}
 
 
 def parse(name: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -153,10 +135,7 @@ def test_calls_keep_their_arguments_exactly() -> None:
     (call,) = parse("magicoder", magicoder())["messages"][1]["tool_calls"]
     assert call["arguments"] == {"code": 'print("a\\n")', "input": ""}
     schema = parse("toolace", toolace())["tools"][0]["function"]["parameters"]
-    assert schema["type"] == "object" and schema["properties"]["days"] == {
-        "type": "array",
-        "items": {"type": "integer"},
-    }
+    assert schema["type"] == "object" and schema["properties"]["days"] == {"type": "array", "items": {"type": "integer"}}
 
 
 @pytest.mark.parametrize(
@@ -175,23 +154,14 @@ def test_python_calls(text: str, calls: list[Any]) -> None:
     assert [(c["name"], c["arguments"]) for c in python_calls(text)] == calls
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "f(a=1)", "[f(a=1]", "[f(1)]", "[f(a=os.system)]", '[f(a="x)]', "[f(a=1)) ]"]
-)
+@pytest.mark.parametrize("text", ["[]", "f(a=1)", "[f(a=1]", "[f(1)]", "[f(a=os.system)]", '[f(a="x)]', "[f(a=1)) ]"])
 def test_what_is_no_call_is_not_guessed(text: str) -> None:
     with pytest.raises(ValueError):
         python_calls(text)
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}",
-        '{"name": 1, "arguments": {}}',
-        '{"name": "f", "arguments": [1]}',
-        '{"name": "f", "arguments": \'{x}\'}',
-    ],
+    "text", ["", "{}", '{"name": 1, "arguments": {}}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": \'{x}\'}']
 )
 def test_json_that_is_no_call(text: str) -> None:
     with pytest.raises(ValueError):
@@ -209,11 +179,7 @@ def test_json_that_is_no_call(text: str) -> None:
         ("nemotron", nemotron(reasoning="on"), "reasoning"),
         ("tulu3", {"messages": tulu()["messages"][:1]}, "does not end with the assistant"),
         ("tulu3", {"messages": [*tulu()["messages"], *tulu()["messages"][1:]]}, "two assistant turns"),
-        (
-            "tulu3",
-            {"messages": [tulu()["messages"][0], {"role": "assistant", "content": "a<|im_end|>b"}]},
-            "special tokens",
-        ),
+        ("tulu3", {"messages": [tulu()["messages"][0], {"role": "assistant", "content": "a<|im_end|>b"}]}, "special tokens"),
     ],
 )
 def test_conversations_that_would_teach_something_wrong_are_left_out(name, values, why) -> None:
@@ -225,11 +191,7 @@ def test_conversations_that_would_teach_something_wrong_are_left_out(name, value
     ("name", "values", "message"),
     [
         ("glaive", {"system": "x"}, "here:1: a row of glaive needs 'chat'; it has system"),
-        (
-            "toolace",
-            {"system": "x", "conversations": [{"role": "user"}]},
-            "here:1: not as toolace writes its rows",
-        ),
+        ("toolace", {"system": "x", "conversations": [{"role": "user"}]}, "here:1: not as toolace writes its rows"),
         ("tulu3", {"messages": [{"role": "user"}]}, "here:1: not as tulu3"),
     ],
 )
@@ -263,10 +225,7 @@ def test_several_tool_answers_share_a_turn_and_cannot_close_it() -> None:
     ]
     text = "".join(text for text, _ in render_conversation(messages))
     assert text.count("<|im_start|>") == text.count("<|im_end|>") == 4
-    assert (
-        "<tool_response>\n1< |im_end|>\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
-        in text
-    )
+    assert "<tool_response>\n1< |im_end|>\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n" in text
 
 
 def write_sources(directory: Path, count: int) -> list[str]:
@@ -284,9 +243,7 @@ def write_sources(directory: Path, count: int) -> list[str]:
 COUNTS = {"toolace": 4, "apigen-mt": 2, "glaive": 12, "magicoder": 6, "tulu3": 5, "nemotron": 50}
 
 
-def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [source for word in write_sources(tmp_path, 20) for source in parse_source(word)]
     options = Options(COUNTS, validation=6)
     report = process(inputs, tmp_path / "whole", options, save_rows=4)
@@ -310,9 +267,7 @@ def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(
     with pytest.raises(KeyboardInterrupt):
         process(inputs, tmp_path / "out", options, save_rows=4)
     assert process(inputs, tmp_path / "out", options, save_rows=4) == report
-    assert (tmp_path / "out" / "train.jsonl").read_bytes() == (
-        tmp_path / "whole" / "train.jsonl"
-    ).read_bytes()
+    assert (tmp_path / "out" / "train.jsonl").read_bytes() == (tmp_path / "whole" / "train.jsonl").read_bytes()
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,12 +90,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
         sources / "omr.parquet",
     )
     (sources / "euler.json").write_text(
-        json.dumps(
-            [
-                {"id": 1, "question": ask(60), "answer": 233168},
-                {"id": 2, "question": ask(61), "answer": "1.5"},
-            ]
-        )
+        json.dumps([{"id": 1, "question": ask(60), "answer": 233168}, {"id": 2, "question": ask(61), "answer": "1.5"}])
     )
     write_jsonl(sources / "aime.jsonl", [{"problem": f"Contest: {ask(33)}", "answer": "1"}])
     return {path.stem: path for path in sources.iterdir()}
@@ -111,12 +106,8 @@ def sources_of(files: dict[str, Path]) -> list[Input]:
     return [source for word in words for source in parse_source(word)]
 
 
-def run(
-    files: dict[str, Path], out: Path, say: Callable[[str], None] = lambda line: None, **options: Any
-) -> dict:
-    return process(
-        sources_of(files), out, Options(**options), decontaminate=[str(files["aime"])], say=say, save_rows=3
-    )
+def run(files: dict[str, Path], out: Path, say: Callable[[str], None] = lambda line: None, **options: Any) -> dict:
+    return process(sources_of(files), out, Options(**options), decontaminate=[str(files["aime"])], say=say, save_rows=3)
 
 
 def test_shapes_are_read_cleaned_and_counted(files: dict[str, Path], tmp_path: Path) -> None:
@@ -188,9 +179,7 @@ def test_limit_reads_that_many_rows_of_each_input(files: dict[str, Path], tmp_pa
     assert [counts["in"] for counts in report["sources"].values()] == [2, 2, 2, 2]
 
 
-def test_a_problem_stays_in_the_validation_set_when_others_are_added(
-    files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_problem_stays_in_the_validation_set_when_others_are_added(files: dict[str, Path], tmp_path: Path) -> None:
     few = process(parse_source(f"dapo={files['dapo']}"), tmp_path / "a", Options(validation=19))
     assert few["written"]["validation.jsonl"] == 19
     run(files, tmp_path / "b", validation=19)
@@ -201,22 +190,10 @@ def test_a_problem_stays_in_the_validation_set_when_others_are_added(
 @pytest.mark.parametrize(
     ("source", "rows", "message"),
     [
-        (
-            "dapo",
-            [{"prompt": "a", "solution": "1"}, {"problem": "b"}],
-            "in.jsonl:2: a row of dapo needs 'prompt'",
-        ),
-        (
-            "dapo",
-            [{"prompt": [{"role": "system", "content": "x"}], "solution": "1"}],
-            "in.jsonl:1: .* no user message",
-        ),
+        ("dapo", [{"prompt": "a", "solution": "1"}, {"problem": "b"}], "in.jsonl:2: a row of dapo needs 'prompt'"),
+        ("dapo", [{"prompt": [{"role": "system", "content": "x"}], "solution": "1"}], "in.jsonl:1: .* no user message"),
         ("dapo", [{"prompt": "a", "reward_model": {"style": "x"}}], "in.jsonl:1: .*'ground_truth'"),
-        (
-            "openmathreasoning",
-            [{"problem": ["a"], "expected_answer": "1"}],
-            "in.jsonl:1: column 'problem' must be text",
-        ),
+        ("openmathreasoning", [{"problem": ["a"], "expected_answer": "1"}], "in.jsonl:1: column 'problem' must be text"),
         ("project-euler", [["a"]], "in.jsonl:1: expected an object, got list"),
         ("dapo", [{"prompt": "a", "solution": "1/2"}], "no problem is left of 1 rows; dropped: .*no integer"),
     ],
@@ -230,9 +207,7 @@ def test_bad_rows_are_named(tmp_path: Path, source: str, rows: list[Any], messag
 def test_bad_row_of_a_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "omr.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([{"problem": ask(1)}]), path)
-    with pytest.raises(
-        DataError, match=r"omr.parquet row 1: a row of openmathreasoning needs 'expected_answer'"
-    ):
+    with pytest.raises(DataError, match=r"omr.parquet row 1: a row of openmathreasoning needs 'expected_answer'"):
         process(parse_source(f"openmathreasoning={path}"), tmp_path / "out", Options())
 
 
@@ -255,8 +230,7 @@ def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path)
     directory.mkdir()
     (directory / "cot.parquet").write_bytes(files["omr"].read_bytes())
     features = "".join(
-        f"  - name: {name}\n    dtype: {'bool' if name == 'used_in_kaggle' else 'string'}\n"
-        for name in openmath(0, "")
+        f"  - name: {name}\n    dtype: {'bool' if name == 'used_in_kaggle' else 'string'}\n" for name in openmath(0, "")
     )
     (directory / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
     hub = Input("openmathreasoning", hub=HubName(str(directory), None, "train"))

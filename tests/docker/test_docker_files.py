@@ -50,9 +50,7 @@ def test_the_training_image_is_set_up_by_the_projects_own_script() -> None:
     """Its steps are those that scripts/try_gpu_install.sh runs; cuDNN is the lock's alone; compilers and headers are there."""
     lines = instructions("train.Dockerfile")
     (image,) = [words for key, words in lines if key == "FROM"]
-    assert (
-        image.startswith("python:3.11") and "slim" not in image
-    )  # Python.h, git; not nvidia/cuda with a second cuDNN
+    assert image.startswith("python:3.11") and "slim" not in image  # Python.h, git; not nvidia/cuda with a second cuDNN
     runs = [words for key, words in lines if key == "RUN"]
     assert "bash scripts/setup_env.sh" in runs and not any("pip install" in words for words in runs)
     assert any("build-essential" in words for words in runs)

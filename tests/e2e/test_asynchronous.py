@@ -63,16 +63,12 @@ def assert_within_the_bound(rows: Sequence[dict[str, Any]], steps: int) -> None:
 def trained_once(directory: Path, steps: int) -> list[tuple[int, Trajectory]]:
     """(step, trajectory) of all that was trained on: every problem that the loader gave, once and whole."""
     groups = [
-        (step, group)
-        for step in range(1, steps + 1)
-        for group in read_groups(rollouts_path(directory / "rollouts", step))
+        (step, group) for step in range(1, steps + 1) for group in read_groups(rollouts_path(directory / "rollouts", step))
     ]
     trained = [group.problem.query_id for _, group in groups]
     assert len(trained) == len(set(trained))
     settings = load_settings(str(directory / "config.yaml"))
-    problems = read_problems(
-        settings.data.train_data_paths, settings.data.prompt_key, settings.data.answer_key
-    )
+    problems = read_problems(settings.data.train_data_paths, settings.data.prompt_key, settings.data.answer_key)
     given = ProblemLoader(problems, settings.data).take(len(trained))
     assert set(trained) == {problem.query_id for problem in given}
     every = [(step, t) for step, group in groups for t in group.trajectories]
@@ -81,9 +77,7 @@ def trained_once(directory: Path, steps: int) -> list[tuple[int, Trajectory]]:
     return every
 
 
-def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(cache: Path, tmp_path: Path) -> None:
     """SIGKILL some steps after a checkpoint. Every problem that the loader gave is in exactly one step, whole, however long
     its trajectories are; what the checkpoint holds of them continues token for token.
     """
@@ -159,9 +153,7 @@ def test_full_disk_absent_judge_and_killed_actor_cost_no_problem(cache: Path, tm
         for process in judge:
             process.resume()
         killed.wait_for(
-            lambda: len(read_jsonl(metrics)) >= 5 and (checkpoints / "global_step_4").is_dir(),
-            LIMIT_S,
-            "the fifth step",
+            lambda: len(read_jsonl(metrics)) >= 5 and (checkpoints / "global_step_4").is_dir(), LIMIT_S, "the fifth step"
         )
         (actor,) = ray_workers(killed, "ActorWorker")
         actor.kill()

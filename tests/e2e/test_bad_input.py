@@ -15,9 +15,7 @@ LIMIT_S = 60  # seen: 4 s, for a named judge that keeps silent 11 s; more where 
 
 def fails(tmp_path: Path, *arguments: str) -> str:
     run = RunProcess(
-        [*arguments, f"runner.output_dir={tmp_path}/results"]
-        if "--help" not in arguments
-        else list(arguments),
+        [*arguments, f"runner.output_dir={tmp_path}/results"] if "--help" not in arguments else list(arguments),
         tmp_path / "out.log",
     ).start()
     code = run.wait(LIMIT_S)
@@ -133,12 +131,8 @@ def test_too_little_disk(tmp_path: Path) -> None:
 
     mount = tmp_path / "small"
     mount.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)], capture_output=True
-    ).returncode:
-        pytest.skip(
-            f"cannot mount a small file system here ({small} is {shutil.disk_usage(small).total >> 20} MB)"
-        )
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)], capture_output=True).returncode:
+        pytest.skip(f"cannot mount a small file system here ({small} is {shutil.disk_usage(small).total >> 20} MB)")
     try:
         run = RunProcess([f"runner.output_dir={mount}/results"], tmp_path / "out.log").start()
         assert run.wait(LIMIT_S) != 0

@@ -21,9 +21,7 @@ from tests.e2e.runs import RunProcess, read_jsonl
 from tests.rollout.memorised import SETTINGS
 
 LIMIT_S = 600
-ELSEWHERE = (
-    9  # weight version of the rollouts: another run's, so that their log-probs are not compared with ours
-)
+ELSEWHERE = 9  # weight version of the rollouts: another run's, so that their log-probs are not compared with ours
 SHARED: dict[str, Any] = {
     "cold_start.enabled": False,
     "cold_start.builder": None,
@@ -68,11 +66,7 @@ def group(name: str, seed: int) -> Group:
 
 def rl(name: str, rollouts: Path, steps: int, **more: Any) -> dict[str, Any]:
     """A stage of `steps` steps on the rollouts of a directory."""
-    return {
-        "name": name,
-        "overrides": {"runner.max_steps": steps, "runner.replay_rollouts": str(rollouts)},
-        **more,
-    }
+    return {"name": name, "overrides": {"runner.max_steps": steps, "runner.replay_rollouts": str(rollouts)}, **more}
 
 
 @pytest.mark.timeout(1200)
@@ -86,17 +80,10 @@ def test_two_stages_are_one_longer_run(memorised_model: Path, tmp_path: Path) ->
     for directory, those in ((whole, steps), (early, steps[:2]), (late, steps[2:])):
         for number, groups in enumerate(those, start=1):
             write_groups(rollouts_path(directory, number), groups)
-    recipes = {
-        "once": [rl("whole", whole, 3)],
-        "twice": [rl("early", early, 2), rl("late", late, 1, optimizer="keep")],
-    }
+    recipes = {"once": [rl("whole", whole, 3)], "twice": [rl("early", early, 2), rl("late", late, 1, optimizer="keep")]}
     runs = {}
     for name, stages in recipes.items():  # side by side: each needs one core
-        overrides = {
-            **SHARED,
-            "rollout.model.model_path": str(memorised_model),
-            "data.train_data_paths": [str(problems)],
-        }
+        overrides = {**SHARED, "rollout.model.model_path": str(memorised_model), "data.train_data_paths": [str(problems)]}
         recipe = {"config": "rstar2-tiny-cpu", "overrides": overrides, "stages": stages}
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(recipe))
@@ -116,8 +103,6 @@ def test_two_stages_are_one_longer_run(memorised_model: Path, tmp_path: Path) ->
         for key in ("policy_loss", "grad_norm", "lr"):
             assert ours[f"train/actor/{key}"] == theirs[f"train/actor/{key}"], key
         assert ours["train/actor/grad_norm"] > 0
-    ours, theirs = (
-        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("twice/late", "once/whole")
-    )
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("twice/late", "once/whole"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -79,9 +79,7 @@ def recipe(memorised_model: Path, tmp_path: Path) -> Path:
                         "overrides": {
                             "runner.max_steps": 9,
                             "runner.save_interval": 1,
-                            "runner.stop_when": [
-                                {"metric": "rollout/pass_rate", "at_most": 0.5, "times": STEPS}
-                            ],
+                            "runner.stop_when": [{"metric": "rollout/pass_rate", "at_most": 0.5, "times": STEPS}],
                         },
                     },
                 ],
@@ -104,9 +102,7 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
 
     # Ctrl-C in the first stage
     interrupted = RunProcess(words, tmp_path / "interrupted.log").start()
-    interrupted.wait_for(
-        lambda: (root / "sft" / "checkpoints" / "global_step_4").is_dir(), LIMIT_S, "a checkpoint of SFT"
-    )
+    interrupted.wait_for(lambda: (root / "sft" / "checkpoints" / "global_step_4").is_dir(), LIMIT_S, "a checkpoint of SFT")
     interrupted.send(signal.SIGINT)
     assert interrupted.wait(LIMIT_S) == 130, interrupted.text()[-4000:]
     interrupted.assert_nothing_left()
@@ -126,9 +122,7 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
 
     # every process gone at once in the last stage, as when the machine fails
     killed = RunProcess(words, tmp_path / "killed.log").start()
-    killed.wait_for(
-        lambda: (root / "rl" / "checkpoints" / "global_step_1").is_dir(), LIMIT_S, "a checkpoint of RL"
-    )
+    killed.wait_for(lambda: (root / "rl" / "checkpoints" / "global_step_1").is_dir(), LIMIT_S, "a checkpoint of RL")
     killed.kill_all()
     killed.assert_nothing_left(60, killed=True)
     assert killed.text().count("done before") == 1
@@ -151,10 +145,7 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
     assert losses[-1]["eval/sft_loss"] == pytest.approx(losses[-1]["train/sft/token_loss"], rel=0.05)
     assert (root / "sft" / "curves.png").stat().st_size > 5000
 
-    counts = {
-        row["query_id"]: (row["solved"], row["samples"])
-        for row in read_jsonl(root / "filter" / "pass_counts.jsonl")
-    }
+    counts = {row["query_id"]: (row["solved"], row["samples"]) for row in read_jsonl(root / "filter" / "pass_counts.jsonl")}
     assert counts == {"right": (ATTEMPTS, ATTEMPTS), "broken": (0, ATTEMPTS)}
     assert [row["query_id"] for row in read_jsonl(root / "filter" / "train.jsonl")] == ["broken"]
 
@@ -164,9 +155,7 @@ def test_stages_run_in_order_and_go_on_where_they_were_stopped(
         (step, "rl", step) for step in range(1, STEPS + 1)
     ]
     assert {row["query_id"] for row in read_jsonl(root / "rl" / "trajectories.jsonl")} == {"broken"}
-    assert json.loads((root / "rl" / "finished.json").read_text())["condition"].startswith(
-        "rollout/pass_rate <= 0.5"
-    )
+    assert json.loads((root / "rl" / "finished.json").read_text())["condition"].startswith("rollout/pass_rate <= 0.5")
     assert f"model_path: {root / 'sft' / 'model'}" in (root / "rl" / "config.yaml").read_text()
     assert (root / "rl" / "model" / "config.json").is_file() and (root / "curves.png").stat().st_size > 10_000
 

@@ -19,10 +19,7 @@ from tests.e2e.runs import RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
-LAYOUTS = {
-    "TP2": (),
-    "PP2": ("actor.model.tensor_model_parallel_size=1", "actor.model.pipeline_model_parallel_size=2"),
-}
+LAYOUTS = {"TP2": (), "PP2": ("actor.model.tensor_model_parallel_size=1", "actor.model.pipeline_model_parallel_size=2")}
 PP3 = (  # the tiny model has three layers
     "actor.model.tensor_model_parallel_size=1",
     "actor.model.pipeline_model_parallel_size=3",
@@ -36,9 +33,7 @@ def killed_and_resumed(command: list[str], directory: Path, moment: str, step: i
     checkpoints = directory / "checkpoints"
     run = RunProcess(command, directory.with_suffix(".killed.log")).start()
     published = checkpoints / f"global_step_{step - 1}"
-    run.wait_for(
-        published.is_dir, LIMIT_S, f"the checkpoint before step {step}"
-    )  # done right before training
+    run.wait_for(published.is_dir, LIMIT_S, f"the checkpoint before step {step}")  # done right before training
     unfinished = checkpoints / f"global_step_{step}.unfinished"
     if moment == "training":
         time.sleep(0.2)
@@ -59,16 +54,9 @@ def killed_and_resumed(command: list[str], directory: Path, moment: str, step: i
 
 
 @pytest.mark.long(first=True)
-def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(
-    cache: Path, first_run: Path, tmp_path: Path
-) -> None:
+def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(cache: Path, first_run: Path, tmp_path: Path) -> None:
     command = arguments(
-        cache,
-        tmp_path,
-        "pp3",
-        *PP3,
-        f"runner.replay_rollouts={first_run}/rollouts",
-        "evaluation.before_and_after=False",
+        cache, tmp_path, "pp3", *PP3, f"runner.replay_rollouts={first_run}/rollouts", "evaluation.before_and_after=False"
     )
     killed_and_resumed(command, tmp_path / "pp3", "training", 2)
     ours, theirs = (read_jsonl(directory / "metrics.jsonl") for directory in (tmp_path / "pp3", first_run))
@@ -100,14 +88,7 @@ def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Unin
     for layout, overrides in LAYOUTS.items():
         how = f"runner.replay_rollouts={source}" if source else "runner.save_rollout_tokens=True"
         command = arguments(
-            cache,
-            root,
-            layout,
-            model,
-            *overrides,
-            how,
-            "runner.max_steps=4",
-            "evaluation.before_and_after=False",
+            cache, root, layout, model, *overrides, how, "runner.max_steps=4", "evaluation.before_and_after=False"
         )
         run = RunProcess(command, root / f"{layout}.log").start()
         assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
@@ -118,9 +99,7 @@ def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Unin
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "layout, moment", [("PP2", "training"), ("PP2", "checkpoint"), ("PP2", "sync"), ("TP2", "sync")]
-)
+@pytest.mark.parametrize("layout, moment", [("PP2", "training"), ("PP2", "checkpoint"), ("PP2", "sync"), ("TP2", "sync")])
 def test_metrics_after_a_kill_are_those_of_the_uninterrupted_run(
     cache: Path, uninterrupted: Uninterrupted, tmp_path: Path, layout: str, moment: str
 ) -> None:

@@ -71,11 +71,7 @@ def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: 
         assert not left[step].keys() & rolled_out(step).keys()
     assert left[1].keys() <= rolled_out(2).keys() | left[2].keys() and left[2].keys() <= rolled_out(3).keys()
     parked = [
-        (step, t)
-        for step in (1, 2)
-        for group in left[step].values()
-        for t in group.parked.values()
-        if len(t.response_ids)
+        (step, t) for step in (1, 2) for group in left[step].values() for t in group.parked.values() if len(t.response_ids)
     ]
     assert {step for step, _ in parked} == {1, 2}
     finished = {

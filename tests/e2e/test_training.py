@@ -87,9 +87,7 @@ def test_the_traced_step_has_every_row_and_the_shares_of_its_metrics(first_run: 
     assert all(whole.start - 0.01 <= span.start <= span.end <= whole.end + 0.01 for span in inside)
     laps = ("training", "save", "sync_weights")
     begin = [min(span.start for span in step.spans if span.name == lap) for lap in laps]
-    assert begin == sorted(begin), (
-        "a save after the sync would wake an actor that has given its memory to the engines"
-    )
+    assert begin == sorted(begin), "a save after the sync would wake an actor that has given its memory to the engines"
     row = read_jsonl(first_run / "metrics.jsonl")[1]
     shares = shares_of(step)
     assert sum(shares.values()) == pytest.approx(1)
@@ -131,9 +129,7 @@ def test_the_model_loads_in_transformers_and_has_changed(first_run: Path) -> Non
     assert torch.isfinite(model(ids).logits).all()
     assert (first_run / "model" / "rstar2_format.json").is_file()
     config = (first_run / "config.yaml").read_text()
-    base = next(
-        line.split(": ", 1)[1].strip().strip("'\"") for line in config.splitlines() if "model_path:" in line
-    )
+    base = next(line.split(": ", 1)[1].strip().strip("'\"") for line in config.splitlines() if "model_path:" in line)
     start = AutoModelForCausalLM.from_pretrained(base).state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
 
@@ -182,9 +178,7 @@ def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: 
     metrics = tmp_path / "killed" / "metrics.jsonl"
     run = RunProcess(command, tmp_path / "killed.log").start()
     run.wait_for(lambda: len(read_jsonl(metrics)) >= 2, LIMIT_S, "two steps")
-    run.wait_for(
-        lambda: (tmp_path / "killed" / "checkpoints" / "global_step_2").is_dir(), 60, "second checkpoint"
-    )
+    run.wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "global_step_2").is_dir(), 60, "second checkpoint")
     time.sleep(0.5)  # into the third step
     run.send(signal.SIGKILL)
     run.assert_nothing_left(30, killed=True)
@@ -320,32 +314,16 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
     assert row["train/actor/handover_seconds"] > 0 and row["train/actor/sync_bytes"] > 1e6
 
 
-def test_engine_killed_then_judge_away_for_twenty_seconds(
-    cache: Path, first_run: Path, tmp_path: Path
-) -> None:
+def test_engine_killed_then_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """An engine dies in the second step, the judge in the third: the run waits and retries, nothing is lost."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "rstar2_megatron.judge",
-        "all",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", "rstar2_megatron.judge", "all", "--host", "127.0.0.1", "--port", str(port)]
 
     def start_judge() -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
-        )
+        process = subprocess.Popen([*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
-            with (
-                contextlib.suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=2),
-            ):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=2):
                 return process
             time.sleep(0.2)
         raise AssertionError("the judge did not start")
@@ -384,9 +362,5 @@ def test_engine_killed_then_judge_away_for_twenty_seconds(
     assert max(row["rollout/engine/engine_restarts"] for row in rows) >= 1
     assert all(row["rollout/num_trajectories"] == 64 for row in rows)
     assert all(row["rollout/dropped_infrastructure"] == 0 for row in rows)
-    outcomes = [
-        call["outcome"]
-        for row in read_jsonl(tmp_path / "faults" / "trajectories.jsonl")
-        for call in row["tool_calls"]
-    ]
+    outcomes = [call["outcome"] for row in read_jsonl(tmp_path / "faults" / "trajectories.jsonl") for call in row["tool_calls"]]
     assert "infrastructure" not in outcomes and "ok" in outcomes

@@ -28,12 +28,7 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A cluster of two nodes, ranked as RLinf wants it: RLINF_NODE_RANK is set before each `ray start`."""
     from ray.cluster_utils import Cluster
 
-    settings = {
-        **environment(),
-        "RAY_worker_niceness": "0",
-        "PYTHONWARNINGS": "ignore",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    settings = {**environment(), "RAY_worker_niceness": "0", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     directory = tempfile.mkdtemp(prefix="rstar2-2n-", dir="/tmp")  # Ray's socket paths must stay short

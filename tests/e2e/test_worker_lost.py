@@ -44,14 +44,9 @@ def test_a_killed_rollout_worker_does_not_end_the_run(cache: Path, first_run: Pa
         run.kill_all()
     rows = read_jsonl(metrics)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    counts = [
-        [row[f"rollout/engine/{name}"] for name in ("workers_lost", "engines_gone", "worker_restarts")]
-        for row in rows
-    ]
+    counts = [[row[f"rollout/engine/{name}"] for name in ("workers_lost", "engines_gone", "worker_restarts")] for row in rows]
     assert counts == [[0, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 1]]
     assert all(row["rollout/num_trajectories"] == 64 for row in rows)
     assert all(row["rollout/dropped_infrastructure"] == 0 for row in rows)
-    assert all(
-        row.get("rollout/logprob_diff_max", 0) < 1e-3 for row in rows
-    )  # the restarted engine has these weights
+    assert all(row.get("rollout/logprob_diff_max", 0) < 1e-3 for row in rows)  # the restarted engine has these weights
     assert "runs again in a new worker (restart 1 of 2)" in run.text()

@@ -34,12 +34,5 @@ def row(query_id: str = "q", index: int = 0, **changes: Any) -> dict[str, Any]:
 
 def attempt(query_id: str, index: int, answer: str | None, right: bool, **changes: Any) -> Sample:
     return Sample.from_row(
-        row(
-            query_id,
-            index,
-            answer=answer,
-            reward=float(right),
-            grade="correct" if right else "wrong",
-            **changes,
-        )
+        row(query_id, index, answer=answer, reward=float(right), grade="correct" if right else "wrong", **changes)
     )

@@ -12,9 +12,7 @@ from tests.evaluation.rows import problem
 
 def attempts(per_problem: int, slice_size: int) -> AttemptQueue:
     problems = [problem("a"), problem("b")]
-    return AttemptQueue(
-        [Attempt(g, p, i) for g, p in enumerate(problems) for i in range(per_problem)], slice_size
-    )
+    return AttemptQueue([Attempt(g, p, i) for g, p in enumerate(problems) for i in range(per_problem)], slice_size)
 
 
 async def test_a_slice_holds_attempts_at_one_problem() -> None:

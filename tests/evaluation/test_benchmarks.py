@@ -19,13 +19,9 @@ from tests.e2e.runs import ROOT
 
 # Rows as the public data sets have them: types and column names; the problems are made up.
 SHAPES: dict[str, list[dict]] = {
-    "aime24": [
-        {"id": 60, "problem": "One?", "solution": "It is 1.", "answer": "025", "url": "u", "year": "2024"}
-    ],
+    "aime24": [{"id": 60, "problem": "One?", "solution": "It is 1.", "answer": "025", "url": "u", "year": "2024"}],
     "aime25": [{"problem_idx": 1, "problem": "Two?", "answer": 70, "problem_type": ["Number Theory"]}],
-    "hmmt25": [
-        {"problem_idx": 7, "problem": "Root?", "answer": "1-\\frac{2}{\\pi}", "problem_type": ["Algebra"]}
-    ],
+    "hmmt25": [{"problem_idx": 7, "problem": "Root?", "answer": "1-\\frac{2}{\\pi}", "problem_type": ["Algebra"]}],
     "math500": [
         {
             "problem": "Polar?",
@@ -81,18 +77,14 @@ def test_answers_are_what_the_grader_takes(tmp_path: Path) -> None:
     with GraderPool(1) as pool:
         for name, answer in spellings.items():
             (row,) = convert(name, SHAPES[name])
-            assert pool.grade_now(f"<answer>\\boxed{{{answer}}}</answer>", row["solutions"]).reward == 1.0, (
-                name
-            )
+            assert pool.grade_now(f"<answer>\\boxed{{{answer}}}</answer>", row["solutions"]).reward == 1.0, name
 
 
 def test_choices_are_shuffled_and_the_letter_follows() -> None:
     rows = convert("gpqa-diamond", SHAPES["gpqa-diamond"], seed=3)
     letters = [row["solutions"][0] for row in rows]
     for row, shape in zip(rows, SHAPES["gpqa-diamond"]):
-        line = next(
-            line for line in row["prompt"].splitlines() if line.startswith(f"({row['solutions'][0]})")
-        )
+        line = next(line for line in row["prompt"].splitlines() if line.startswith(f"({row['solutions'][0]})"))
         assert line == f"({row['solutions'][0]}) {shape['Correct Answer'].strip()}"
         assert sum(line.startswith("(") for line in row["prompt"].splitlines()) == 4
     assert set(letters) == set("ABCD")
@@ -106,9 +98,7 @@ def test_an_answer_of_zero_is_an_answer() -> None:
 
 
 def test_another_shape_is_an_error_that_shows_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        BenchmarkError, match=r"lacks \['problem', 'answer'\]; its columns are \['question'\]"
-    ):
+    with pytest.raises(BenchmarkError, match=r"lacks \['problem', 'answer'\]; its columns are \['question'\]"):
         convert("aime24", [{"question": "?"}])
     with pytest.raises(BenchmarkError, match="repeats aime24-60"):
         convert("aime24", SHAPES["aime24"] * 2)
@@ -123,15 +113,9 @@ def test_the_program_writes_and_reports(tmp_path: Path) -> None:
     copy.write_text(json.dumps(SHAPES["math500"][0]) + "\n")
     words = [sys.executable, "data_process/process_eval_dataset.py", "--out", str(tmp_path / "out")]
     good = subprocess.run(
-        [*words, "--benchmarks", "math500", "--source", str(copy)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [*words, "--benchmarks", "math500", "--source", str(copy)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert good.returncode == 0, good.stderr
     assert len(read_problems([tmp_path / "out" / "math500.jsonl"])) == 1
-    refused = subprocess.run(
-        [*words, "--source", str(copy)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    refused = subprocess.run([*words, "--source", str(copy)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2 and "one benchmark" in refused.stderr

@@ -58,9 +58,7 @@ def test_stopped_evaluation_goes_on_and_scores(memorised_model: Path, data: Path
     second.assert_nothing_left()
     assert (out / "trajectories.jsonl").read_text().startswith(before)
     rows = read_jsonl(out / "trajectories.jsonl")
-    drawn = [
-        (row["query_id"], row["rollout_index"]) for row in rows if row["finish_reason"] != "infrastructure"
-    ]
+    drawn = [(row["query_id"], row["rollout_index"]) for row in rows if row["finish_reason"] != "infrastructure"]
     assert sorted(drawn) == sorted((name, i) for name in CONVERSATIONS for i in range(2))
     outcomes = {row["query_id"]: [call["outcome"] for call in row["tool_calls"]] for row in rows}
     assert outcomes == {"right": ["ok"], "loop": ["timeout"], "broken": ["malformed"]}
@@ -73,9 +71,7 @@ def test_stopped_evaluation_goes_on_and_scores(memorised_model: Path, data: Path
     assert "avg@2" in second.text() and "100.0 [43.9, 100.0]" in second.text()
 
 
-def test_the_papers_protocol_is_the_default(
-    memorised_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_papers_protocol_is_the_default(memorised_model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, sampling = configure(parse(["--model", str(memorised_model), "--data", str(data)]))
     spec = sampling.spec
     assert (spec.samples, spec.temperature, spec.max_assistant_turns) == (16, 0.6, 30)

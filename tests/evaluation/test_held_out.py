@@ -37,9 +37,7 @@ class FinishedPhase:
         return PhaseResult(groups, 2.0)
 
 
-PROBLEMS = [
-    Problem(name, [], ["1"], task) for name, task in (("a", "easy"), ("b", "easy"), ("c", "hard"), ("d", "x"))
-]
+PROBLEMS = [Problem(name, [], ["1"], task) for name, task in (("a", "easy"), ("b", "easy"), ("c", "hard"), ("d", "x"))]
 
 
 def settings(*words: str):
@@ -48,9 +46,7 @@ def settings(*words: str):
 
 def test_scores_of_all_and_of_each_task(tmp_path: Path) -> None:
     phase = FinishedPhase({"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [0.0, None]})
-    result = evaluate(
-        phase, PROBLEMS, settings("evaluation.temperature=0.3"), "held-out at step 4", tmp_path / "e"
-    )  # type: ignore[arg-type]
+    result = evaluate(phase, PROBLEMS, settings("evaluation.temperature=0.3"), "held-out at step 4", tmp_path / "e")  # type: ignore[arg-type]
     assert phase.spec is not None and (phase.spec.samples, phase.spec.temperature) == (2, 0.3)
     metrics = result.metrics()
     assert result.average == metrics["eval/average"] == pytest.approx(0.5)
@@ -58,9 +54,7 @@ def test_scores_of_all_and_of_each_task(tmp_path: Path) -> None:
     assert metrics["eval/easy/average"] == 0.75 and metrics["eval/hard/average"] == 0.0
     assert metrics["eval/easy/pass@2"] == 1.0 and "eval/x/average" not in metrics
     assert "avg@2 0.500" in str(result) and "1 attempts spoiled" in str(result)
-    rows = [
-        json.loads(line) for line in (tmp_path / "e" / "held-out_at_step_4.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in (tmp_path / "e" / "held-out_at_step_4.jsonl").read_text().splitlines()]
     assert [(row["query_id"], row["reward"]) for row in rows][-2:] == [("c", 0.0), ("c", None)]
 
 

@@ -14,9 +14,7 @@ from rstar2_megatron.settings.schema import AgentLoopSettings
 from tests.runs.test_preflight import CONFIG
 
 
-def test_a_model_outside_its_run_has_its_format_beside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_outside_its_run_has_its_format_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same weights solve nothing in another wording: the format travels with the model, or a note says what is assumed."""
     model = tmp_path / "moved"
     model.mkdir()

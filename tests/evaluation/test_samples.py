@@ -47,9 +47,7 @@ def test_another_model_or_sampling_is_refused(tmp_path: Path) -> None:
     first = SampleFile(path, IDENTITY)
     first.open([])
     first.append(row())
-    with pytest.raises(
-        SamplesError, match=r"sampling: \{'temperature': 0.6\} then, \{'temperature': 1.0\} now"
-    ):
+    with pytest.raises(SamplesError, match=r"sampling: \{'temperature': 0.6\} then, \{'temperature': 1.0\} now"):
         SampleFile(path, IDENTITY | {"sampling": {"temperature": 1.0}}).open([problem("q")])
     first.path.with_name(first.path.name + ".settings.json").unlink()
     with pytest.raises(SamplesError, match="cannot be read"):

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.evaluation.scores import (
-    estimate,
-    majority,
-    pass_at_j,
-    same_answer,
-    score,
-    score_by,
-    wilson,
-)
+from rstar2_megatron.evaluation.scores import estimate, majority, pass_at_j, same_answer, score, score_by, wilson
 from tests.evaluation.rows import attempt
 
 
@@ -38,9 +30,7 @@ def test_pass_at_j_of_impossible_counts_is_an_error(n: int, right: int, j: int) 
 
 
 def vote(*attempts: tuple[str | None, bool]) -> float:
-    return majority(
-        [attempt("q", i, answer, right) for i, (answer, right) in enumerate(attempts)], same_answer
-    )
+    return majority([attempt("q", i, answer, right) for i, (answer, right) in enumerate(attempts)], same_answer)
 
 
 def test_majority_counts_answers_that_mean_the_same() -> None:

@@ -59,9 +59,7 @@ def calls_of(
     name among them is true. What a `try` with `except ImportError` imports may be missing: it is added to `absent`, and the
     rest of that `try` is left out.
     """
-    tree = _Dead(tuple(packages), versions, absent if absent is not None else set()).visit(
-        ast.parse(path.read_text())
-    )
+    tree = _Dead(tuple(packages), versions, absent if absent is not None else set()).visit(ast.parse(path.read_text()))
     finder = _Finder(path, tuple(packages), receivers)
     finder.imports(tree)
     finder.visit(tree)
@@ -108,9 +106,7 @@ class _Dead(ast.NodeTransformer):
     def _imported(self, line: ast.stmt) -> list[str]:
         if not isinstance(line, ast.ImportFrom) or not line.module or line.level:
             return []
-        return [
-            f"{line.module}.{x.name}" for x in line.names if line.module.partition(".")[0] in self.packages
-        ]
+        return [f"{line.module}.{x.name}" for x in line.names if line.module.partition(".")[0] in self.packages]
 
 
 def _is_there(dotted: str) -> bool:
@@ -143,9 +139,7 @@ class _Finder(ast.NodeVisitor):
                     self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                     self._add(node, f"{node.module}.{alias.name}")
 
-    def _add(
-        self, node: Any, callee: str, call: ast.Call | None = None, receiver: tuple[str, str] | None = None
-    ) -> None:
+    def _add(self, node: Any, callee: str, call: ast.Call | None = None, receiver: tuple[str, str] | None = None) -> None:
         arguments = None
         if call is not None:
             plain = [x for x in call.args if not isinstance(x, ast.Starred)]
@@ -156,9 +150,7 @@ class _Finder(ast.NodeVisitor):
         self.found.append(Call(where, callee, arguments, receiver is not None, receiver))
 
     def _known(self, expression: str) -> tuple[str, str] | None:
-        return next(
-            ((s, expression) for s in reversed(self.scopes) if (s, expression) in self.receivers), None
-        )
+        return next(((s, expression) for s in reversed(self.scopes) if (s, expression) in self.receivers), None)
 
     def _dotted(self, node: ast.AST) -> str | None:
         if isinstance(node, ast.Name):

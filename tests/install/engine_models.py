@@ -72,10 +72,7 @@ def pretended_cuda(device: str) -> Iterator[None]:
         return answer.replace("meta.", "") if isinstance(answer, str) else answer
 
     answers: list[tuple[Any, str, Any]] = [
-        *(
-            (torch, name, placed(getattr(torch, name)))
-            for name in ("arange", "tensor", "zeros", "ones", "empty")
-        ),
+        *((torch, name, placed(getattr(torch, name))) for name in ("arange", "tensor", "zeros", "ones", "empty")),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "current_device", lambda: device),
         (torch.cuda, "Stream", _Stream),
@@ -201,9 +198,7 @@ def build_shape(config_name: str, rank: int) -> dict[str, Any]:
     held = {key for part in sharded for key in part if not key.endswith("_extra_state")}
     return {
         "rank": rank,
-        "layout": {
-            name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "data", "expert")
-        },
+        "layout": {name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "data", "expert")},
         "layers": sorted({type(m).__name__ for chunk in models for m in chunk.modules() if _is_engine(m)}),
         "parameters": sum(p.numel() for chunk in models for p in chunk.parameters()),
         "whole_model": model.num_parameters,
@@ -212,9 +207,7 @@ def build_shape(config_name: str, rank: int) -> dict[str, Any]:
         "parameters_without_sharded_entry": _unsaved(parameters, held),
         "hf_names": len(shapes),
         "hf_names_read": len(reader.asked),
-        "hf_names_wrong_out": sorted(
-            name for name in shapes.keys() | out.keys() if shapes.get(name) != out.get(name)
-        )[:5],
+        "hf_names_wrong_out": sorted(name for name in shapes.keys() | out.keys() if shapes.get(name) != out.get(name))[:5],
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -282,9 +275,7 @@ def optimizer_of_thin(kind: str, directory: Path) -> dict[str, Any]:
 
     model = ModelConfig.from_directory(directory)
     with pretended_cuda("cpu"), fake_groups(Layout(1, 1, 1, 2), 0, 2):
-        config, chunks = build_chunks(
-            model, ActorModelSettings(precision="bf16"), "transformer_engine", "cuda"
-        )
+        config, chunks = build_chunks(model, ActorModelSettings(precision="bf16"), "transformer_engine", "cuda")
         chunks = wrap_ddp(config, chunks, OptimSettings())
         optimizer = build_optimizer(chunks, OptimSettings(), "bf16")
         parts = optimizer.chained_optimizers

@@ -17,10 +17,7 @@ pytestmark = pytest.mark.timeout(900)  # a program of its own that imports all e
 
 # megatron-core 0.16.1 looks for these and does without: TransformerEngine 2.11 has no longer a workspace to hand to its GEMM
 # (the router's product is torch's in fp32 then) nor the old name of its split.
-ABSENT = {
-    "transformer_engine.pytorch.attention._SplitAlongDim",
-    "transformer_engine.pytorch.module.base.get_workspace",
-}
+ABSENT = {"transformer_engine.pytorch.attention._SplitAlongDim", "transformer_engine.pytorch.module.base.get_workspace"}
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +100,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         "dtype_out",
         "addmm(rest, out",
     )
-    expected = {
-        number for number, line in enumerate(PLANTED.splitlines(), 1) if any(word in line for word in wrong)
-    }
+    expected = {number for number, line in enumerate(PLANTED.splitlines(), 1) if any(word in line for word in wrong)}
     assert lines == expected, found
 
 

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.timeout(900)  # a program of its own that imports all e
 
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 needs_engine = pytest.mark.skipif(
-    not HAS_ENGINE,
-    reason="TransformerEngine is not installed; scripts/try_gpu_install.sh runs this where it is",
+    not HAS_ENGINE, reason="TransformerEngine is not installed; scripts/try_gpu_install.sh runs this where it is"
 )
 
 
@@ -94,11 +93,7 @@ def test_the_optimizer_is_the_engines(built: dict[str, Any], kind: str) -> None:
 @pytest.mark.parametrize("rank", [0, WORLD - 1])
 @pytest.mark.parametrize("size", SHAPES)
 @pytest.mark.parametrize(
-    "fixture",
-    [
-        pytest.param("built_local", marks=pytest.mark.long),
-        pytest.param("built", marks=needs_engine),
-    ],
+    "fixture", [pytest.param("built_local", marks=pytest.mark.long), pytest.param("built", marks=needs_engine)]
 )
 def test_the_optimizer_of_a_shipped_size_has_a_state_for_each_weight(
     request: pytest.FixtureRequest, size: str, rank: int, fixture: str
@@ -141,9 +136,7 @@ def test_a_missing_engine_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatc
     # half installed: the front is there, its extension for torch is not
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("")
-    (tmp_path / "transformer_engine" / "pytorch.py").write_text(
-        "raise OSError('libcublas.so.13: no such file')"
-    )
+    (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise OSError('libcublas.so.13: no such file')")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)

@@ -14,13 +14,7 @@ import pytest
 from tests.e2e.runs import ROOT
 
 REQUIREMENTS = ROOT / "requirements"
-UNREACHABLE = (
-    "Failed to fetch",
-    "dns error",
-    "Connection refused",
-    "error sending request",
-    "Could not connect",
-)
+UNREACHABLE = ("Failed to fetch", "dns error", "Connection refused", "error sending request", "Could not connect")
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -60,9 +54,7 @@ def test_the_lock_resolves_to_itself(project: Path) -> None:
     done = lock(project)
     assert done.returncode == 0, f"requirements/gpu.in no longer resolves:\n{done.stderr}"
     again = (project / "requirements" / "gpu.lock").read_text()
-    assert again == (REQUIREMENTS / "gpu.lock").read_text(), (
-        "run bash scripts/lock_gpu.sh and look at its diff"
-    )
+    assert again == (REQUIREMENTS / "gpu.lock").read_text(), "run bash scripts/lock_gpu.sh and look at its diff"
 
 
 def test_pins_that_contradict_each_other_are_seen(project: Path) -> None:
@@ -109,9 +101,6 @@ def test_there_is_one_cudnn_and_one_nccl() -> None:
 def test_compiler_and_headers_are_of_one_toolkit() -> None:
     """flashinfer's kernels do not compile with an nvcc newer than the runtime's headers (CCCL refuses)."""
     locked = pins(REQUIREMENTS / "gpu.lock")
-    series = {
-        name: locked[f"nvidia-cuda-{name}"].split(".")[:2]
-        for name in ("nvcc", "crt", "runtime", "nvrtc", "cccl")
-    }
+    series = {name: locked[f"nvidia-cuda-{name}"].split(".")[:2] for name in ("nvcc", "crt", "runtime", "nvrtc", "cccl")}
     series["nvvm"] = locked["nvidia-nvvm"].split(".")[:2]
     assert set(map(tuple, series.values())) == {tuple(locked["cuda-toolkit"].split(".")[:2])}, series

@@ -37,10 +37,7 @@ def venv(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        (
-            'check_glibc 9.99 "sglang\'s wheels"',
-            r"sglang's wheels need glibc 9.99 or newer, this system has ",
-        ),
+        ('check_glibc 9.99 "sglang\'s wheels"', r"sglang's wheels need glibc 9.99 or newer, this system has "),
         ("check_disk 900000000", "the environment needs 900000 GB"),
         ("gcc() { :; }; PATH=/nowhere check_compilers", "gcc not found"),
         ("python=fake; fake() { echo /no/such/folder; }; check_compilers", "apt-get install python3.11-dev"),
@@ -106,9 +103,7 @@ def test_compilers_are_on_the_path_of_a_gpu_environment_only(venv: Path) -> None
     assert plain[:2] == ["/usr/bin:/bin", ""]
     home = venv / SITE / "nvidia" / "cu13"
     (home / "bin").mkdir(parents=True)
-    path, cuda_home, cpath = (
-        bash(show, venv=str(venv), PATH="/usr/bin:/bin", CPATH="").stdout.strip().split("|")
-    )
+    path, cuda_home, cpath = bash(show, venv=str(venv), PATH="/usr/bin:/bin", CPATH="").stdout.strip().split("|")
     assert path == f"{venv}/bin:{home}/bin:/usr/bin:/bin" and cuda_home == str(home)
     assert str(venv / SITE / "nvidia/cudnn/include") in cpath
     other = bash(show, venv=str(venv), PATH="/usr/bin:/bin", RSTAR2_CUDA_HOME="/usr/local/cuda-13")
@@ -120,8 +115,7 @@ def test_the_wheels_toolkit_gets_what_a_linker_looks_for(venv: Path) -> None:
     lib = venv / SITE / "nvidia" / "cu13" / "lib"
     lib.mkdir(parents=True)
     make = (
-        'gcc -shared -fPIC -Wl,-soname,libcudart.so.13 -x c -o "$lib/libcudart.so.13" - '
-        '<<< "int cudaFree(void*p){return 0;}"; '
+        'gcc -shared -fPIC -Wl,-soname,libcudart.so.13 -x c -o "$lib/libcudart.so.13" - <<< "int cudaFree(void*p){return 0;}"; '
     )
     assert bash(make + "complete_toolkit && complete_toolkit", venv=str(venv), lib=str(lib)).returncode == 0
     link = (
@@ -134,14 +128,10 @@ def test_the_wheels_toolkit_gets_what_a_linker_looks_for(venv: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["run_rstar2.sh", "examples/agent/rstar2/compare_with_verl.sh"])
-def test_the_launcher_uses_the_environment_that_set_up_made(
-    venv: Path, tmp_path: Path, launcher: str
-) -> None:
+def test_the_launcher_uses_the_environment_that_set_up_made(venv: Path, tmp_path: Path, launcher: str) -> None:
     """RSTAR2_VENV names both, as the message of a full disk advises."""
     if (Path(sys.prefix) / ".rstar2-gpu").exists():
-        pytest.skip(
-            "an environment with GPU packages: set-up would want TransformerEngine in the other one too"
-        )
+        pytest.skip("an environment with GPU packages: set-up would want TransformerEngine in the other one too")
     python = venv / "bin" / "python"
     python.write_text('#!/bin/sh\necho "ran $0"\n')
     python.chmod(0o755)

@@ -24,9 +24,7 @@ class Queue(JobQueue):
     exchanges = 0
     may_return: asyncio.Event | None = None  # Redis' next answer waits for it
 
-    async def exchange(
-        self, name: str, answers: list[Any], count: int, session_room: int = 0
-    ) -> list[LeasedJob]:
+    async def exchange(self, name: str, answers: list[Any], count: int, session_room: int = 0) -> list[LeasedJob]:
         jobs = await super().exchange(name, answers, count, session_room)
         self.exchanges += bool(jobs or answers)
         if self.may_return is not None and answers:

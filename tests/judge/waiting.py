@@ -8,9 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def until(
-    condition: Callable[[], Any], what: str, timeout_s: float = 30.0, every_s: float = 0.05
-) -> None:
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0, every_s: float = 0.05) -> None:
     """Look again and again; fail after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -22,10 +22,7 @@ def test_saved_found_loaded_and_pruned(tmp_path: Path) -> None:
     found = checkpoint.find_resume("auto", tmp_path)
     assert found == (3, tmp_path / "global_step_3")
     assert checkpoint.load_data_state(found[1]) == {"step": 3}
-    assert checkpoint.find_resume(str(tmp_path / "global_step_2"), tmp_path) == (
-        2,
-        tmp_path / "global_step_2",
-    )
+    assert checkpoint.find_resume(str(tmp_path / "global_step_2"), tmp_path) == (2, tmp_path / "global_step_2")
     assert checkpoint.find_resume(None, tmp_path) is None
 
 

@@ -55,9 +55,7 @@ def test_a_kill_inside_a_character(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_the_rows_of_each_step_once(tmp_path: Path) -> None:
-    config = DownSamplingConfig(
-        down_sample_to_n=2, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1
-    )
+    config = DownSamplingConfig(down_sample_to_n=2, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1)
     outcomes = [ToolOutcome.OK]
     group = Group(Problem("q", [], []), [trajectory(float(i < 2), outcomes, index=i) for i in range(4)])
     results = resample_on_correct([group.usable], config, ["seed"])
@@ -81,9 +79,7 @@ def test_a_resumed_run_has_the_rows_of_each_step_once(tmp_path: Path) -> None:
 def test_a_file_that_grows_too_large_keeps_its_newest_whole_steps(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "rows.jsonl")
     for step in range(1, 11):
-        file.append(
-            *({"step": step, "text": "x" * 76} for _ in range(10))
-        )  # 1000 bytes a step, 1010 from step 10 on
+        file.append(*({"step": step, "text": "x" * 76} for _ in range(10)))  # 1000 bytes a step, 1010 from step 10 on
     size = file.path.stat().st_size
     assert file.keep_newest(size) == 0 and len(file.rows()) == 100
     assert file.keep_newest(size - 1) > 0
@@ -108,7 +104,4 @@ def test_old_rollouts_are_removed(tmp_path: Path) -> None:
     files = RunFiles(tmp_path, save_rollout_tokens=True, keep_rollouts=2)
     for step in range(1, 6):
         files.append(step, {"a": 1.0}, [], [])
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
-        "step_000004.jsonl.gz",
-        "step_000005.jsonl.gz",
-    ]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_000004.jsonl.gz", "step_000005.jsonl.gz"]

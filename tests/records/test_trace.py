@@ -15,14 +15,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.records.step_shares import SHARES, step_shares
-from rstar2_megatron.records.trace import (
-    DRIVER,
-    TOOLS,
-    Recorder,
-    clock_offset,
-    engine_row,
-    read_trace,
-)
+from rstar2_megatron.records.trace import DRIVER, TOOLS, Recorder, clock_offset, engine_row, read_trace
 
 
 def test_nothing_is_written_while_no_trace_is_open() -> None:
@@ -149,14 +142,7 @@ def test_events_of_a_clock_that_is_ahead_are_moved_back(tmp_path: Path) -> None:
 
 
 def test_shares_of_a_step_add_up_to_one() -> None:
-    seconds = {
-        "step": 100.0,
-        "rollout": 60.0,
-        "training": 20.0,
-        "sync_weights": 5.0,
-        "save": 2.0,
-        "checkpoint": 1.0,
-    }
+    seconds = {"step": 100.0, "rollout": 60.0, "training": 20.0, "sync_weights": 5.0, "save": 2.0, "checkpoint": 1.0}
     shares = step_shares(seconds, tail_s=25.0, grading_s=5.0)
     assert tuple(shares) == SHARES
     assert [round(100 * share) for share in shares.values()] == [35, 20, 5, 20, 5, 3, 12]

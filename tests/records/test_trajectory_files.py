@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path, write_groups
-from rstar2_megatron.trajectory import (
-    FinishReason,
-    Group,
-    Problem,
-    ToolCall,
-    ToolOutcome,
-    Trajectory,
-    VersionSpan,
-)
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory, VersionSpan
 
 
 def group(name: str) -> Group:

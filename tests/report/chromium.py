@@ -38,7 +38,5 @@ def document(page: Path, address: str, profile: Path) -> str:
     return _run(page, address, profile, "--dump-dom").decode()
 
 
-def screenshot(
-    page: Path, address: str, profile: Path, target: Path, size: tuple[int, int] = (1280, 1000)
-) -> None:
+def screenshot(page: Path, address: str, profile: Path, target: Path, size: tuple[int, int] = (1280, 1000)) -> None:
     _run(page, address, profile, f"--screenshot={target.resolve()}", f"--window-size={size[0]},{size[1]}")

@@ -198,15 +198,7 @@ def test_a_verl_log_without_resampling_is_set_against_the_pass_rate(tmp_path: Pa
     plain, recipe = tmp_path / "plain.jsonl", tmp_path / "recipe.jsonl"
     for path, extra in ((plain, {}), (recipe, {"down_sampling/after_sampling_trace_num": 512})):
         rows = [
-            {
-                "step": s,
-                "data": {
-                    "critic/rewards/mean": 0.1 * s,
-                    "response_length/mean": 9,
-                    "timing_s/step": 2,
-                    **extra,
-                },
-            }
+            {"step": s, "data": {"critic/rewards/mean": 0.1 * s, "response_length/mean": 9, "timing_s/step": 2, **extra}}
             for s in (1, 2, 3)
         ]
         path.write_text("\n".join(map(json.dumps, rows)))
@@ -247,10 +239,7 @@ def test_command_line_compares_with_verl(tmp_path: Path, capsys: pytest.CaptureF
     two = write_run(tmp_path / "ours-seed2", [0.2, 0.3, 0.4])
     console = tmp_path / "verl.log"
     console.write_text(
-        "".join(
-            f"step:{s} - critic/rewards/mean:0.{s} - response_length/mean:90 - timing_s/step:3\n"
-            for s in (1, 2)
-        )
+        "".join(f"step:{s} - critic/rewards/mean:0.{s} - response_length/mean:90 - timing_s/step:3\n" for s in (1, 2))
     )
     out = tmp_path / "out"
     words = ["--arm", f"ours={one},{two}", "--verl", str(console), "--out", str(out)]
@@ -261,30 +250,20 @@ def test_command_line_compares_with_verl(tmp_path: Path, capsys: pytest.CaptureF
     page = (out / "comparison.html").read_text()
     assert "data:image/svg+xml;base64," in page and "src='http" not in page
     text = (out / "comparison.txt").read_text()
-    for expected in (
-        "NOT COMPARABLE",
-        "one run in an arm",
-        "ours is ours-seed1, ours-seed2",
-        "unequal length",
-    ):
+    for expected in ("NOT COMPARABLE", "one run in an arm", "ours is ours-seed1, ours-seed2", "unequal length"):
         assert expected in text and expected in page
     assert (out / "comparison.png").stat().st_size > 10_000
     assert main([*words, "--strict"]) == 1
 
 
-def test_wrong_words_are_errors_that_say_what_is_right(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_words_are_errors_that_say_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", [0.1, 0.2])
     many = [write_run(tmp_path / "many" / f"run{i}", [0.1]) for i in range(33)]
     for words, message in (
         ([str(tmp_path / "missing"), str(run)], "missing does not exist"),
         (["--arm", str(run)], "write NAME=PATH,PATH"),
         (["--arm", f"a={run}", "--arm", f"a={many[0]}"], "two --arm have one name"),
-        (
-            ["--arm", f"a={run}", "--metrics", "entrpy"],
-            "no log has entrpy; --metrics takes pass-rate, reward",
-        ),
+        (["--arm", f"a={run}", "--metrics", "entrpy"], "no log has entrpy; --metrics takes pass-rate, reward"),
         (["--arm", f"a={run}", "--x", "tokens"], "does not log what --x tokens needs"),
         ([str(tmp_path / "many")], "holds 33 runs, at most 32 can be read at once"),
     ):
@@ -292,17 +271,10 @@ def test_wrong_words_are_errors_that_say_what_is_right(
         assert message in capsys.readouterr().err
 
 
-def test_points_that_are_no_numbers_and_empty_logs_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_that_are_no_numbers_and_empty_logs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    rows = [
-        {"step": 1, REWARD: 0.1},
-        {"step": 2, REWARD: None},
-        {"step": 3, REWARD: 0.3},
-        {"step": 3, REWARD: 0.4},
-    ]
+    rows = [{"step": 1, REWARD: 0.1}, {"step": 2, REWARD: None}, {"step": 3, REWARD: 0.3}, {"step": 3, REWARD: 0.4}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = tmp_path / "verl.log"
     console.write_text("step:1 - critic/rewards/mean:nan\nstep:2 - critic/rewards/mean:np.float64(inf)\n")

@@ -49,8 +49,7 @@ def test_a_value_cut_short_is_no_value(tmp_path: Path) -> None:
 def test_initial_validation_of_verl_is_no_training_step(tmp_path: Path) -> None:
     log_file = tmp_path / "train.log"
     log_file.write_text(
-        "step:0 - val-core/aime/reward/mean@16:0.1 - perf/gpu:1\n"
-        "step:1 - critic/rewards/mean:0.2 - critic/score/mean:0.9\n"
+        "step:0 - val-core/aime/reward/mean@16:0.1 - perf/gpu:1\nstep:1 - critic/rewards/mean:0.2 - critic/score/mean:0.9\n"
     )
     log = read_log(log_file, verl=True)
     assert log.aligned(REWARD) == {1: 0.2}  # the better of verl's two names
@@ -128,20 +127,12 @@ def test_runs_that_lie_together_are_not_mixed(tmp_path: Path) -> None:
     assert [log.label for log in logs] == ["exp-seed1", "exp-seed2"]
     assert [log.series[REWARD][1] for log in logs] == pytest.approx([0.1, 0.2])
     assert f"{project}: holds 2 runs, each read by itself (exp-seed1, exp-seed2)" in logs[0].messages
-    assert [arm.label for arm in group_runs(logs)] == [
-        "verl exp-seed1",
-        "verl exp-seed2",
-    ]  # nobody said: seeds
+    assert [arm.label for arm in group_runs(logs)] == ["verl exp-seed1", "verl exp-seed2"]  # nobody said: seeds
 
     chart = tmp_path / "chart.csv"
-    chart.write_text(
-        '"Step","a_s1 - critic/rewards/mean","a_s1 - _step","a_s2 - critic/rewards/mean"\n1,0.1,1,0.3\n2,0.2,2,\n'
-    )
+    chart.write_text('"Step","a_s1 - critic/rewards/mean","a_s1 - _step","a_s2 - critic/rewards/mean"\n1,0.1,1,0.3\n2,0.2,2,\n')
     logs = read_logs(chart, verl=True)
-    assert {log.label: log.series for log in logs} == {
-        "a_s1": {REWARD: {1: 0.1, 2: 0.2}},
-        "a_s2": {REWARD: {1: 0.3}},
-    }
+    assert {log.label: log.series for log in logs} == {"a_s1": {REWARD: {1: 0.1, 2: 0.2}}, "a_s2": {REWARD: {1: 0.3}}}
     ours = [write_run(tmp_path / "results" / f"ours-seed{seed}", [0.1 * seed]) for seed in (1, 2)]
     logs = read_logs(tmp_path / "results")
     assert [log.path for log in logs] == ours and [log.label for log in logs] == ["ours-seed1", "ours-seed2"]
@@ -209,9 +200,7 @@ def test_wandb_offline_file(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     long = {f"x/{i}": float(i) for i in range(900)}
     records = [field(17, b"the run") + field(1, 7)]
-    records += [
-        history(s, {"critic/rewards/mean": s / 100, "response_length/mean": 5, **long}) for s in range(1, 9)
-    ]
+    records += [history(s, {"critic/rewards/mean": s / 100, "response_length/mean": 5, **long}) for s in range(1, 9)]
     records.append(field(1, 99) + field(2, field(1, field(2, b"val") + field(2, b"acc") + field(16, b"0.5"))))
     data = leveldb(records)
     assert len(data) > 3 * 32768

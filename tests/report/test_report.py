@@ -55,27 +55,17 @@ def test_the_document_holds_the_whole_map_and_every_caveat() -> None:
 
 def test_table_compares_first_and_last_steps(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [0.2] * 5 + [0.5] * 10 + [0.8] * 5)
-    (run / "held_out.json").write_text(
-        json.dumps({"before_sft": 0.0, "after_sft": 0.25, "after_rl": None, "seconds": 90})
-    )
+    (run / "held_out.json").write_text(json.dumps({"before_sft": 0.0, "after_sft": 0.25, "after_rl": None, "seconds": 90}))
     text = render_table(run)
     assert "run, 20 steps" in text and "first 5 steps" in text
-    assert next(line for line in text.splitlines() if "pass rate" in line).split()[-3:] == [
-        "0.100",
-        "0.400",
-        "+0.300",
-    ]
+    assert next(line for line in text.splitlines() if "pass rate" in line).split()[-3:] == ["0.100", "0.400", "+0.300"]
     assert "held-out pass@1: before SFT 0.000, after SFT 0.250" in text and "after RL" not in text
     assert "wall time: 1.5 min" in text
 
 
 def test_error_ratios_are_averaged_over_calls_not_steps() -> None:
     name, calls = "rollout/tool_error_ratio_positive", "rollout/tool_calls_positive"
-    rows = [
-        {"step": 1, name: 0.0, calls: 0},
-        {"step": 2, name: 0.5, calls: 30},
-        {"step": 3, name: 0.1, calls: 10},
-    ]
+    rows = [{"step": 1, name: 0.0, calls: 0}, {"step": 2, name: 0.5, calls: 30}, {"step": 3, name: 0.1, calls: 10}]
     assert mean_of(rows, name) == pytest.approx(16 / 40)
     assert mean_of(rows[:1], name) is None
     assert points(rows, name) == ([2, 3], [0.5, 0.1])

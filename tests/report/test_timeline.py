@@ -7,17 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.records.trace import (
-    CHECKPOINT,
-    DRIVER,
-    GRADING,
-    SYNC,
-    TOOLS,
-    Event,
-    Row,
-    actor_row,
-    engine_row,
-)
+from rstar2_megatron.records.trace import CHECKPOINT, DRIVER, GRADING, SYNC, TOOLS, Event, Row, actor_row, engine_row
 from rstar2_megatron.report.step_bound import (
     GRADING_WAIT,
     Span,
@@ -42,19 +32,13 @@ def task(engine: int, lane: int, start: float, end: float | None) -> list[Event]
     return [begun] if end is None else [begun, {"ph": "E", "ts": round(end * 1e6), **where}]
 
 
-def step(
-    rollout: float, training: float, sync: float, save: float, tail: float, grading: float
-) -> list[Event]:
+def step(rollout: float, training: float, sync: float, save: float, tail: float, grading: float) -> list[Event]:
     """The driver's parts of a step of 100 s."""
     events = [span(DRIVER, "step 3", 0, 100), span(DRIVER, "rollout", 0, rollout)]
     events.append(span(DRIVER, "tail", rollout - tail, rollout))
     events.append(span(DRIVER, GRADING_WAIT, rollout - grading, rollout))
     at = rollout
-    for row, name, seconds in (
-        (DRIVER, "training", training),
-        (CHECKPOINT, "save", save),
-        (SYNC, "sync_weights", sync),
-    ):
+    for row, name, seconds in ((DRIVER, "training", training), (CHECKPOINT, "save", save), (SYNC, "sync_weights", sync)):
         events.append(span(row, name, at, at + seconds))
         at += seconds
     return events
@@ -64,22 +48,12 @@ def test_a_tail_names_its_trajectories_and_their_engine() -> None:
     events = step(rollout=70, training=20, sync=5, save=0, tail=40, grading=0)
     for lane in range(1, 4):
         events += task(2, lane, 5, 66 + lane)
-    events += task(0, 1, 0, 40) + task(
-        1, 1, 0, 49
-    )  # they end before the last quarter of the tail (30 to 70 s)
+    events += task(0, 1, 0, 40) + task(1, 1, 0, 49)  # they end before the last quarter of the tail (30 to 70 s)
     found = timeline(events)
     assert bound_sentence(found) == "rollout tail: 40% of the step on 3 trajectories of engine 2"
     assert [t.name for t in tail_tasks(found)] == ["p1#2", "p2#2", "p3#2"]
     assert shares_of(found) == pytest.approx(
-        {
-            "rollout": 0.3,
-            "tail": 0.4,
-            "grading": 0,
-            "training": 0.2,
-            "sync": 0.05,
-            "checkpoint": 0,
-            "other": 0.05,
-        }
+        {"rollout": 0.3, "tail": 0.4, "grading": 0, "training": 0.2, "sync": 0.05, "checkpoint": 0, "other": 0.05}
     )
     both = timeline(events + task(1, 2, 0, 70))
     assert bound_sentence(both) == "rollout tail: 40% of the step on 4 trajectories of 2 engines"
@@ -91,9 +65,7 @@ def test_a_rollout_says_what_its_trajectories_did() -> None:
     events += [span(engine_row(0), "generate", 0, 40, 1), span(TOOLS, "run", 40, 60, 1)]
     for at, used in ((1, 50), (2, 30), (3, 0)):  # a report without tokens is one without trajectories
         args = {"used": used, "capacity": 100}
-        events.append(
-            {"name": "KV tokens", "ph": "C", "pid": engine_row(0).pid, "ts": at * 10**6, "args": args}
-        )
+        events.append({"name": "KV tokens", "ph": "C", "pid": engine_row(0).pid, "ts": at * 10**6, "args": args})
     found = timeline(events)
     assert kv_use(found, engine_row(0).pid) == pytest.approx(0.4)
     expected = "rollout: 70% of the step, 50% of it generating and 25% in tool calls, KV cache 40% full"
@@ -127,9 +99,7 @@ def test_running_spans_are_counted_by_time() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_program_draws_and_says_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
-) -> None:
+def test_the_program_draws_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
     events = step(70, 20, 5, 0, tail=40, grading=1) + task(0, 1, 0, 69) + [span(TOOLS, "run", 1, 2, 1)]
     file = tmp_path / "traces" / "step_3.json"
     file.parent.mkdir()
@@ -137,9 +107,7 @@ def test_the_program_draws_and_says_it(
     target = tmp_path / f"picture{suffix}"
     assert main([str(tmp_path), "--out", str(target)]) == 0
     output = capsys.readouterr().out
-    assert (
-        "rollout tail: 39% of the step on 1 trajectory of engine 0" in output and "ui.perfetto.dev" in output
-    )
+    assert "rollout tail: 39% of the step on 1 trajectory of engine 0" in output and "ui.perfetto.dev" in output
     head = target.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in head
 

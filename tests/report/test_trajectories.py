@@ -28,15 +28,7 @@ from rstar2_megatron.report.trajectories import (
 )
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.trajectory import (
-    FinishReason,
-    Group,
-    Problem,
-    ToolCall,
-    ToolOutcome,
-    Trajectory,
-    generated_spans,
-)
+from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory, generated_spans
 from tests.report.chromium import document, needs_chromium, screenshot
 from tests.rollout.tiny import make_model
 
@@ -54,11 +46,7 @@ def attempt(tokenizer, query_id: str, index: int, right: bool) -> Trajectory:
     t = Trajectory(query_id, index, prompt_ids=[1, 2])
     tokens = TokenBuffer(t)
     cut = index == 3
-    texts = (
-        ["thinking without end π≈3.14"]
-        if cut
-        else ["let me compute 6*7", f"so it is {ATTACK if index == 1 else 42}"]
-    )
+    texts = ["thinking without end π≈3.14"] if cut else ["let me compute 6*7", f"so it is {ATTACK if index == 1 else 42}"]
     for number, text in enumerate(texts):
         ids = tokenizer.encode(text, add_special_tokens=False)
         t.assistant_texts.append(text)
@@ -69,11 +57,7 @@ def attempt(tokenizer, query_id: str, index: int, right: bool) -> Trajectory:
             arguments = {"code": "print(6*7)\n# line two", "input": "5"}
             t.tool_calls.append(ToolCall("python", arguments, OUTCOMES[index % 4], f"stdout: {ATTACK}", 0.25))
     t.finish_reason = FinishReason.LENGTH_LIMIT if cut else FinishReason.ANSWERED
-    t.reward, t.grade_detail, t.answer = (
-        float(right),
-        "correct" if right else "no_box",
-        "42" if right else None,
-    )
+    t.reward, t.grade_detail, t.answer = (float(right), "correct" if right else "no_box", "42" if right else None)
     return t
 
 
@@ -87,12 +71,8 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (1, 2):
         groups, results = [], []
         for name, wrong in (("mixed", (0, 3, 5)), ("hopeless", range(8))):
-            problem = Problem(
-                f"{name}-{step}", [{"role": "user", "content": f"What is 6*7? {ATTACK}"}], ["42"]
-            )
-            group = Group(
-                problem, [attempt(tokenizer, problem.query_id, i, i not in wrong) for i in range(8)]
-            )
+            problem = Problem(f"{name}-{step}", [{"role": "user", "content": f"What is 6*7? {ATTACK}"}], ["42"])
+            group = Group(problem, [attempt(tokenizer, problem.query_id, i, i not in wrong) for i in range(8)])
             groups.append(group)
             results += resample_on_correct([group.usable], config, [f"{step}-{problem.query_id}"])
         shown = choose_shown(groups, results, 16)
@@ -137,14 +117,9 @@ def test_groups_that_are_trained_on_are_shown_first() -> None:
         return Group(Problem(name, [], ["1"]), [finished] * 4)
 
     groups = [group(name) for name in "abc"]
-    results = [
-        ResampleResult([], [], Rejection.NONE if name == "b" else Rejection.ALL_WRONG) for name in "abc"
-    ]
+    results = [ResampleResult([], [], Rejection.NONE if name == "b" else Rejection.ALL_WRONG) for name in "abc"]
     assert [s.group.problem.query_id for s in choose_shown(groups, results, 1)] == ["b"]
-    assert [s.group.problem.query_id for s in choose_shown(groups, results, 5)] == [
-        "a",
-        "b",
-    ]  # in the step's order
+    assert [s.group.problem.query_id for s in choose_shown(groups, results, 5)] == ["a", "b"]  # in the step's order
     assert choose_shown(groups, results, 0) == []
 
 

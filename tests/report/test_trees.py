@@ -24,20 +24,12 @@ def propose(path: str) -> list[Step]:
     if len(path) == 2:
         right = path == "ba"
         return [
-            Step(
-                "!",
-                ending=FinishReason.ANSWERED,
-                answer="42" if right else "41",
-                reward=float(right),
-                value=2.0 * right - 1,
-            )
+            Step("!", ending=FinishReason.ANSWERED, answer="42" if right else "41", reward=float(right), value=2.0 * right - 1)
         ]
     steps = []
     for letter in "abc":
         outcome = ToolOutcome.ERROR if rng.random() < 0.3 else ToolOutcome.OK
-        call = ToolCall(
-            "python", {"code": f"print(6*7)  # {letter}", "input": ""}, outcome, f"stdout: {ATTACK}", 0.1
-        )
+        call = ToolCall("python", {"code": f"print(6*7)  # {letter}", "input": ""}, outcome, f"stdout: {ATTACK}", 0.1)
         steps.append(Step(letter, tool_calls=[call], value=0.5))
     return steps
 

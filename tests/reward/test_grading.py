@@ -100,9 +100,7 @@ async def test_bombs_end_in_time_and_the_pool_goes_on(strict: GraderPool, answer
     assert not os.path.exists("rstar2_pwned")
 
 
-@pytest.mark.parametrize(
-    "piece", ["\\boxed{", "<answer>\\boxed{", "{", "answer is ", "<answer>", "\\frac{1}{"]
-)
+@pytest.mark.parametrize("piece", ["\\boxed{", "<answer>\\boxed{", "{", "answer is ", "<answer>", "\\frac{1}{"])
 async def test_endless_responses_are_read_at_once(pool: GraderPool, piece: str) -> None:
     """What is read in the caller's own process must take linear time: it cannot be killed there."""
     text = piece * (200_000 // len(piece))

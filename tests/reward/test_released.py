@@ -54,9 +54,7 @@ def test_what_is_taken_for_the_answer(response: str, answer: str) -> None:
         ("x", "3", False),
     ],
 )
-def test_numbers_agree_within_the_tolerance_and_as_percentages(
-    answer: str, solution: str, agree: bool
-) -> None:
+def test_numbers_agree_within_the_tolerance_and_as_percentages(answer: str, solution: str, agree: bool) -> None:
     assert numbers_agree(answer, solution) is agree
 
 

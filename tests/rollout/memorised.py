@@ -14,9 +14,7 @@ from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem
 
-SETTINGS = AgentLoopSettings(
-    system_prompt=f"{STANDARD_IO}(code, input)", user_prefix="", max_assistant_turns=2
-)
+SETTINGS = AgentLoopSettings(system_prompt=f"{STANDARD_IO}(code, input)", user_prefix="", max_assistant_turns=2)
 _STEPS = 260
 ANSWER = "</reason><answer>\\boxed{42}</answer>"
 
@@ -53,9 +51,7 @@ def memorise(directory: Path) -> None:
         rows = []
         for query_id, (first, response) in CONVERSATIONS.items():
             time = f"{rng.randint(0, 1)}.{rng.randint(0, 99):02d}"
-            segments = template.conversation(
-                problem(query_id), [first, ANSWER], [[response.replace("{time}", time)]]
-            )
+            segments = template.conversation(problem(query_id), [first, ANSWER], [[response.replace("{time}", time)]])
             ids: list[int] = []
             labels: list[int] = []
             for text, trained in segments:

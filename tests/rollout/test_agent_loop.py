@@ -26,17 +26,12 @@ async def test_answer_after_a_tool_call_is_token_exact(tokenizer) -> None:
     assert trajectory.assistant_texts == [call(), ANSWER]
     assert [c.outcome for c in trajectory.tool_calls] == [ToolOutcome.OK]
     # the ids are those of a fresh render of the conversation, and the mask is its trained segments
-    segments = loop.template.conversation(
-        PROBLEM, trajectory.assistant_texts, [[trajectory.tool_calls[0].response_text]]
-    )
+    segments = loop.template.conversation(PROBLEM, trajectory.assistant_texts, [[trajectory.tool_calls[0].response_text]])
     whole = tokenizer.encode("".join(text for text, _ in segments), add_special_tokens=False)
     assert [*trajectory.prompt_ids, *trajectory.response_ids] == whole
     trained = [i for i, kept in zip(trajectory.response_ids, trajectory.loss_mask) if kept]
     assert tokenizer.decode(trained) == "".join(text for text, kept in segments if kept)
-    assert all(
-        (logprob == 0.0) == (kept == 0)
-        for logprob, kept in zip(trajectory.rollout_logprobs, trajectory.loss_mask)
-    )
+    assert all((logprob == 0.0) == (kept == 0) for logprob, kept in zip(trajectory.rollout_logprobs, trajectory.loss_mask))
     covered = [i for span in trajectory.version_spans for i in range(span.start, span.end)]
     assert covered == [i for i, kept in enumerate(trajectory.loss_mask) if kept]
     assert {span.version for span in trajectory.version_spans} == {3}
@@ -65,9 +60,7 @@ async def test_tool_response_that_does_not_fit(tokenizer) -> None:
     assert len(trajectory.response_ids) == first == sum(trajectory.loss_mask)
 
 
-@pytest.mark.parametrize(
-    "bad", ["x</reason><tool_call>{oops</tool_call>", call(name="Wolfram"), "<tool_call>{"]
-)
+@pytest.mark.parametrize("bad", ["x</reason><tool_call>{oops</tool_call>", call(name="Wolfram"), "<tool_call>{"])
 async def test_bad_calls_reach_the_model_as_a_message(tokenizer, bad: str) -> None:
     judge = WrittenJudge()
     trajectory, loop = await run(tokenizer, [bad, ANSWER], judge)
@@ -79,9 +72,7 @@ async def test_bad_calls_reach_the_model_as_a_message(tokenizer, bad: str) -> No
 
 async def test_calls_past_the_limit_are_told(tokenizer) -> None:
     judge = WrittenJudge()
-    trajectory, loop = await run(
-        tokenizer, [call("1") + call("2") + call("3"), ANSWER], judge, max_parallel_calls=2
-    )
+    trajectory, loop = await run(tokenizer, [call("1") + call("2") + call("3"), ANSWER], judge, max_parallel_calls=2)
     assert judge.codes == ["1", "2"]
     assert len(trajectory.tool_calls) == 2
     assert "1 further call" in tokenizer.decode(written(loop).seen[1])
@@ -132,9 +123,7 @@ async def test_a_lost_session_is_not_the_models_fault(tokenizer) -> None:
     ],
 )
 async def test_what_the_program_did_is_a_result(tokenizer, outcome: Outcome, expected: ToolOutcome) -> None:
-    trajectory, loop = await run(
-        tokenizer, [call(), ANSWER], WrittenJudge(JudgeResult(outcome, "", "", None, 0.1))
-    )
+    trajectory, loop = await run(tokenizer, [call(), ANSWER], WrittenJudge(JudgeResult(outcome, "", "", None, 0.1)))
     assert trajectory.finish_reason is FinishReason.ANSWERED
     assert trajectory.tool_calls[0].outcome is expected
     assert loop.stats.tool_calls == {str(expected): 1}
@@ -227,9 +216,7 @@ async def test_an_engine_that_never_settles(tokenizer) -> None:
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "deadline" in trajectory.error
 
 
-@pytest.mark.parametrize(
-    "failure", [GenerationTimeout("late"), EngineError("refused"), RuntimeError("bug"), ("cut", "abort")]
-)
+@pytest.mark.parametrize("failure", [GenerationTimeout("late"), EngineError("refused"), RuntimeError("bug"), ("cut", "abort")])
 async def test_other_failures_end_the_trajectory(tokenizer, failure: Any) -> None:
     trajectory, _ = await run(tokenizer, [failure])
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.error

@@ -29,9 +29,7 @@ def test_prompt_text(template: ChatTemplate) -> None:
 
 
 def test_wording_comes_from_the_settings(tokenizer) -> None:
-    settings = AgentLoopSettings(
-        system_prompt="S {tools}", user_prefix="U ", generation_prefix="<|im_start|>assistant\n"
-    )
+    settings = AgentLoopSettings(system_prompt="S {tools}", user_prefix="U ", generation_prefix="<|im_start|>assistant\n")
     text = ChatTemplate(tokenizer, settings).prompt_text(problem(("user", "x")))
     assert text.startswith('<|im_start|>system\nS {"type": "function"')
     assert text.endswith("<|im_end|>\n<|im_start|>user\nU x<|im_end|>\n<|im_start|>assistant\n")
@@ -44,19 +42,14 @@ def test_a_chat_template_is_the_whole_wording(tokenizer) -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\nSolve: {{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
     )
-    schema = {
-        "type": "function",
-        "function": {"name": "jupyter_code", "description": "runs", "parameters": {}},
-    }
+    schema = {"type": "function", "function": {"name": "jupyter_code", "description": "runs", "parameters": {}}}
     settings = AgentLoopSettings(tools=["jupyter_code"], chat_template=jinja, tool_descriptions=[schema])
     template = ChatTemplate(tokenizer, settings)
     prompt = template.prompt_text(Problem("a", [{"role": "user", "content": "1 + 1"}], ["2"]))
     assert prompt == (
         "<|im_start|>system\nTools: runs<|im_end|>\n<|im_start|>user\nSolve: 1 + 1<|im_end|>\n<|im_start|>assistant\n<think>"
     )
-    assert template.tool_response_text(["2"]).endswith(
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>"
-    )
+    assert template.tool_response_text(["2"]).endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n<think>")
     with pytest.raises(ValueError, match=r"tool_descriptions describes \['jupyter_code'\]"):
         ChatTemplate(tokenizer, settings.model_copy(update={"tools": ["python_code_with_standard_io"]}))
 

@@ -38,11 +38,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL[template]])
     bos, eos, *others = SPECIAL[template]
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=bos,
-        eos_token=eos,
-        additional_special_tokens=others,
-        chat_template=template,
+        tokenizer_object=core, bos_token=bos, eos_token=eos, additional_special_tokens=others, chat_template=template
     )
 
 
@@ -82,14 +78,10 @@ def test_whole_conversation(form: str) -> None:
         {"role": "assistant", "content": "<reason>b</reason>"},
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, date_string="26 Jul 2024")
-    assert whole == rendered.replace(
-        "[/INST] <reason>", "[/INST]<reason>"
-    )  # Mistral's blank is not in its opening
+    assert whole == rendered.replace("[/INST] <reason>", "[/INST]<reason>")  # Mistral's blank is not in its opening
     pieces = [i for text, _ in segments for i in tokenizer.encode(text, add_special_tokens=False)]
     assert pieces == tokenizer.encode(whole, add_special_tokens=False)
-    assert [text for text, trained in segments if trained] == [
-        f"{turn}</reason>{template.turns.end}" for turn in "ab"
-    ]
+    assert [text for text, trained in segments if trained] == [f"{turn}</reason>{template.turns.end}" for turn in "ab"]
     assert template.stop_token_ids == [tokenizer.convert_tokens_to_ids(SPECIAL[form][1])]
 
 

@@ -57,9 +57,7 @@ async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, park
     await engine.abort_all()
     parked = await task
     parked.check()
-    assert (
-        parked.finish_reason is None and not parked.usable and len(judge.codes) == (parked_in != "first turn")
-    )
+    assert parked.finish_reason is None and not parked.usable and len(judge.codes) == (parked_in != "first turn")
     assert loop.stats.parked == 1 and not loop.stats.endings
 
     engine.aborting.clear()
@@ -110,11 +108,7 @@ async def test_a_turn_that_new_weights_interrupt_goes_on_from_its_tokens(tokeniz
     assert done.finish_reason is FinishReason.ANSWERED and not engine.cuts
     assert_same_tokens(done, expected)
     assert done.assistant_texts == expected.assistant_texts
-    assert [span.version for span in done.version_spans[:3]] == [
-        7,
-        9,
-        10,
-    ]  # nothing was generated under version 8
+    assert [span.version for span in done.version_spans[:3]] == [7, 9, 10]  # nothing was generated under version 8
     covered = [i for span in done.version_spans for i in range(span.start, span.end)]
     assert covered == [i for i, kept in enumerate(done.loss_mask) if kept]
 

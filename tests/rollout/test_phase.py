@@ -24,9 +24,7 @@ def ended(index: int, reward: float = 1.0, reason: FinishReason | None = FinishR
     return Trajectory("q", index, [1], finish_reason=reason, reward=reward)
 
 
-def make_phase(
-    groups: int, size: int, *, policy: str = "kv_adaptive", engines: int = 2, **tail
-) -> RolloutPhase:
+def make_phase(groups: int, size: int, *, policy: str = "kv_adaptive", engines: int = 2, **tail) -> RolloutPhase:
     phase = RolloutPhase(WorkQueue(policy, engines, slice_size=4), size, **tail)
     phase.add_problems([problem(i) for i in range(groups)])
     return phase
@@ -98,9 +96,7 @@ def test_every_rollout_is_handed_out_once_and_every_group_completes(
     closed, carried = phase.finish()
     assert [[t.rollout_index for t in g.trajectories] for g in closed] == [list(range(size))] * groups
     assert [g.problem.query_id for g in closed] == [f"q{i}" for i in range(groups)] and not carried
-    assert all(
-        t.held and t.held.worker == by[n, t.rollout_index] for n, g in enumerate(closed) for t in g.usable
-    )
+    assert all(t.held and t.held.worker == by[n, t.rollout_index] for n, g in enumerate(closed) for t in g.usable)
 
 
 def test_tokens_that_die_with_their_worker_after_the_phase_are_dropped() -> None:
@@ -113,10 +109,7 @@ def test_tokens_that_die_with_their_worker_after_the_phase_are_dropped() -> None
     phase.handed_out = True
     phase.lose_worker(1)
     ((group,), _) = phase.finish()
-    assert [t.finish_reason for t in group.trajectories] == [
-        FinishReason.ANSWERED,
-        FinishReason.INFRASTRUCTURE,
-    ]
+    assert [t.finish_reason for t in group.trajectories] == [FinishReason.ANSWERED, FinishReason.INFRASTRUCTURE]
     assert "rollout worker 1 died" in group.trajectories[1].error and group.trajectories[1].held is None
 
 
@@ -153,9 +146,7 @@ def test_slices_shrink_towards_the_end() -> None:
 
 def test_an_engine_with_much_room_takes_several_slices() -> None:
     phase = make_phase(8, 8)
-    assert (
-        sum(len(one.indices) for one in phase.take(0, 100, 0.0)) == 12
-    )  # no more than the average and a slice
+    assert sum(len(one.indices) for one in phase.take(0, 100, 0.0)) == 12  # no more than the average and a slice
 
 
 # ------------------------------------------------------------------------------------------------- tails
@@ -178,9 +169,7 @@ def downsampling(**changes) -> DownSamplingSettings:
     ],
 )
 @pytest.mark.parametrize("mode", ["paper", "released"])
-def test_cut_rule(
-    positives: int, negatives: int, missing: int, share: float, expected: bool, mode: str
-) -> None:
+def test_cut_rule(positives: int, negatives: int, missing: int, share: float, expected: bool, mode: str) -> None:
     trajectories = [ended(i, reward=float(i < positives)) for i in range(positives + negatives)]
     rule = cut_rule(downsampling(mode=mode), share)
     assert rule(trajectories, missing) is expected

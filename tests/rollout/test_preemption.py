@@ -17,12 +17,7 @@ from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import AdaptiveBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
-from rstar2_megatron.settings.schema import (
-    AgentLoopSettings,
-    RolloutModelSettings,
-    RolloutSettings,
-    SamplingParams,
-)
+from rstar2_megatron.settings.schema import AgentLoopSettings, RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.trajectory import Problem, Trajectory
 from tests.rollout.written import WrittenJudge
 
@@ -78,9 +73,7 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
     assert budget.running == 0 and budget.reserved_tokens == budget.used_tokens == 0
     assert loop.stats.preemptions > 0 and loop.stats.parked == 0
     assert loop.stats.sums()["preemptions"] == loop.stats.preemptions
-    assert {(t.query_id, t.rollout_index) for t in back} == {
-        (p.query_id, i) for p in problems for i in range(8)
-    }
+    assert {(t.query_id, t.rollout_index) for t in back} == {(p.query_id, i) for p in problems for i in range(8)}
     assert all(t.usable for t in back), [t.error for t in back]
     assert loop.stats.trajectories == len(back) == 16
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()

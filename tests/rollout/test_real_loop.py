@@ -76,9 +76,7 @@ async def roll_out(loop: AgentLoop, names: list[str], group_size: int):
 
     assert isinstance(loop.engine, EngineClient)
     budget = make_budget("kv_adaptive", loop.engine.kv_capacity_tokens, 8)
-    groups = {
-        g.problem.query_id: g async for g in run_groups(next_problem, loop, budget, group_size=group_size)
-    }
+    groups = {g.problem.query_id: g async for g in run_groups(next_problem, loop, budget, group_size=group_size)}
     assert budget.reserved_tokens == 0
     return groups
 
@@ -95,9 +93,7 @@ async def test_tools_run_and_their_outcomes_are_typed(loop: AgentLoop) -> None:
     (right, _) = groups["right"].trajectories
     assert right.assistant_texts[1] == ANSWER
     # trained on exactly what a fresh render of the conversation gives
-    segments = loop.template.conversation(
-        problem("right"), right.assistant_texts, [[right.tool_calls[0].response_text]]
-    )
+    segments = loop.template.conversation(problem("right"), right.assistant_texts, [[right.tool_calls[0].response_text]])
     whole = loop.template.tokenizer.encode("".join(text for text, _ in segments), add_special_tokens=False)
     assert [*right.prompt_ids, *right.response_ids] == whole
 
@@ -168,14 +164,10 @@ async def test_parked_in_mid_rollout_and_carried_over(loop: AgentLoop) -> None:
         responses = [[call.response_text] for call in t.tool_calls]
         segments = loop.template.conversation(problem(t.query_id), t.assistant_texts, responses)
         text = "".join(text for text, _ in segments)
-        assert [*t.prompt_ids, *t.response_ids] == loop.template.tokenizer.encode(
-            text, add_special_tokens=False
-        )
+        assert [*t.prompt_ids, *t.response_ids] == loop.template.tokenizer.encode(text, add_special_tokens=False)
 
 
-async def test_cells_share_a_live_interpreter_across_a_preemption(
-    loop: AgentLoop, judge_service: JudgeService
-) -> None:
+async def test_cells_share_a_live_interpreter_across_a_preemption(loop: AgentLoop, judge_service: JudgeService) -> None:
     """The judge's own session: what one cell defines the next one sees, also when the trajectory is parked between."""
 
     def cell(code: str) -> str:
@@ -188,13 +180,7 @@ async def test_cells_share_a_live_interpreter_across_a_preemption(
     engine = ParkableEngine(template.tokenizer, list(turns), delay_s=0.05)
     async with JudgeClient(judge_service.url, time_limit_s=1.0, request_timeout_s=60) as judge:
         cells = AgentLoop(
-            engine,
-            judge,
-            template,
-            settings,
-            SamplingParams(max_new_tokens=900),
-            max_context_tokens=2000,
-            timeout_s=120,
+            engine, judge, template, settings, SamplingParams(max_new_tokens=900), max_context_tokens=2000, timeout_s=120
         )
         preemption = Preemption()
         task = asyncio.create_task(cells.run(problem("right"), 0, preemption=preemption))
@@ -217,9 +203,7 @@ async def test_engine_killed_in_mid_rollout_loses_nothing(loop: AgentLoop) -> No
     assert isinstance(engine, EngineClient)
 
     async def kill_soon() -> None:
-        while (
-            loop.stats.tool_seconds == seconds_before
-        ):  # until a tool has run: some turns are done, some not
+        while loop.stats.tool_seconds == seconds_before:  # until a tool has run: some turns are done, some not
             await asyncio.sleep(0.01)
         psutil.Process(engine.pid).kill()
 

@@ -15,9 +15,7 @@ def test_a_step_has_the_growth_of_its_counters_also_when_a_phase_ends_in_it() ->
     # the next phase begins from nothing, without engine 1; engine 0 has been started again in this run
     after = steps.step_ended({0: {"tokens": 2.0, "engine_restarts": 1.0}})
     assert after == [{"tokens": 6.0, "engine_restarts": 1.0}, {"tokens": 0.0, "engine_restarts": 0.0}]
-    assert steps.step_ended({0: {"tokens": 3.0, "engine_restarts": 1.0}}) == [
-        {"tokens": 1.0, "engine_restarts": 1.0}
-    ]
+    assert steps.step_ended({0: {"tokens": 3.0, "engine_restarts": 1.0}}) == [{"tokens": 1.0, "engine_restarts": 1.0}]
 
 
 def test_an_engine_that_is_busy_has_been_busy_so_far() -> None:

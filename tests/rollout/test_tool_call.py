@@ -37,12 +37,7 @@ def test_code_may_contain_the_closing_tag() -> None:
 
 
 def test_several_calls_in_order() -> None:
-    text = (
-        call()
-        + "<tool_call>{oops</tool_call>"
-        + call(name="other")
-        + call(arguments={"code": "2", "input": "x"})
-    )
+    text = call() + "<tool_call>{oops</tool_call>" + call(name="other") + call(arguments={"code": "2", "input": "x"})
     statuses = [parsed.status for parsed in parse_tool_calls(text, SCHEMAS)]
     assert statuses == [CallStatus.VALID, CallStatus.BAD_JSON, CallStatus.UNKNOWN_TOOL, CallStatus.VALID]
 
@@ -82,18 +77,7 @@ def test_bad_calls_carry_a_useful_message(text: str, status: CallStatus, words: 
 
 
 FRAGMENTS = st.sampled_from(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        '{"name": ',
-        f'"{STANDARD_IO}"',
-        ', "arguments": ',
-        "{",
-        "}",
-        '"code": "1"',
-        ", ",
-        "\n",
-    ]
+    ["<tool_call>", "</tool_call>", '{"name": ', f'"{STANDARD_IO}"', ', "arguments": ', "{", "}", '"code": "1"', ", ", "\n"]
 )
 
 

@@ -23,14 +23,11 @@ def test_failure_names_its_reason_and_keeps_both_streams() -> None:
 
 
 def test_empty_streams_are_left_out() -> None:
-    assert format_tool_response(result(Outcome.TIMEOUT)) == (
-        "Tool call failure\nreason: timeout\nexecution time: 0.12s"
-    )
+    assert format_tool_response(result(Outcome.TIMEOUT)) == ("Tool call failure\nreason: timeout\nexecution time: 0.12s")
 
 
 @pytest.mark.parametrize(
-    ("side", "cut"),
-    [("left", "01234" + CUT_MARK), ("right", CUT_MARK + "56789"), ("middle", "01" + CUT_MARK + "789")],
+    ("side", "cut"), [("left", "01234" + CUT_MARK), ("right", CUT_MARK + "56789"), ("middle", "01" + CUT_MARK + "789")]
 )
 def test_truncate(side: TruncateSide, cut: str) -> None:
     assert truncate("0123456789", 5, side) == cut

@@ -156,9 +156,7 @@ async def test_work_that_comes_after_the_end_of_the_phase(tokenizer, cut: bool) 
 
 
 def problems(count: int) -> list[Problem]:
-    return [
-        Problem(f"q{i}", [{"role": "user", "content": f"What is {i}+1?"}], [str(i + 1)]) for i in range(count)
-    ]
+    return [Problem(f"q{i}", [{"role": "user", "content": f"What is {i}+1?"}], [str(i + 1)]) for i in range(count)]
 
 
 def giver(work: list[Problem]):
@@ -181,9 +179,7 @@ async def test_groups_are_complete_and_ordered(tokenizer, policy: str) -> None:
     async def scored(problem: Problem, trajectory: Trajectory) -> None:
         seen.append(problem.query_id)
 
-    groups = [
-        g async for g in run_groups(giver(problems(6)), loop, budget, group_size=4, on_trajectory=scored)
-    ]
+    groups = [g async for g in run_groups(giver(problems(6)), loop, budget, group_size=4, on_trajectory=scored)]
     assert sorted(g.problem.query_id for g in groups) == [f"q{i}" for i in range(6)]
     for group in groups:
         assert [t.rollout_index for t in group.trajectories] == [0, 1, 2, 3]
@@ -194,10 +190,7 @@ async def test_groups_are_complete_and_ordered(tokenizer, policy: str) -> None:
 
 async def test_a_spoiled_trajectory_still_completes_its_group(tokenizer) -> None:
     loop = make_loop(tokenizer, [EngineError("refused"), ANSWER])
-    (group,) = [
-        g
-        async for g in run_groups(giver(problems(1)), loop, make_budget("kv_reserve", 9000, 1), group_size=3)
-    ]
+    (group,) = [g async for g in run_groups(giver(problems(1)), loop, make_budget("kv_reserve", 9000, 1), group_size=3)]
     assert [t.usable for t in group.trajectories] == [False, True, True]
 
 

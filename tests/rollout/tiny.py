@@ -8,34 +8,21 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
-)
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<reason>", "</reason>"]
 
 
 def make_model(
-    directory: Path,
-    *,
-    hidden: int = 64,
-    layers: int = 2,
-    vocab_size: int = 512,
-    tied: bool = True,
-    words: int = 400,
+    directory: Path, *, hidden: int = 64, layers: int = 2, vocab_size: int = 512, tied: bool = True, words: int = 400
 ) -> Path:
     """Write model and tokenizer to `directory` and return it. words: tokens of the tokenizer, special ones left out."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=words, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=words, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     text = [f"What is {a}+{b}? print({a} + {b}) result {a + b}\n" for a in range(30) for b in range(30)]
     core.train_from_iterator(text, trainer)
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])

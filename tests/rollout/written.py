@@ -109,9 +109,7 @@ class InterruptedEngine(WrittenEngine):
             if rest := whole.token_ids[count:].tolist():
                 self.turns.insert(0, (self.tokenizer.decode(rest), "stop"))
         spans = [(0, count, version)] if count else []
-        return GenerateResult(
-            whole.token_ids[:count], whole.logprobs[:count], reason, spans, len(input_ids), 0
-        )
+        return GenerateResult(whole.token_ids[:count], whole.logprobs[:count], reason, spans, len(input_ids), 0)
 
 
 class WrittenJudge:

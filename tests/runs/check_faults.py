@@ -137,9 +137,7 @@ def _rank_weights(patch: Any, job: Job, arguments: Any) -> None:
 
     def wrong(chunks: Any, *args: Any, **kwargs: Any) -> None:
         plain(chunks, *args, **kwargs)
-        matrices = [
-            p for chunk in chunks for n, p in chunk.named_parameters() if n.endswith("linear_proj.weight")
-        ]
+        matrices = [p for chunk in chunks for n, p in chunk.named_parameters() if n.endswith("linear_proj.weight")]
         if job.rank == job.world_size - 1:
             matrices[0].data.copy_(matrices[0].data.flip(0))
 
@@ -187,9 +185,7 @@ def _no_engine(patch: Any, job: Job, arguments: Any) -> None:
     from rstar2_megatron.rollout.engine import client
 
     plain = client.engine_arguments
-    patch.setattr(
-        client, "engine_arguments", lambda *a, **k: {**plain(*a, **k), "attention_backend": "no such"}
-    )
+    patch.setattr(client, "engine_arguments", lambda *a, **k: {**plain(*a, **k), "attention_backend": "no such"})
 
 
 def _nobody_listens(patch: Any, job: Job, arguments: Any) -> None:

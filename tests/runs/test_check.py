@@ -103,10 +103,7 @@ def test_each_check_of_actor_engine_and_judge_is_seen_failing(built: TinyPaths, 
     assert check(settings(built, tmp_path), checks=checks, say=lines.append, make_nodes=FaultyNodes) == 1
     results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
     for name, _, expected in PLANTED:
-        assert results[name]["state"] == "failed" and expected in results[name]["words"], (
-            name,
-            results[name],
-        )
+        assert results[name]["state"] == "failed" and expected in results[name]["words"], (name, results[name])
         assert results[name]["remedy"] and results[name]["details"]
     for name, expected in (
         ("thin model without room", "/proc/nowhere"),
@@ -168,9 +165,7 @@ def test_corrupted_routes_and_a_damaged_checkpoint_are_seen(
 
 @pytest.mark.long
 @pytest.mark.timeout(_LIMIT_S)
-def test_a_run_that_does_not_start_is_seen(
-    built: TinyPaths, tmp_path: Path, planted: Callable[..., None]
-) -> None:
+def test_a_run_that_does_not_start_is_seen(built: TinyPaths, tmp_path: Path, planted: Callable[..., None]) -> None:
     planted(rstar2_megatron__actor__megatron_actor="_no_actor")
     checks = [planted_check(name) for name in WHOLE_RUN]
     assert check(settings(built, tmp_path), checks=checks, make_nodes=FaultyNodes) == 1
@@ -182,17 +177,10 @@ def test_a_run_that_does_not_start_is_seen(
 
 @pytest.mark.long
 @pytest.mark.timeout(_LIMIT_S)
-def test_a_step_that_fails_its_gates_is_seen(
-    built: TinyPaths, tmp_path: Path, planted: Callable[..., None]
-) -> None:
+def test_a_step_that_fails_its_gates_is_seen(built: TinyPaths, tmp_path: Path, planted: Callable[..., None]) -> None:
     planted(rstar2_megatron__actor__megatron_actor="_shift_log_probs")
     names = [name for name in WHOLE_RUN if not name.startswith("weights by")]
-    assert (
-        check(
-            settings(built, tmp_path), checks=[planted_check(name) for name in names], make_nodes=FaultyNodes
-        )
-        == 1
-    )
+    assert check(settings(built, tmp_path), checks=[planted_check(name) for name in names], make_nodes=FaultyNodes) == 1
     results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
     assert results["training step"]["state"] == "failed", results
     assert "actor and engine disagree on the first batch" in results["training step"]["words"]

@@ -24,9 +24,7 @@ def test_experts_and_the_whole_layout(tmp_path: Path) -> None:
     nodes = FaultyNodes("cpu", (0, 1, 2, 3))
     here = Context(load("rstar2-tiny-cpu", words).settings, Slots(4, None), nodes, tmp_path)
     try:
-        checks = [
-            planted_check(name) for name in ("thin model", "one rank", "expert parallel", "whole layout")
-        ]
+        checks = [planted_check(name) for name in ("thin model", "one rank", "expert parallel", "whole layout")]
         checks.append(planted_check("expert parallel", "rank_weights", "experts of another layout"))
         results = run_checks(checks, here)
     finally:

@@ -58,12 +58,7 @@ def context(name: str = "rstar2-tiny-cpu", *words: str, gpu: bool = False, facts
 def facts(**changes: Any) -> dict[str, Any]:
     """A healthy node of eight H100s."""
     gpus = [
-        {
-            "index": str(n),
-            "name": "NVIDIA H100 80GB HBM3",
-            "driver_version": "580.65.06",
-            "memory.total": "81559",
-        }
+        {"index": str(n), "name": "NVIDIA H100 80GB HBM3", "driver_version": "580.65.06", "memory.total": "81559"}
         | {"memory.used": "4", "compute_mode": "Default", "pstate": "P0"}
         for n in range(8)
     ]
@@ -103,21 +98,13 @@ def test_a_healthy_node_passes(check: Check) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        (
-            "versions",
-            {"packages": facts()["packages"] | {"torch": "2.12.0"}},
-            "torch is 2.12.0, requirements/ pins 2.13.0",
-        ),
+        ("versions", {"packages": facts()["packages"] | {"torch": "2.12.0"}}, "torch is 2.12.0, requirements/ pins 2.13.0"),
         ("versions", {"packages": facts()["packages"] | {"sglang": None}}, "sglang is not installed"),
         ("driver", {"gpus": []}, "names no GPU"),
         ("driver", {"gpus": with_gpu(driver_version="570.12")}, "GPU 3: driver 570.12 is older than 580"),
         ("driver", {"gpus": with_gpu(compute_mode="Exclusive_Process")}, "Exclusive_Process"),
         ("driver", {"gpus": facts()["gpus"][:4]}, "4 GPUs, the YAML's placement needs 8"),
-        (
-            "toolkit",
-            {"tools": dict.fromkeys(("nvcc", "gcc", "g++"), "x") | {"ninja": None}},
-            "ninja is not on PATH",
-        ),
+        ("toolkit", {"tools": dict.fromkeys(("nvcc", "gcc", "g++"), "x") | {"ninja": None}}, "ninja is not on PATH"),
         ("toolkit", {"environment": {}}, "CUDA_HOME is not set"),
         ("GPU memory", {"gpus": with_gpu(**{"memory.used": "20000"})}, "GPU 3: 19.5 of 79.6 GiB are in use"),
         ("NVLink", {"topology": TOPOLOGY.replace("{02}", "SYS")}, "no NVLink between GPU0-GPU2 (SYS)"),
@@ -290,16 +277,11 @@ def test_a_loopback_judge_of_two_nodes_fails_at_once(monkeypatch: pytest.MonkeyP
         judge.judge(context("rstar2-qwen2.5-14b-megatron-2nodes", *words, gpu=True))
 
 
-def test_a_judge_that_refuses_its_isolation_says_so_with_the_ways_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_that_refuses_its_isolation_says_so_with_the_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A judge as nobody's user, without namespaces: its log begins with a line for every layer that is missing."""
 
     def refuse(self: Any) -> str:
-        log = (
-            "warning: own_uid: not root\n" * 40
-            + "isolation 'partial' is required, this machine gives 'minimal'"
-        )
+        log = "warning: own_uid: not root\n" * 40 + "isolation 'partial' is required, this machine gives 'minimal'"
         raise JudgeServiceError(f"the Code Judge ended with code 1\n{log}")
 
     monkeypatch.setattr(judge.CodeJudgeService, "begin", lambda self: None)
@@ -311,9 +293,7 @@ def test_a_judge_that_refuses_its_isolation_says_so_with_the_ways_out(
 
 
 def test_checks_use_the_slots_of_the_placement() -> None:
-    part = load(
-        "rstar2-qwen2.5-7b-megatron", ["cluster.component_placement={actor: 4-5, rollout: 6-7, reward: 0}"]
-    )
+    part = load("rstar2-qwen2.5-7b-megatron", ["cluster.component_placement={actor: 4-5, rollout: 6-7, reward: 0}"])
     assert command.placed_slots(part.settings, Slots(8, 80.0)) == (4, 5, 6, 7)
     with pytest.raises(ConfigError, match="names slot 5"):
         command.placed_slots(part.settings, Slots(4, 80.0))
@@ -325,9 +305,7 @@ def test_checks_use_the_slots_of_the_placement() -> None:
         assert here.slots_per_node == 4
     finally:
         nodes.close()
-    busy = context(
-        "rstar2-qwen2.5-7b-megatron", gpu=True, facts=[facts(gpus=with_gpu(**{"memory.used": "20000"}))]
-    )
+    busy = context("rstar2-qwen2.5-7b-megatron", gpu=True, facts=[facts(gpus=with_gpu(**{"memory.used": "20000"}))])
     busy.nodes.slots = (4, 5, 6, 7)
     assert machine.gpu_memory(busy).words  # GPU 3 is somebody else's
 
@@ -431,9 +409,7 @@ def test_programs_that_hang_die_or_raise_are_answers_and_the_next_one_runs() -> 
         agent.close()
 
 
-def test_a_machine_without_gpus_fails_a_gpu_yaml_within_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_gpus_fails_a_gpu_yaml_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi, whatever machine this is
     settings = load("rstar2-qwen2.5-7b-megatron", [f"runner.output_dir={tmp_path}"]).settings
     lines: list[str] = []
@@ -446,9 +422,7 @@ def test_a_machine_without_gpus_fails_a_gpu_yaml_within_seconds(
     assert [path.name for path in tmp_path.iterdir()] == ["rstar2-7b.check.json"]
 
 
-def test_the_command_line_knows_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_knows_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("rstar2_megatron.runs.main.check", lambda settings: seen.append(settings) or 1)
     assert main(["rstar2-tiny-cpu", "--check", "actor.seed=3"]) == 1

@@ -41,9 +41,7 @@ def test_the_largest_error_is_that_of_the_definition() -> None:
     draw = torch.Generator().manual_seed(0)
     theirs = {f"layer.{n}": torch.randn(40, 10 + n, generator=draw) for n in range(4)}
     theirs["nearly nothing"] = torch.full((5,), 1e-6)
-    ours = {
-        name: tensor + 0.01 * torch.randn(tensor.shape, generator=draw) for name, tensor in theirs.items()
-    }
+    ours = {name: tensor + 0.01 * torch.randn(tensor.shape, generator=draw) for name, tensor in theirs.items()}
     ours["layer.2"] = theirs["layer.2"] * 1.5
     whole = math.sqrt(sum(float(t.double().square().sum()) for t in theirs.values()))
     floor = 0.05 * whole * math.sqrt(theirs["layer.2"].numel() / sum(t.numel() for t in theirs.values()))

@@ -21,9 +21,7 @@ def settings(tmp_path: Path) -> Settings:
     settings = load_settings("rstar2-tiny-cpu", ["algorithm.kl_beta=0.01"])
     settings.rollout.model.model_path = str(tmp_path / "base")
     settings.cold_start.enabled, settings.cold_start.cache_dir = True, str(tmp_path / "cache")
-    settings.cold_start.phases = [
-        SFTPhaseSettings(name="format", data_path=str(data), steps=1, batch_size=1, lr=1e-3)
-    ]
+    settings.cold_start.phases = [SFTPhaseSettings(name="format", data_path=str(data), steps=1, batch_size=1, lr=1e-3)]
     directory = cache_dir(settings)
     (directory / "model").mkdir(parents=True)
     (directory / "model" / "config.json").write_text("{}")

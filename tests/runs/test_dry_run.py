@@ -79,15 +79,7 @@ def test_batch_is_the_released_one_or_the_papers_by_name(name: str) -> None:
     sampling = s.algorithm.down_sampling.down_sampling_config
     paper = name.endswith("-paper")
     assert s.data.rollout_batch_size == (512 if paper else 128)
-    assert (
-        s.algorithm.group_size,
-        sampling.down_sample_to_n,
-        s.algorithm.sampling_params.max_new_tokens,
-    ) == (
-        32,
-        16,
-        8192,
-    )
+    assert (s.algorithm.group_size, sampling.down_sample_to_n, s.algorithm.sampling_params.max_new_tokens) == (32, 16, 8192)
     assert sampling.mode == ("paper" if paper else "released")
     assert s.agentloop.max_assistant_turns == (10 if paper else 5)
     lines = (CONFIG_DIR / f"{name}.yaml").read_text().splitlines()
@@ -126,9 +118,7 @@ def test_dry_run_of_sft_plans_it_and_misses_its_data(capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert "128 conversations of at most 10240 tokens" in captured.out and "KV cache" not in captured.out
     assert "3 epochs, lr 5e-06, 4.0% warm-up, then cosine" in captured.out
-    assert (
-        "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files" in captured.err
-    )
+    assert "sft.train_data_paths is empty; data_process/build_sft_dataset.py writes such files" in captured.err
     assert main(["rstar2-qwen2.5-7b-megatron", "runner.task_type=preference", "--dry-run"]) == 0
     captured = capsys.readouterr()
     assert "512 comparisons of prefixes of at most 10240 tokens" in captured.out
@@ -144,9 +134,7 @@ def test_an_rlinf_yaml_runs_through_dry_run(tmp_path: Path, capsys: pytest.Captu
     path.write_text(yaml.safe_dump(RLINF_7B, sort_keys=False))
     assert main([str(path), "--dry-run"]) == 0
     captured = capsys.readouterr()
-    assert (
-        captured.out.endswith("fits\n") and "128 problems x 32 rollouts = 4096 trajectories" in captured.out
-    )
+    assert captured.out.endswith("fits\n") and "128 problems x 32 rollouts = 4096 trajectories" in captured.out
     assert "tensor 2 x pipeline 1" in captured.out
     honoured = set(valid_keys())
     # Nothing to say about these: their value is the only one there is, or it is null.

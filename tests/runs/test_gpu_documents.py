@@ -32,9 +32,7 @@ def text(name: str) -> str:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_a_document_names_is_there(name: str) -> None:
     words = text(name)
-    paths = re.findall(
-        r"\b((?:docs|scripts|config|tests|docker|benchmarks|requirements|data_process)/[\w./-]*\w)", words
-    )
+    paths = re.findall(r"\b((?:docs|scripts|config|tests|docker|benchmarks|requirements|data_process)/[\w./-]*\w)", words)
     assert paths and [p for p in set(paths) if not (ROOT / p).exists()] == []
     modules = re.findall(r"-m ((?:rstar2_megatron|benchmarks)[\w.]*)", words)
     files = [ROOT.joinpath(*module.split(".")) for module in modules]
@@ -91,17 +89,12 @@ def test_commands_take_the_options_that_the_documents_give_them() -> None:
     scripts = re.findall(r"(data_process/\w+\.py) (.*)", both)
     assert len(scripts) == 2
     for script, words in scripts:
-        done = subprocess.run(
-            [sys.executable, script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
+        done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=120)
         assert done.returncode == 0, done.stderr[-500:]
         for option in re.findall(r"(?<!\S)--[\w-]+", words):
             assert option in done.stdout, (script, option)
     ray = subprocess.run(
-        [str(Path(sys.executable).with_name("ray")), "start", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [str(Path(sys.executable).with_name("ray")), "start", "--help"], capture_output=True, text=True, timeout=120
     )
     for option in re.findall(r"--[\w-]+", " ".join(re.findall(r"ray start (.*)", both))):
         assert option in ray.stdout, option

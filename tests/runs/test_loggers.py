@@ -25,10 +25,7 @@ for step in (1, 2, 3):
     log.log({"rollout/reward_scores": step / 10, "eval/pass@4": 0.5, "train/actor/lr": 1e-6}, step)
 log.finish()
 """
-EXPECTED = {
-    "rollout/reward_scores": {1: 0.1, 2: 0.2, 3: 0.3},
-    "train/actor/lr": dict.fromkeys((1, 2, 3), 1e-06),
-}
+EXPECTED = {"rollout/reward_scores": {1: 0.1, 2: 0.2, 3: 0.3}, "train/actor/lr": dict.fromkeys((1, 2, 3), 1e-06)}
 
 
 @pytest.mark.timeout(180)
@@ -40,12 +37,7 @@ def test_every_backend_holds_every_step_offline(tmp_path: Path) -> None:
         "runner.logger.swanlab_mode=offline",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
+        [sys.executable, "-c", PROGRAM, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for backend in ("tensorboard", "wandb"):

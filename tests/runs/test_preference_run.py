@@ -16,12 +16,7 @@ from rstar2_megatron.runs.main import main
 from tests.rollout.tiny import make_model
 from tests.search.written_trees import write_trees
 
-OFF = [
-    "cold_start.enabled=False",
-    "cold_start.builder=null",
-    "data.train_data_paths=[]",
-    "data.val_data_paths=[]",
-]
+OFF = ["cold_start.enabled=False", "cold_start.builder=null", "data.train_data_paths=[]", "data.val_data_paths=[]"]
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +48,7 @@ def test_trees_without_pairs_and_comparisons_without_room_end_with_1(
     """Before Ray starts."""
     assert main([*words, "preference.min_distance=500"]) == 1
     assert "no pair to train on in 8 trees" in capfd.readouterr().err
-    short = [
-        "data.max_prompt_length=32",
-        "algorithm.sampling_params.max_new_tokens=32",
-        "runner.seq_length=64",
-    ]
+    short = ["data.max_prompt_length=32", "algorithm.sampling_params.max_new_tokens=32", "runner.seq_length=64"]
     assert main([*words, *short, "runner.max_tokens_per_mbs=64"]) == 1
     assert "a micro-batch has room for 64: raise runner.max_tokens_per_mbs" in capfd.readouterr().err
 

@@ -27,8 +27,7 @@ def model(tmp_path: Path) -> Path:
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "train.jsonl"
     rows = [
-        {"prompt": [{"role": "user", "content": f"{i}+1?"}], "solutions": [str(i + 1)], "query_id": f"q{i}"}
-        for i in range(20)
+        {"prompt": [{"role": "user", "content": f"{i}+1?"}], "solutions": [str(i + 1)], "query_id": f"q{i}"} for i in range(20)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -48,9 +47,7 @@ def tiny(model: Path, data: Path, *overrides: str) -> Settings:
     ).settings
 
 
-def test_an_allocator_that_moves_memory_is_refused(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_allocator_that_moves_memory_is_refused(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512, expandable_segments: True")
     with pytest.raises(ConfigError, match=r"PYTORCH_ALLOC_CONF=max_split.*take it out of the environment"):
         check_before_start(tiny(model, data))
@@ -65,10 +62,7 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["data.max_prompt_length=600", "runner.seq_length=640"],
-            r"=600 \+ .*=256 exceed .*=640; set runner.seq_length=856",
-        ),
+        (["data.max_prompt_length=600", "runner.seq_length=640"], r"=600 \+ .*=256 exceed .*=640; set runner.seq_length=856"),
         (["runner.max_steps=9", "runner.trace=[3,10]"], r"runner.trace=\[3, 10\] names step 10, but .*=9"),
         (["runner.max_steps=9", "runner.profiler.steps=10"], r"runner.profiler.steps=\[10\] names step 10"),
         (["algorithm.group_size=4"], r"down_sample_to_n=8 exceeds algorithm.group_size=4"),
@@ -83,15 +77,9 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
         (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),
         (["algorithm.importance_sampling_fix=True"], r"set algorithm.recompute_logprobs=True"),
+        (["algorithm.decoupled_loss=True"], r"decoupled_loss=True clips .* set algorithm.recompute_logprobs=True"),
         (
-            ["algorithm.decoupled_loss=True"],
-            r"decoupled_loss=True clips .* set algorithm.recompute_logprobs=True",
-        ),
-        (
-            [
-                f"algorithm.{key}=True"
-                for key in ("decoupled_loss", "importance_sampling_fix", "recompute_logprobs")
-            ],
+            [f"algorithm.{key}=True" for key in ("decoupled_loss", "importance_sampling_fix", "recompute_logprobs")],
             r"weigh every token twice by the same ratio; set one of them to False",
         ),
         (["algorithm.icepop=[1.5,5]"], r"\[1.5, 5\] is no band of ratios around 1: .* 0 < low <= 1 <= high"),
@@ -102,10 +90,7 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             ["rollout.sglang.server_args={preferred_sampling_params: '{\"min_p\": 0.1}'}"],
             r"preferred_sampling_params=.* in training: .*; remove min_p",
         ),
-        (
-            ["rollout.sglang.server_args={speculative_algorithm: NGRAM}"],
-            r"speculative_algorithm=NGRAM on CPU slots: .* argmax",
-        ),
+        (["rollout.sglang.server_args={speculative_algorithm: NGRAM}"], r"speculative_algorithm=NGRAM on CPU slots: .* argmax"),
         (["cluster.num_nodes=2"], r"num_nodes=2 needs a Ray cluster .*RAY_ADDRESS is not set"),
         (["rollout.max_total_tokens=100"], r"rollout.max_total_tokens=100 cannot hold one trajectory"),
         (["algorithm.n_minibatches=1000"], r"n_minibatches=1000 exceeds the 128 trajectories"),
@@ -117,27 +102,15 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         (["cluster.component_placement={actor: 0, rollout: 0}"], r"does not place reward"),
         (["cluster.component_placement={'actor,rollout,reward': 0, actor: 1}"], r"names actor twice"),
         (["cluster.component_placement=all"], r"must name actor, rollout and reward"),
-        (
-            ["actor.model.tensor_model_parallel_size=3"],
-            r"tensor_model_parallel_size=3 does not divide .*\(4\)",
-        ),
+        (["actor.model.tensor_model_parallel_size=3"], r"tensor_model_parallel_size=3 does not divide .*\(4\)"),
         (["actor.model.pipeline_model_parallel_size=3"], r"4 layers do not divide into 3 pipeline stages"),
-        (
-            ["actor.model.tensor_model_parallel_size=1", "actor.model.context_parallel_size=4"],
-            r"2 actor ranks",
-        ),
+        (["actor.model.tensor_model_parallel_size=1", "actor.model.context_parallel_size=4"], r"2 actor ranks"),
         (["rollout.tensor_parallel_size=4"], r"rollout.tensor_parallel_size=4 does not divide the 2 slots"),
         (["cluster.component_placement.actor=0"], r"names actor twice"),
-        (
-            ["algorithm.sampling_params.max_new_tokens=4000"],
-            r"exceeds the model's max_position_embeddings=2048",
-        ),
+        (["algorithm.sampling_params.max_new_tokens=4000"], r"exceeds the model's max_position_embeddings=2048"),
         (["data.rollout_batch_size=21"], r"has 20 problems, a step needs data.rollout_batch_size=21"),
         (["data.train_data_paths=[/nowhere/x.jsonl]"], r"data file /nowhere/x.jsonl does not exist"),
-        (
-            ["rollout.model.model_path=/nowhere"],
-            r"model_path=/nowhere is not a directory; give a Hugging Face",
-        ),
+        (["rollout.model.model_path=/nowhere"], r"model_path=/nowhere is not a directory; give a Hugging Face"),
         (["rollout.model.model_path=tiny:model"], r"is made by the cold start"),
         (["data.train_data_paths=['tiny:train']"], r"is made by the cold start"),
         (
@@ -213,9 +186,7 @@ def test_evaluation_may_sample_as_it_likes(model: Path, data: Path) -> None:
     assert check_before_start(tiny(model, data, *overrides, "algorithm.sampling_params.top_p=0.9")) == []
 
 
-def test_a_judge_that_other_nodes_cannot_reach(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_that_other_nodes_cannot_reach(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = tiny(model, data, "cluster.num_nodes=2", "tools.codejudge.host_addr=localhost")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match=r"host_addr=localhost is loopback, which .* other 1 nodes cannot"):
@@ -240,14 +211,10 @@ def test_a_dry_run_warns_of_what_is_on_another_machine() -> None:
 
 
 @pytest.mark.parametrize("visible", ["4,5,6,7", "", "GPU-1,GPU-2", "0,1,2,3,4,5,6", "-1"])
-def test_hidden_gpus_are_refused_before_rlinf_uses_them(
-    visible: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_gpus_are_refused_before_rlinf_uses_them(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load("rstar2-qwen2.5-7b-megatron").settings
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(
-        ConfigError, match=rf"CUDA_VISIBLE_DEVICES={visible} hides some of the 8 GPUs.*component_placement"
-    ):
+    with pytest.raises(ConfigError, match=rf"CUDA_VISIBLE_DEVICES={visible} hides some of the 8 GPUs.*component_placement"):
         check_before_start(settings, find_gpus=lambda: (8, 80.0))
 
 

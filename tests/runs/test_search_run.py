@@ -30,9 +30,7 @@ SOLUTIONS = [("always", 1.0), ("mixed", 1.0), ("mixed", 0.0), ("never", 0.0)]
         (["difficulty_filter.drop_always_solved=False"], ["always", "mixed", "never", "unfinished"]),
     ],
 )
-def test_problems_are_kept_by_the_pass_rates_of_their_trees(
-    tmp_path: Path, words: list[str], kept: list[str]
-) -> None:
+def test_problems_are_kept_by_the_pass_rates_of_their_trees(tmp_path: Path, words: list[str], kept: list[str]) -> None:
     counts = tmp_path / "mcts.pass_counts.jsonl"
     write_jsonl(counts, (asdict(count) for count in pass_counts(PROBLEMS, SOLUTIONS)))
     settings = load("rstar2-tiny-cpu", words).settings
@@ -44,10 +42,7 @@ def test_problems_are_kept_by_the_pass_rates_of_their_trees(
 
 
 def test_a_reasoning_stage_takes_the_problems_of_a_search(tmp_path: Path) -> None:
-    stages = [
-        {"name": "search", "task": "search"},
-        {"name": "rl", "problems_from": "search"},
-    ]
+    stages = [{"name": "search", "task": "search"}, {"name": "rl", "problems_from": "search"}]
     recipe = Recipe.model_validate({"name": "r", "config": "rstar2-qwen2.5-7b-megatron", "stages": stages})
     plan = StagePlan(recipe, [f"runner.output_dir={tmp_path}"])
     assert plan.settings(recipe.stages[1]).data.train_data_paths == [str(tmp_path / "r/search/train.jsonl")]

@@ -50,11 +50,7 @@ def test_paper_stages_are_shipped() -> None:
     assert [s.agentloop.max_assistant_turns for s in rl] == [10, 10, 15]
     assert [s.runner.seq_length for s in rl] == [10240, 14336, 14336]
     assert all(s.data.rollout_batch_size == 512 and s.actor.optim.lr == 1e-6 for s in rl)
-    assert (r.stages[2].optimizer, r.stages[4].optimizer, r.stages[4].problems_from) == (
-        "keep",
-        "reset",
-        "filter",
-    )
+    assert (r.stages[2].optimizer, r.stages[4].optimizer, r.stages[4].problems_from) == ("keep", "reset", "filter")
     sft = stages.settings(r.stages[0], for_plan=True).sft
     assert (sft.epochs, sft.lr, sft.warmup_ratio, sft.batch_size) == (3, 5e-6, 0.04, 128)
     (condition,) = rl[0].runner.stop_when
@@ -101,9 +97,7 @@ def test_trees_and_reward_models_are_passed_on(tmp_path: Path) -> None:
         str(root / name / "model") for name in ("base", "base", "sft-1", "sft-1", "base")
     ]
     assert settings["ppm-1"].preference.train_data_paths == [str(root / "search-1/mcts.jsonl")]
-    assert settings["sft-2"].sft.train_data_paths == [
-        str(root / name / "mcts.sft.jsonl") for name in ("search-1", "search-2")
-    ]
+    assert settings["sft-2"].sft.train_data_paths == [str(root / name / "mcts.sft.jsonl") for name in ("search-1", "search-2")]
     assert settings["search-1"].search.reward_model is None
     assert settings["search-2"].search.reward_model == str(root / "ppm-1/model")
 
@@ -150,17 +144,12 @@ def test_overrides_of_all_stages_and_of_one(tmp_path: Path) -> None:
         tmp_path,
         "actor.optim.lr=1e-5",
         "rl-b/runner.max_steps=9",
-        overrides={
-            "algorithm.group_size": 4,
-            "algorithm.down_sampling.down_sampling_config.down_sample_to_n": 4,
-        },
+        overrides={"algorithm.group_size": 4, "algorithm.down_sampling.down_sampling_config.down_sample_to_n": 4},
     )
     a, b = (stages.settings(s, for_plan=True) for s in stages.recipe.stages[1:3])
     assert (a.runner.max_steps, b.runner.max_steps) == (3, 9)
     assert a.actor.optim.lr == b.actor.optim.lr == 1e-5 and b.algorithm.group_size == 4
-    paths = plan(tmp_path, "data.train_data_paths=[/data/x.jsonl]").settings(
-        stages.recipe.stages[1], for_plan=True
-    )
+    paths = plan(tmp_path, "data.train_data_paths=[/data/x.jsonl]").settings(stages.recipe.stages[1], for_plan=True)
     assert paths.data.train_data_paths == ["/data/x.jsonl"]
     assert plan(tmp_path, "runner.experiment_name=other").root == tmp_path / "other"
 
@@ -173,9 +162,7 @@ def test_a_placement_survives_too() -> None:
 
 def test_a_stage_that_cannot_keep_an_optimizer_says_so(tmp_path: Path) -> None:
     stages = plan(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"rl-b keeps the optimizer of stage rl-a, but .* has no checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"rl-b keeps the optimizer of stage rl-a, but .* has no checkpoint"):
         stages.settings(stages.recipe.stages[2])
 
 
@@ -212,10 +199,7 @@ def test_recipes_that_do_not_fit_together(tmp_path: Path, stages: list[Any], mes
     ("words", "message"),
     [
         (["recipe=rstar2-agent-14"], "nearest: rstar2-agent-14b"),
-        (
-            ["recipe=rstar2-tiny", "rl-shrt/runner.max_steps=1"],
-            "has no stage 'rl-shrt'; its stages are copy, sft",
-        ),
+        (["recipe=rstar2-tiny", "rl-shrt/runner.max_steps=1"], "has no stage 'rl-shrt'; its stages are copy, sft"),
         (["recipe=rstar2-tiny", "rstar2-qwen2.5-7b-megatron"], "names its configuration itself"),
         (["recipe=rstar2-tiny", "runner.max_step=1"], "stage copy: unknown key runner.max_step"),
     ],
@@ -241,13 +225,8 @@ def test_one_curve_over_all_stages_with_their_borders(tmp_path: Path) -> None:
         directory.mkdir(parents=True)
         rows = [{"step": n, "rollout/pass_rate": 0.1 * n, "time/step": 1.0} for n in range(1, steps + 1)]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (directory / "held_out.json").write_text(
-            json.dumps({"before_rl": 0.1, "after_rl": 0.1 * steps, "seconds": 60})
-        )
-    done = {
-        name: {"status": "done", "seconds": seconds}
-        for name, seconds in (("sft", 30), ("rl-a", 60), ("rl-b", 45))
-    }
+        (directory / "held_out.json").write_text(json.dumps({"before_rl": 0.1, "after_rl": 0.1 * steps, "seconds": 60}))
+    done = {name: {"status": "done", "seconds": seconds} for name, seconds in (("sft", 30), ("rl-a", 60), ("rl-b", 45))}
     (stages.root / "recipe.json").write_text(json.dumps({"stages": done}))
     curves = write_curve(stages)
     assert curves is not None and curves.stat().st_size > 10_000

@@ -24,9 +24,7 @@ def held(values: list[float | None], **condition: Any) -> str:
 def test_so_many_values_in_a_row() -> None:
     assert not held([0.1, 0.12], at_least=0.1, times=3)
     assert not held([0.1, 0.05, 0.12, 0.12], at_least=0.1, times=3)
-    assert held([0.0, 0.1, 0.12, 0.2], at_least=0.1, times=3) == (
-        "rollout/clip_ratio >= 0.1 3 times (0.1, 0.12, 0.2)"
-    )
+    assert held([0.0, 0.1, 0.12, 0.2], at_least=0.1, times=3) == ("rollout/clip_ratio >= 0.1 3 times (0.1, 0.12, 0.2)")
     assert held([0.5, 0.04], at_most=0.05) and not held([0.5, 0.06], at_most=0.05)
     assert held([0.1], at_least=0.08, at_most=0.12) and not held([0.2], at_least=0.08, at_most=0.12)
 
@@ -45,10 +43,7 @@ def test_means_are_over_whole_spans_from_the_first_step() -> None:
 
 
 def test_any_condition_will_do_and_none_never_holds() -> None:
-    conditions = [
-        StopCondition(metric="eval/average", at_least=0.5),
-        StopCondition(metric=CLIP, at_least=0.1),
-    ]
+    conditions = [StopCondition(metric="eval/average", at_least=0.5), StopCondition(metric=CLIP, at_least=0.1)]
     assert first_that_holds(conditions, rows(0.2)).startswith(CLIP)
     assert first_that_holds([], rows(0.2)) == ""
     with pytest.raises(ValidationError, match="at_least or at_most"):

@@ -37,9 +37,7 @@ def settings(**values: object) -> SearchSettings:
     return SearchSettings.model_validate({"depth": 3, "rollouts": 6, **values})
 
 
-def letters(
-    depth: int, alphabet: str, judge: Callable[[str], float], score: Callable[[str], float | None]
-) -> Policy:
+def letters(depth: int, alphabet: str, judge: Callable[[str], float], score: Callable[[str], float | None]) -> Policy:
     """Every letter is a step; after `depth` of them comes one answer, worth judge(path)."""
 
     def propose(path: str) -> list[Step]:

@@ -35,13 +35,7 @@ def row(name: str, right: int, problems: int = 40) -> dict[str, Any]:
     ],
 )
 def test_greedy_and_both_majorities_must_be_beaten(
-    mcts: int,
-    greedy: int,
-    votes: int,
-    more: int,
-    passed: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    mcts: int, greedy: int, votes: int, more: int, passed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row("greedy", greedy), row(CHOSEN, mcts), row(f"majority@{VOTES}", votes)]
     rows.append(row("sampling, majority@17", more))

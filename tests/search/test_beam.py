@@ -49,10 +49,7 @@ def test_a_finished_beam_lowers_the_width() -> None:
 
 
 def test_a_path_without_an_answer_is_not_kept() -> None:
-    policy = {
-        "": [Step("a", value=0.9, ending=FinishReason.LENGTH_LIMIT), Step("b", value=0.1)],
-        "b": [finished("!", 0.3)],
-    }
+    policy = {"": [Step("a", value=0.9, ending=FinishReason.LENGTH_LIMIT), Step("b", value=0.1)], "b": [finished("!", 0.3)]}
     search = Beam(settings(depth=3, beam_width=1))
     assert drive(search, policy.__getitem__) == ["", "b"]
     assert [node.q for node in search.tree.root.children] == [-1.0, 0.1]
@@ -89,9 +86,7 @@ def test_choices() -> None:
     assert valued is not None and valued.answer == "3"
     assert most_valued(found[:2], same) == found[1]
     assert best_value([]) is None and most_frequent([], same) is None and most_valued([], same) is None
-    assert (
-        most_frequent([Solution("0.1", "3", 0, 0), Solution("0.2", "5", 0, 1, copies=2)], same).answer == "5"
-    )  # type: ignore[union-attr]
+    assert most_frequent([Solution("0.1", "3", 0, 0), Solution("0.2", "5", 0, 1, copies=2)], same).answer == "5"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("field", ["depth", "candidates", "rollouts", "beam_width"])

@@ -29,14 +29,7 @@ def pool():
         yield grader
 
 
-def make(
-    tokenizer: Any,
-    pool: GraderPool,
-    turns: list[Any],
-    judge: Any = None,
-    guide: str = "answers",
-    **settings: Any,
-):
+def make(tokenizer: Any, pool: GraderPool, turns: list[Any], judge: Any = None, guide: str = "answers", **settings: Any):
     loop = make_loop(tokenizer, turns, judge, **settings)
     searching = SearchSettings(guide=guide)
     return Expander(loop, Values(searching, pool, LikelihoodScorer()), searching), loop

@@ -62,9 +62,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(
-    memorised_model: Path, data: Path, port: int, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def whole(memorised_model: Path, data: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The trees of a search without a fault."""
     out = tmp_path_factory.mktemp("whole")
     with judge_at(port):

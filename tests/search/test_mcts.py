@@ -62,9 +62,7 @@ def finds(search: MCTS) -> list[str]:
         ),
     ],
 )  # fmt: skip
-def test_released_rules_give_the_golden_traces(
-    policy: Policy, order: list[str], golden: dict[str, tuple[float, int]]
-) -> None:
+def test_released_rules_give_the_golden_traces(policy: Policy, order: list[str], golden: dict[str, tuple[float, int]]) -> None:
     search = MCTS(settings(rules="released", rollouts=6))
     drive(search, policy)
     assert finds(search) == order
@@ -126,16 +124,8 @@ def policies(draw: st.DrawFn) -> Policy:
     return propose
 
 
-@given(
-    policies(),
-    st.integers(1, 40),
-    st.integers(1, 5),
-    st.sampled_from(["paper", "released"]),
-    st.integers(1, 3),
-)
-def test_values_equal_a_slow_recomputation(
-    policy: Policy, rollouts: int, depth: int, rules: str, threshold: int
-) -> None:
+@given(policies(), st.integers(1, 40), st.integers(1, 5), st.sampled_from(["paper", "released"]), st.integers(1, 3))
+def test_values_equal_a_slow_recomputation(policy: Policy, rollouts: int, depth: int, rules: str, threshold: int) -> None:
     """N and q from the list of solutions and the nodes' own scores alone."""
     search = MCTS(settings(rollouts=rollouts, depth=depth, rules=rules, errors_threshold=threshold))
     expanded = drive(search, policy)

@@ -81,11 +81,7 @@ def searching(**values: Any) -> SearchSettings:
 
 
 async def search(
-    engine: EngineClient,
-    judge: JudgeClient,
-    path: Path,
-    settings: SearchSettings,
-    stop_after: int | None = None,
+    engine: EngineClient, judge: JudgeClient, path: Path, settings: SearchSettings, stop_after: int | None = None
 ) -> Progress:
     """Search all problems into `path`; `stop_after` ends it in the middle, as a kill would."""
     stop = asyncio.Event()
@@ -128,9 +124,7 @@ def trees(path: Path) -> dict[str, list[Any]]:
     return kept
 
 
-async def test_one_greedy_candidate_is_the_agent_loop(
-    engine: EngineClient, judge: JudgeClient, tmp_path: Path
-) -> None:
+async def test_one_greedy_candidate_is_the_agent_loop(engine: EngineClient, judge: JudgeClient, tmp_path: Path) -> None:
     settings = searching(candidates=1, rollouts=1, temperature=0.0, errors_threshold=None)
     await search(engine, judge, tmp_path / "mcts.jsonl", settings)
     loop = make_loop(engine, judge, 0.0, settings.depth)
@@ -160,13 +154,7 @@ async def test_interrupted_searches_end_with_the_same_trees(
     assert progress.problems == 3 and not progress.spoiled
     expected = trees(whole)
     assert sum(map(len, expected.values())) >= 9  # a root, a step and an answer each, at least
-    calls = [
-        call["outcome"]
-        for nodes in expected.values()
-        for n in nodes
-        if n["step"]
-        for call in n["step"]["tool_calls"]
-    ]
+    calls = [call["outcome"] for nodes in expected.values() for n in nodes if n["step"] for call in n["step"]["tool_calls"]]
     assert {"ok", "timeout", "malformed"} <= set(calls), "the judge must have something to do"
 
     path = tmp_path / "mcts.jsonl"

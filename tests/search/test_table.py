@@ -45,11 +45,7 @@ def test_every_choice_is_a_row() -> None:
 
 def test_sampling_has_the_scores_of_its_attempts() -> None:
     rows = results(
-        "sampling",
-        SearchedSet("sampling", FOUND, TOKENS, dict.fromkeys("abc", 3)),
-        same_answer,
-        valued=True,
-        by_answers=True,
+        "sampling", SearchedSet("sampling", FOUND, TOKENS, dict.fromkeys("abc", 3)), same_answer, valued=True, by_answers=True
     )
     assert {row.name: sum(row.scores.values()) for row in rows} == {
         "sampling, avg@1": pytest.approx(1 / 3),
@@ -70,13 +66,7 @@ def test_attempts_count_up_to_the_tokens_of_the_search() -> None:
         node.step.mask = np.ones(n, np.uint8)
     problem = Problem("q", [{"role": "user", "content": "?"}], ["!"])
     row = tree_row(problem, search, "sampling", 1.0)
-    for budget, attempts, tokens in (
-        (None, 4, 6),
-        ({"q": 6}, 4, 6),
-        ({"q": 5}, 3, 5),
-        ({"q": 4}, 2, 3),
-        ({"q": 1}, 1, 2),
-    ):
+    for budget, attempts, tokens in ((None, 4, 6), ({"q": 6}, 4, 6), ({"q": 5}, 3, 5), ({"q": 4}, 2, 3), ({"q": 1}, 1, 2)):
         searched = read_set([row], {"q"}, budget)
         assert (searched.attempts, searched.tokens) == ({"q": attempts}, {"q": tokens})
         assert len(searched.found["q"]) == attempts
@@ -85,25 +75,16 @@ def test_attempts_count_up_to_the_tokens_of_the_search() -> None:
 
 def test_rendered_against_greedy() -> None:
     greedy = results(
-        "greedy",
-        SearchedSet("sampling", FOUND, TOKENS, dict.fromkeys("abc", 1)),
-        same_answer,
-        valued=True,
-        by_answers=True,
+        "greedy", SearchedSet("sampling", FOUND, TOKENS, dict.fromkeys("abc", 1)), same_answer, valued=True, by_answers=True
     )
-    rows = greedy + results(
-        "mcts", SearchedSet("mcts", FOUND, TOKENS), same_answer, valued=True, by_answers=True
-    )
+    rows = greedy + results("mcts", SearchedSet("mcts", FOUND, TOKENS), same_answer, valued=True, by_answers=True)
     text = render(rows, 3)
     assert "mcts, best value (uses the answers)" in text and text.splitlines()[2].startswith("greedy")
     assert "33.3 [" in text and "60" in text
 
 
 def test_paired_differences() -> None:
-    first, second = (
-        {str(i): float(i % 4 > 0) for i in range(80)},
-        {str(i): float(i % 4 > 1) for i in range(80)},
-    )
+    first, second = ({str(i): float(i % 4 > 0) for i in range(80)}, {str(i): float(i % 4 > 1) for i in range(80)})
     difference = paired_difference(first, second)
     assert difference.value == 0.25 and 0.1 < difference.low < 0.25 < difference.high < 0.4
     same = paired_difference(first, first)

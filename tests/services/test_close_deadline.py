@@ -39,14 +39,9 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("how", "code", "seconds"), [("hangs", 143, 1.0), ("ends", 7, 300.0)])
-def test_a_clean_up_that_hangs_is_ended_with_all_its_processes(
-    tmp_path: Path, how: str, code: int, seconds: float
-) -> None:
+def test_a_clean_up_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, how: str, code: int, seconds: float) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(tmp_path), str(seconds), how],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", _PROGRAM, str(tmp_path), str(seconds), how], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == code, ended.stderr
     by_force = how == "hangs"

@@ -31,9 +31,7 @@ def test_a_scrape_has_the_step_and_the_running_phase() -> None:
     port = free_port("127.0.0.1")
     server = MetricsServer("127.0.0.1", port)
     try:
-        server.set_step(
-            {"step": 7.0, "rollout/pass_rate": 0.5, "eval/average": None, "time/step": float("nan")}
-        )
+        server.set_step({"step": 7.0, "rollout/pass_rate": 0.5, "eval/average": None, "time/step": float("nan")})
         loads = [EngineLoad(0, 10, [5, 6], 3, 1, 40, 100), EngineLoad(1, 10, [5], 0, 0, 20, 100)]
         export_progress(server, Progress("", 2, 8, 20, 4.0, 12.0, loads))
         values = scrape(port)

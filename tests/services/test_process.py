@@ -26,9 +26,7 @@ time.sleep(600)
 
 def start(program: str) -> tuple[subprocess.Popen[bytes], str]:
     """A leader of its own session, and the first line that it prints."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     return process, process.stdout.readline().decode()
 

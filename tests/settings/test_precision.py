@@ -25,9 +25,7 @@ X86 = "processor\t: 0\nflags\t\t: fpu vme {}\nvmx flags\t: vnmi\n\nprocessor\t: 
         ("", "fp32"),
     ],
 )
-def test_the_processor_decides_on_cpu_slots(
-    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processor_decides_on_cpu_slots(text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(precision, "_CPUINFO", tmp_path / "cpuinfo")
     loaded = load(SMOLLM2, AUTO)

@@ -84,9 +84,7 @@ def test_a_split_that_pays_is_recommended_with_its_seconds() -> None:
         text,
     )
     assert found is not None, text
-    assert (
-        float(found[3]) == pytest.approx(int(found[1]) / int(found[2]), rel=0.05) and float(found[3]) > 1.02
-    )
+    assert float(found[3]) == pytest.approx(int(found[1]) / int(found[2]), rel=0.05) and float(found[3]) > 1.02
 
 
 def test_splits_keep_the_layouts_and_count_what_recompute_costs() -> None:

@@ -50,10 +50,7 @@ def test_without_the_switch_nothing_changes() -> None:
 
 
 def test_the_command_line_and_the_named_yaml_override_the_switch(tmp_path: Path) -> None:
-    data = {
-        "defaults": [SIZE, "_self_"],
-        "algorithm": {"variant": "released", "clip_ratio_c": 4.0},
-    }
+    data = {"defaults": [SIZE, "_self_"], "algorithm": {"variant": "released", "clip_ratio_c": 4.0}}
     loaded = load(written(tmp_path / "mine.yaml", data), ["reward.mode=paper"])
     settings = loaded.settings
     assert settings.algorithm.clip_ratio_c == 4.0 and settings.reward.mode == "paper"
@@ -74,9 +71,7 @@ def test_the_saved_configuration_keeps_the_values(tmp_path: Path) -> None:
 
 
 def test_an_unknown_variant_names_the_known() -> None:
-    with pytest.raises(
-        ConfigError, match=r"algorithm.variant='relased'; it is paper, released, released-rlinf"
-    ):
+    with pytest.raises(ConfigError, match=r"algorithm.variant='relased'; it is paper, released, released-rlinf"):
         load(SIZE, ["algorithm.variant=relased"])
 
 
@@ -125,16 +120,11 @@ def test_rlinfs_global_token_scale_is_our_token_mean(tmp_path: Path) -> None:
             {"reward__reward_type": "math", "actor__training_backend": "fsdp", "algorithm__adv_type": "gae"},
             "reward.reward_type='math': RLinf's reasoning tasks train one answer without a tool",
         ),
-        (
-            {"actor__training_backend": "fsdp"},
-            "actor.training_backend='fsdp': the actor here is Megatron-core",
-        ),
+        ({"actor__training_backend": "fsdp"}, "actor.training_backend='fsdp': the actor here is Megatron-core"),
         ({"rollout__rollout_backend": "vllm"}, "rollout.rollout_backend='vllm': the engine here is SGLang"),
     ],
 )
-def test_rlinfs_other_yamls_are_refused_with_the_one_reason(
-    tmp_path: Path, changes: dict, reason: str
-) -> None:
+def test_rlinfs_other_yamls_are_refused_with_the_one_reason(tmp_path: Path, changes: dict, reason: str) -> None:
     data = rlinf(**changes)
     if "reward__reward_type" in changes:  # a reasoning YAML has none of these
         del data["agentloop"], data["tools"], data["algorithm"]["down_sampling"]

@@ -60,10 +60,7 @@ def test_rows_keep_ids_and_masks(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_long_rows_are_cut_and_those_without_a_trained_token_left_out(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.jsonl",
-        [{"segments": [["a" * 40, 0], ["b", 1]]}, {"segments": [["a", 0], ["b c d e f g", 1]]}],
-    )
+    path = write(tmp_path / "a.jsonl", [{"segments": [["a" * 40, 0], ["b", 1]]}, {"segments": [["a", 0], ["b c d e f g", 1]]}])
     rows = load_sft_rows([path], tokenizer, 4)
     assert (len(rows), rows.skipped, rows[0].length) == (1, 1, 4)
     with pytest.raises(DataError, match="no rows to train on"):

@@ -33,9 +33,7 @@ def test_training_and_heldout_problems_are_disjoint(built: TinyPaths) -> None:
 
 
 def test_rows_have_the_schema_of_the_data_files(built: TinyPaths) -> None:
-    rows = [
-        json.loads(line) for path in (built.train, built.heldout) for line in path.read_text().splitlines()
-    ]
+    rows = [json.loads(line) for path in (built.train, built.heldout) for line in path.read_text().splitlines()]
     assert len({row["query_id"] for row in rows}) == len(rows)
     for row in rows:
         assert set(row) == {"prompt", "solutions", "query_id", "task"}
@@ -55,18 +53,12 @@ def test_a_second_call_finds_the_first(built: TinyPaths) -> None:
     assert again == built and not lines and built.root.stat().st_mtime_ns == before
 
 
-def test_what_changes_the_data_changes_the_directory(
-    built: TinyPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "rstar2_megatron.tiny.build._build", lambda paths, *rest: paths.model.mkdir(parents=True)
-    )
+def test_what_changes_the_data_changes_the_directory(built: TinyPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rstar2_megatron.tiny.build._build", lambda paths, *rest: paths.model.mkdir(parents=True))
 
     def root(seed: int = 0, **change: Any) -> Path:
         agentloop = tiny_agent_loop().model_copy(update=change)
-        return build_tiny(
-            built.root.parent, seed, agentloop=agentloop, recipe=SMALL, progress=lambda line: None
-        ).root
+        return build_tiny(built.root.parent, seed, agentloop=agentloop, recipe=SMALL, progress=lambda line: None).root
 
     assert root(max_assistant_turns=7) == built.root
     assert len({built.root, root(seed=1), root(user_prefix="Problem: ")}) == 3

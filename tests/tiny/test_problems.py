@@ -5,16 +5,7 @@ import random
 
 import pytest
 
-from rstar2_megatron.tiny.problems import (
-    CHAINED,
-    FAMILIES,
-    MISTAKEN,
-    SIZES,
-    TinyProblem,
-    chain_code,
-    mistaken,
-    stream,
-)
+from rstar2_megatron.tiny.problems import CHAINED, FAMILIES, MISTAKEN, SIZES, TinyProblem, chain_code, mistaken, stream
 from rstar2_megatron.tiny.sft import run_trusted
 
 

@@ -9,9 +9,7 @@ import pytest
 from rstar2_megatron.training.collapse import CollapseError, CollapseWatch, EmptySteps
 
 
-def row(
-    step: int, passed: float, *, log_prob: float = -0.3, groups: int = 8, kept: int = 4
-) -> dict[str, float]:
+def row(step: int, passed: float, *, log_prob: float = -0.3, groups: int = 8, kept: int = 4) -> dict[str, float]:
     return {
         "step": step,
         "rollout/pass_rate": passed,
@@ -25,9 +23,7 @@ def row(
 def test_the_run_that_this_was_written_for_stops_at_its_first_step() -> None:
     """Pass rates 0.547 and 0.562 of 8 groups, then a broken resume: 0.000."""
     watch = CollapseWatch(3, [row(1, 0.547), row(2, 0.562)])
-    with pytest.raises(
-        CollapseError, match=r"resume from step 2 the pass rate .* 0\.5545 .* 0 over the 1 steps"
-    ):
+    with pytest.raises(CollapseError, match=r"resume from step 2 the pass rate .* 0\.5545 .* 0 over the 1 steps"):
         watch.add(row(3, 0.0, kept=0))
 
 
@@ -83,19 +79,11 @@ def test_steps_without_a_group_to_train_on_end_the_run() -> None:
     watch = CollapseWatch(3)
     for step, kept in ((1, 0), (2, 0), (3, 1), (4, 0), (5, 0)):
         watch.add(row(step, 0.1, kept=kept))
-    with pytest.raises(
-        EmptySteps, match=r"no step from 4 to 6 .*24 all wrong.*solves nothing.*max_empty_steps=3"
-    ):
+    with pytest.raises(EmptySteps, match=r"no step from 4 to 6 .*24 all wrong.*solves nothing.*max_empty_steps=3"):
         watch.add(row(6, 0.0, kept=0))
     allowed = CollapseWatch(0)
     for step in range(1, 20):
         allowed.add(row(step, 0.0, kept=0))
     easy = CollapseWatch(1)
     with pytest.raises(EmptySteps, match="too easy"):
-        easy.add(
-            {
-                **row(1, 1.0, kept=0),
-                "rollout/groups_rejected_all_correct": 8,
-                "rollout/groups_rejected_all_wrong": 0,
-            }
-        )
+        easy.add({**row(1, 1.0, kept=0), "rollout/groups_rejected_all_correct": 8, "rollout/groups_rejected_all_wrong": 0})

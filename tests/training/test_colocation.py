@@ -74,12 +74,7 @@ def test_engines_never_generate_from_forgotten_weights(run: Any) -> None:
     calls.clear()
     actor.call("save_checkpoint", timeout_s=1)
     actor.call("finish_checkpoint", timeout_s=1)
-    assert calls == [
-        "engines release_memory",
-        "actor reload",
-        "actor save_checkpoint",
-        "actor finish_checkpoint",
-    ]
+    assert calls == ["engines release_memory", "actor reload", "actor save_checkpoint", "actor finish_checkpoint"]
     calls.clear()
     rollout.call("generate", timeout_s=1)
     assert calls.index("engines receive_weights") < calls.index("engines generate")

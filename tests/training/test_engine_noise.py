@@ -16,11 +16,7 @@ from rstar2_megatron.settings.load import load_settings
 
 def test_noise_is_relative_to_each_matrix_and_repeats_with_its_seed() -> None:
     torch.manual_seed(0)
-    weights = [
-        ("large", 8 * torch.randn(200, 100)),
-        ("small", torch.randn(200, 100) / 8),
-        ("norm", torch.ones(9)),
-    ]
+    weights = [("large", 8 * torch.randn(200, 100)), ("small", torch.randn(200, 100) / 8), ("norm", torch.ones(9))]
 
     def draw(seed: int) -> dict[str, torch.Tensor]:
         return dict(perturbed(iter(weights), 0.05, torch.Generator().manual_seed(seed)))

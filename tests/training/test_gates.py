@@ -24,9 +24,7 @@ def trajectory() -> Trajectory:
 
 
 def test_trained_tokens_agree_between_rollout_and_batch() -> None:
-    gates.check_trained_tokens(
-        [trajectory()], TokenBlock.of([train_sequence(trajectory(), 1.0)]).trained_tokens
-    )
+    gates.check_trained_tokens([trajectory()], TokenBlock.of([train_sequence(trajectory(), 1.0)]).trained_tokens)
     with pytest.raises(gates.GateError, match=r"2 trained tokens but the training batch holds 3"):
         gates.check_trained_tokens([trajectory()], 3)
 
@@ -39,10 +37,7 @@ def test_actor_trains_every_token_of_the_batch() -> None:
 
 def test_a_token_that_is_too_old_is_named() -> None:
     old, new = trajectory(), trajectory()
-    old.version_spans, new.version_spans = (
-        [VersionSpan(0, 1, 4), VersionSpan(2, 3, 6)],
-        [VersionSpan(0, 3, 6)],
-    )
+    old.version_spans, new.version_spans = ([VersionSpan(0, 1, 4), VersionSpan(2, 3, 6)], [VersionSpan(0, 3, 6)])
     gates.check_staleness([old, new], version=6, bound=2)
     gates.check_staleness([new], version=6, bound=0)
     with pytest.raises(gates.GateError, match=r"weights 6 has tokens of version 4, .*max_staleness=1"):
@@ -74,9 +69,7 @@ def test_logprobs_agree_within_the_bound_of_the_precision() -> None:
 def test_a_resumed_actor_scores_the_saved_group_alike() -> None:
     gates.check_resumed_logprobs(difference(0.0, 1.0, -0.5, 1.0, -0.25), "fp32")
     far = difference(0.0, 1.0, -0.51, 1.0, -0.25)
-    with pytest.raises(
-        gates.GateError, match=r"resumed actor scores .* max 1\.00e-02 .*earlier global_step_N"
-    ):
+    with pytest.raises(gates.GateError, match=r"resumed actor scores .* max 1\.00e-02 .*earlier global_step_N"):
         gates.check_resumed_logprobs(far, "fp32")
     gates.check_resumed_logprobs(far, "bf16")
     with pytest.raises(gates.GateError, match="resumed actor"):

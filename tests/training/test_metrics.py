@@ -6,13 +6,7 @@ import pytest
 
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.training.metrics import (
-    header_line,
-    rollout_metrics,
-    staleness_metrics,
-    step_line,
-    step_metrics,
-)
+from rstar2_megatron.training.metrics import header_line, rollout_metrics, staleness_metrics, step_line, step_metrics
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory, VersionSpan
 from tests.algorithm.trajectories import trajectory
 

@@ -26,13 +26,7 @@ def main() -> int:
     parser.add_argument("config", metavar="NAME", help="as for run_rstar2.sh")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--export", type=Path, metavar="DIR", help="write verl's side to DIR and run nothing")
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        default=["verl", "grpo", "roc-paper"],
-        metavar="ARM",
-        help=f"of {', '.join(ARMS)}",
-    )
+    parser.add_argument("--arms", nargs="+", default=["verl", "grpo", "roc-paper"], metavar="ARM", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/NAME.beside-verl")
     arguments = parser.parse_intermixed_args()

@@ -127,9 +127,7 @@ class PackedAttention(MegatronModule):
     packed segments. With context parallelism keys and values are gathered over the CP ranks and masked by position.
     """
 
-    def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **kwargs: Any
-    ) -> None:
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **kwargs: Any) -> None:
         super().__init__(config)
         self.softmax_scale: float | None = kwargs.get("softmax_scale")
         collection = kwargs.get("pg_collection")
@@ -155,20 +153,11 @@ class PackedAttention(MegatronModule):
         if batch.context_mask is not None:
             return self._across_context(query, key, value, batch.context_mask)
         tokens, segments = query.size(0), len(batch.lengths)
-        if (
-            query.is_cuda
-            and query.dtype in (torch.bfloat16, torch.float16)
-            and batch.cu_seqlens_q is not None
-        ):
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and batch.cu_seqlens_q is not None:
             return self._varlen(query, key, value, batch)
         query, key, value = (self._as_batch(x.squeeze(1), segments, batch) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.size(1) != key.size(1)
         )
         out = out.transpose(1, 2).flatten(0, 1).flatten(1)  # [n * L, h * d]
         if batch.token_slot is not None:
@@ -183,9 +172,7 @@ class PackedAttention(MegatronModule):
         return x.view(segments, -1, *x.shape[1:]).transpose(1, 2)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
-        from torch.nn.attention.varlen import (
-            varlen_attn,
-        )  # imported here, because it needs a CUDA build of torch
+        from torch.nn.attention.varlen import varlen_attn  # imported here, because it needs a CUDA build of torch
 
         longest = batch.max_seqlen_q
         out = varlen_attn(
@@ -205,19 +192,12 @@ class PackedAttention(MegatronModule):
 
     def _across_context(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         tokens = query.size(0)
-        key, value = (
-            gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)
-        )
+        key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, t, d]
         if query.is_cuda:  # torch's memory-efficient kernel with a mask does not support grouped heads
             copies = query.size(1) // key.size(1)
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
         out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
+            query, key, value, attn_mask=mask, scale=self.softmax_scale, enable_gqa=query.size(1) != key.size(1)
         )
         return out.permute(2, 0, 1, 3).reshape(tokens, 1, -1)

@@ -45,9 +45,7 @@ def _why_no_engine(device: str) -> str | None:
         return "installed without a CUDA device"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except (
-        Exception
-    ) as error:  # OSError for a missing library or symbol; a missing extension can raise anything
+    except Exception as error:  # OSError for a missing library or symbol; a missing extension can raise anything
         return f"installed, but does not import ({type(error).__name__}: {error})"
     return None
 

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 # Least logits of a chunk (64 MB in fp32): with a small vocabulary smaller chunks save no memory worth the time.
@@ -67,9 +64,7 @@ class _LogProbEntropy(torch.autograd.Function):
             out[1, rows] = log_sum - sums[1] / sums[0]
             if chunk >= hidden.size(0) and ctx.needs_input_grad[0] and not _in_blocks(hidden):
                 kept = z.sub_(log_sum[:, None])  # a single chunk is kept for the backward pass
-        ctx.save_for_backward(
-            hidden, weight, local, mine, log_sums, out[1], *([] if kept is None else [kept])
-        )
+        ctx.save_for_backward(hidden, weight, local, mine, log_sums, out[1], *([] if kept is None else [kept]))
         ctx.temperature, ctx.chunk = temperature, chunk
         # DDP's gradient buffer is an attribute of the parameter.
         ctx.parameter = weight if getattr(weight, "main_grad", None) is not None else None
@@ -99,9 +94,7 @@ class _LogProbEntropy(torch.autograd.Function):
                     :, : weight.size(0)
                 ]  # low precision, in the first half of each fp32 row's memory
                 for block in _row_blocks(log_p):
-                    grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(
-                        hidden.dtype
-                    )
+                    grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(hidden.dtype)
             else:
                 grad_logits = gradient(log_p, *per_token).to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
@@ -201,13 +194,7 @@ class LogProbHead(ColumnParallelLinear):
     """
 
     def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        weight: Tensor | None,
-        rows: Tensor,
-        targets: Tensor,
-        temperature: float,
-        chunk_tokens: int,
+        self, hidden: Tensor, weight: Tensor | None, rows: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
     ) -> Tensor:
         """hidden [t, 1, H] ([t/tp, 1, H] under sequence parallelism) -> [2, n] for the tokens `rows` [n]."""
         if weight is None:

@@ -82,16 +82,11 @@ def local_places(length: int, cp: int, rank: int) -> Tensor:
         return torch.arange(length)
     chunk = length // (2 * cp)
     last = 2 * cp - 1 - rank
-    return torch.cat(
-        [torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(last * chunk, (last + 1) * chunk)]
-    )
+    return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(last * chunk, (last + 1) * chunk)])
 
 
 def build_microbatch(
-    sequences: Sequence[TrainSequence],
-    indices: Sequence[int],
-    context: PackContext,
-    wanted: Wanted = "trained",
+    sequences: Sequence[TrainSequence], indices: Sequence[int], context: PackContext, wanted: Wanted = "trained"
 ) -> MicroBatch:
     """Pack `sequences[i] for i in indices`.
 
@@ -167,9 +162,7 @@ def _layout(lengths: list[int], positions: Tensor, context: PackContext) -> Pack
         )
     device = context.device
     cos, sin = rotary_tables(positions.to(device), context.frequencies, context.dtype)
-    packed = PackedBatch(
-        qkv_format="sbhd", cos=cos, sin=sin, lengths=tuple(lengths), max_seqlen_q=max(lengths)
-    )
+    packed = PackedBatch(qkv_format="sbhd", cos=cos, sin=sin, lengths=tuple(lengths), max_seqlen_q=max(lengths))
     if context.context_parallel > 1:
         packed.context_mask = _context_mask(lengths, context).to(device)
         return packed

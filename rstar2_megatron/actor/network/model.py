@@ -43,12 +43,8 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        head: dict[str, Any] = kwargs[
-            "loss_mask"
-        ]  # the only keyword that GPTModel.forward passes through unchanged
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
+        head: dict[str, Any] = kwargs["loss_mask"]  # the only keyword that GPTModel.forward passes through unchanged
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         result = self.output_layer(hidden_states, weight, **head)
         assert isinstance(result, Tensor)
         return result
@@ -70,9 +66,7 @@ class ScoreModel(PolicyModel):
         assert isinstance(result, Tensor)
         return result
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> Any:
         """The modules' own, because those of GPTModel and LanguageModule demand a vocabulary head."""
         whole = ensure_metadata_has_dp_cp_group(metadata)
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, whole)
@@ -104,9 +98,7 @@ def transformer_config(
     engine = implementation == "transformer_engine"
     recomputes_layers = settings.recompute_granularity == "full"  # method and num_layers apply only to "full"
 
-    def leave(
-        weight: Tensor,
-    ) -> Tensor:  # weights are not initialised: all are read from the Hugging Face directory
+    def leave(weight: Tensor) -> Tensor:  # weights are not initialised: all are read from the Hugging Face directory
         return weight
 
     return TransformerConfig(
@@ -131,9 +123,7 @@ def transformer_config(
         use_cpu_initialization=False,
         tensor_model_parallel_size=settings.tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=settings.virtual_pipeline_model_parallel_size
-        if interleaved
-        else None,
+        virtual_pipeline_model_parallel_size=settings.virtual_pipeline_model_parallel_size if interleaved else None,
         context_parallel_size=settings.context_parallel_size,
         sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
         params_dtype=dtype,
@@ -239,12 +229,7 @@ def forward_wanted(chunk: Any, batch: MicroBatch, temperature: float, chunk_toke
 
     Of a reward model the last stage returns fp32 [1, n]: scores.
     """
-    head = {
-        "rows": batch.rows,
-        "targets": batch.targets,
-        "temperature": temperature,
-        "chunk_tokens": chunk_tokens,
-    }
+    head = {"rows": batch.rows, "targets": batch.targets, "temperature": temperature, "chunk_tokens": chunk_tokens}
     output = chunk(batch.input_ids, batch.positions, None, packed_seq_params=batch.packed, loss_mask=head)
     assert isinstance(output, Tensor)
     return output

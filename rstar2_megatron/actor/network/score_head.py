@@ -27,8 +27,6 @@ class ScoreHead(torch.nn.Module):
         """hidden [t, 1, H] ([t/tp, 1, H] under sequence parallelism) -> fp32 [1, n] for the tokens `rows` [n]."""
         if self.sequence_parallel:
             # every rank's gradient is the whole one, so the backward pass takes this rank's part and sums nothing
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
-            )
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.tp_group)
         chosen = hidden.squeeze(1).index_select(0, rows)
         return F.linear(chosen.float(), self.weight.float()).t()

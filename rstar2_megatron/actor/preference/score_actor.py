@@ -23,9 +23,7 @@ class ScoreActor(MegatronActor):
 
     scores = True
 
-    def preference_step(
-        self, sequences: Sequence[TrainSequence], pairs: Pairs, lr: float | None = None
-    ) -> dict[str, float]:
+    def preference_step(self, sequences: Sequence[TrainSequence], pairs: Pairs, lr: float | None = None) -> dict[str, float]:
         """One optimizer step on the comparisons `pairs` of the prefixes `sequences`; collective.
 
         lr: None uses the schedule's rate. Raises ValueError when there is no pair or a comparison does not fit a

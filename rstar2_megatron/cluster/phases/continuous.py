@@ -36,9 +36,7 @@ class ContinuousRollout(PhaseEvents):
     `rejected` says of a complete group whether resampling rejects it; another problem then takes its place.
     """
 
-    def __init__(
-        self, end: DriverEnd, tokens: TokenSource, settings: Settings, rejected: Callable[[Group], bool]
-    ) -> None:
+    def __init__(self, end: DriverEnd, tokens: TokenSource, settings: Settings, rejected: Callable[[Group], bool]) -> None:
         self._end, self._tokens, self._settings, self._rejected = end, tokens, settings, rejected
         self._timeout_s = settings.runner.step_timeout_s
         self._spec = RolloutSpec.training(settings)
@@ -61,10 +59,7 @@ class ContinuousRollout(PhaseEvents):
     def _new_schedule(self, version: int) -> StalenessSchedule:
         settings = self._settings
         return StalenessSchedule(
-            settings.data.rollout_batch_size,
-            settings.algorithm.max_staleness,
-            version,
-            settings.runner.max_steps,
+            settings.data.rollout_batch_size, settings.algorithm.max_staleness, version, settings.runner.max_steps
         )
 
     # ------------------------------------------------------------------------------------------- steps

@@ -49,9 +49,7 @@ class RolloutCoordinator:
         self._timeout_s = settings.runner.step_timeout_s
         self.tokens = TokenSource(rollout, self._timeout_s)
 
-    def run(
-        self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None
-    ) -> PhaseResult:
+    def run(self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None) -> PhaseResult:
         """Roll out `spec.samples` trajectories of each problem and grade them.
 
         Engines request slices of groups, so a faster engine gets more. `spec.tail` sets whether the phase waits for every

@@ -8,13 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rstar2_megatron.cluster.calls import (
-    ChannelReader,
-    DeadlineExceeded,
-    EnginesLost,
-    PendingCall,
-    WorkerGroup,
-)
+from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, unpack, work_key
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.rollout.live_view import LiveView, ShowProgress
@@ -69,9 +63,7 @@ class PhaseEvents:
 class PhaseServer:
     """One running phase: handles incoming messages and answers work requests."""
 
-    def __init__(
-        self, end: DriverEnd, phase: RolloutPhase, spec: RolloutSpec, label: str, events: PhaseEvents
-    ) -> None:
+    def __init__(self, end: DriverEnd, phase: RolloutPhase, spec: RolloutSpec, label: str, events: PhaseEvents) -> None:
         self.phase = phase
         self.tail_since: float | None = None  # when an engine first had room and no work was left
         # when the last trajectory ended on its engine, before it was graded
@@ -159,9 +151,7 @@ class PhaseServer:
         """Answer the engines that wait for work, as far as there is any."""
         if self.phase.handed_out:
             return
-        self._pending_requests = [
-            request for request in self._pending_requests if not self._serve(request, now)
-        ]
+        self._pending_requests = [request for request in self._pending_requests if not self._serve(request, now)]
         if self._pending_requests and not self.phase.queue.left and self.tail_since is None:
             self.tail_since = now
 

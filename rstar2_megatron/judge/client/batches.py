@@ -35,9 +35,7 @@ class RefusedBatch(Exception):
 class Batches:
     """Collects submissions for `window_s` while others are under way, at most `size` of them, and sends them together."""
 
-    def __init__(
-        self, open_session: Callable[[], aiohttp.ClientSession], url: str, size: int, window_s: float
-    ) -> None:
+    def __init__(self, open_session: Callable[[], aiohttp.ClientSession], url: str, size: int, window_s: float) -> None:
         self._open_session = open_session
         self._url = url
         self._size = size

@@ -159,9 +159,7 @@ class JudgeClient:
         elif result.session == "lost" or result.is_infrastructure:
             self._sessions[session] = False
         elif result.outcome is not Outcome.INVALID_INPUT:
-            raise JudgeRejected(
-                f"the judge at {self.base_url} keeps no sessions (the public server does not)"
-            )
+            raise JudgeRejected(f"the judge at {self.base_url} keeps no sessions (the public server does not)")
 
     def expect_session(self, session: str) -> None:
         """The session was opened by another client: if it is gone, the next call ends as SESSION_LOST."""
@@ -227,10 +225,7 @@ class JudgeClient:
     async def _send_ping(self) -> bool:
         timeout = aiohttp.ClientTimeout(total=min(_PING_S, self.request_timeout_s))
         try:  # in a session of its own: all connections of the other may be in use
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{self.base_url}/ping") as response,
-            ):
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{self.base_url}/ping") as response:
                 return response.status == 200
         except (TimeoutError, aiohttp.ClientError):
             return False

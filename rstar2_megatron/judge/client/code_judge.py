@@ -25,19 +25,13 @@ class CodeJudgeService:
     """Starts a judge, or checks that the one named in the settings answers."""
 
     def __init__(
-        self,
-        settings: CodeJudgeSettings,
-        log_path: Path,
-        start_timeout_s: float = 60.0,
-        host: str = "127.0.0.1",
+        self, settings: CodeJudgeSettings, log_path: Path, start_timeout_s: float = 60.0, host: str = "127.0.0.1"
     ) -> None:
         """host: where our own listens. Beyond loopback it asks for JUDGE_TOKEN, which is made here if there is none."""
         self.settings = settings
         self._host = host
         if settings.host_addr is None and not is_loopback(host):
-            os.environ.setdefault(
-                "JUDGE_TOKEN", secrets.token_urlsafe(24)
-            )  # RLinf hands it to workers on all nodes
+            os.environ.setdefault("JUDGE_TOKEN", secrets.token_urlsafe(24))  # RLinf hands it to workers on all nodes
         self._own: JudgeService | None = None
         if settings.host_addr is None:
             self._own = JudgeService(

@@ -56,12 +56,7 @@ class Runner:
     """Runs the jobs of one slot one after another: watches and ends their processes."""
 
     def __init__(
-        self,
-        layers: IsolationLayers,
-        slot: int,
-        group: SlotGroup | None,
-        scratch: str,
-        worker: socket.socket | None = None,
+        self, layers: IsolationLayers, slot: int, group: SlotGroup | None, scratch: str, worker: socket.socket | None = None
     ) -> None:
         """`scratch` holds working directories where there is no private tmpfs. `worker` becomes readable when the running
         call is cancelled, and is sent DEMOTED when the call is demoted (see Supervision)."""
@@ -112,11 +107,7 @@ class Runner:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _start(
-        self,
-        job: dict[str, Any],
-        limits: CallLimits,
-        directory: str,
-        start: Callable[[Program, Descriptors], Any],
+        self, job: dict[str, Any], limits: CallLimits, directory: str, start: Callable[[Program, Descriptors], Any]
     ) -> tuple[Output, Output]:
         """Begin the job's program by `start`, with new pipes. Returns the outputs, stdout and stderr."""
         has_input = bool(job.get("input"))
@@ -229,9 +220,7 @@ class CallRunner(Runner):
         finally:
             self._remove_directory(directory)
 
-    def _run(
-        self, job: dict[str, Any], limits: CallLimits, directory: str, before: tuple[int, int]
-    ) -> dict[str, Any]:
+    def _run(self, job: dict[str, Any], limits: CallLimits, directory: str, before: tuple[int, int]) -> dict[str, Any]:
         started = time.monotonic()
         parent = self.library if uses_libraries(job) else self.small
         out, err = self._start(job, limits, directory, parent.start)
@@ -258,14 +247,7 @@ class CallRunner(Runner):
         if end.failure:
             verdict, stderr = outcome_of_failure(end.failure), end.failure
         return report(
-            job,
-            limits,
-            code,
-            verdict,
-            cost=cost,
-            stdout=out.text(),
-            stderr=stderr,
-            peak_memory_bytes=end.peak_memory_bytes,
+            job, limits, code, verdict, cost=cost, stdout=out.text(), stderr=stderr, peak_memory_bytes=end.peak_memory_bytes
         )
 
 

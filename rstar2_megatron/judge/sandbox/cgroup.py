@@ -137,13 +137,7 @@ class SlotGroup:
     """
 
     def __init__(
-        self,
-        memory: Path,
-        cpu: Path | None,
-        freezer: Path | None,
-        version: int,
-        slot: int,
-        parent: CpuParent | None,
+        self, memory: Path, cpu: Path | None, freezer: Path | None, version: int, slot: int, parent: CpuParent | None
     ) -> None:
         """New directories in the hierarchies; `version` is that of memory and CPU, and 2 needs one directory for all.
 

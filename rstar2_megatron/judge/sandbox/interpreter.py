@@ -22,14 +22,7 @@ from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.call import Runner
 from rstar2_megatron.judge.sandbox.output import SHORTAGES, Output, outcome_of_failure, report
-from rstar2_megatron.judge.sandbox.process_tree import (
-    Supervision,
-    end_group,
-    family,
-    leave_priority,
-    resident_bytes,
-    usage_of,
-)
+from rstar2_megatron.judge.sandbox.process_tree import Supervision, end_group, family, leave_priority, resident_bytes, usage_of
 from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
 
@@ -64,12 +57,7 @@ class SessionRunner(Runner):
             stream.drain()
             stream.clear()  # output after the end of the last cell belongs to no call
         supervision = Supervision(
-            lambda: self.pid,
-            started,
-            limits.time_limit_s,
-            self.group,
-            self._tell_demotion,
-            usage_of(self.pid).cpu_s,
+            lambda: self.pid, started, limits.time_limit_s, self.group, self._tell_demotion, usage_of(self.pid).cpu_s
         )
         self._continue()
         code = 0

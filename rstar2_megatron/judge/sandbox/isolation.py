@@ -57,11 +57,7 @@ _SYSTEM_FILES = ("etc/ld.so.cache", "etc/localtime", "etc/alternatives", "etc/mi
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _READ_BY_PROGRAMS = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system/cpu")
 # At the level `partial` a call can neither signal the service nor read its files, by one of each.
-_WALLS = (
-    ("seccomp",),
-    ("pid_namespace", "own_uid", "landlock_scope"),
-    ("private_root", "own_uid", "landlock"),
-)
+_WALLS = (("seccomp",), ("pid_namespace", "own_uid", "landlock_scope"), ("private_root", "own_uid", "landlock"))
 
 
 class IsolationLayers:
@@ -136,10 +132,7 @@ def choose_uids(layers: IsolationLayers, slots: int, owner: int) -> None:
     if layers.in_user_namespace:
         layers.record_missing("own_uid", "root without the right to make namespaces: only one uid is mapped")
         return
-    mapped = max(
-        int(line.split()[0]) + int(line.split()[2])
-        for line in Path("/proc/self/uid_map").read_text().splitlines()
-    )
+    mapped = max(int(line.split()[0]) + int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
     if mapped > 2_100_000_000:
         layers.uid_base = 1_000_000_000 + (owner % 1_000_000) * 1000
     else:

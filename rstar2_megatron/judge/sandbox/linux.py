@@ -276,9 +276,7 @@ def landlock_steps(directory: str, readable: Sequence[str] | None, version: int,
     attributes = struct.pack("<QQQ", handled, 3, 3)[:size]  # files; TCP; abstract sockets and signals
     ruleset, opened = free_fd, free_fd + 1
     call, flags = _libc.syscall, os.O_PATH | os.O_CLOEXEC
-    steps: list[Step] = [
-        ("landlock_create_ruleset", ruleset, call, (_SYS_LANDLOCK_CREATE, attributes, size, 0))
-    ]
+    steps: list[Step] = [("landlock_create_ruleset", ruleset, call, (_SYS_LANDLOCK_CREATE, attributes, size, 0))]
     rules = [(path, reading if os.path.isdir(path) else _EXECUTE | _READ_FILE) for path in readable or ()]
     for path, rights in (*rules, (directory, handled), ("/dev/null", _WRITE_FILE | _READ_FILE)):
         rule = struct.pack("<Qi", rights & handled, opened)

@@ -60,9 +60,7 @@ def oom_score_steps() -> tuple[list[Step], list[Step]]:
         fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         own = os.pread(fd, 16, 0)
         if os.pwrite(fd, own, 0) == len(own):
-            return [("oom score", 4, os.pwrite, (fd, b"1000", 0))], [
-                ("oom score", len(own), os.pwrite, (fd, own, 0))
-            ]
+            return [("oom score", 4, os.pwrite, (fd, b"1000", 0))], [("oom score", len(own), os.pwrite, (fd, own, 0))]
     return [], []
 
 

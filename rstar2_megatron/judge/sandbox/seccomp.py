@@ -65,9 +65,7 @@ class Rule(NamedTuple):
 
 INHERITED_RULES = [
     *(Rule(name, _ALLOW) for name in (*ALLOWED, *NEEDED_BY_THE_SANDBOX)),
-    Rule(
-        "clone", _ALLOW, Argument(0, 0, _NEW_NAMESPACES)
-    ),  # clone3's flags lie in memory: glibc falls back to clone
+    Rule("clone", _ALLOW, Argument(0, 0, _NEW_NAMESPACES)),  # clone3's flags lie in memory: glibc falls back to clone
     Rule("socketpair", _ALLOW, Argument(0, _AF_UNIX)),
     Rule("prlimit64", _ALLOW, Argument(0, 0)),  # only its own limits, where other processes have the same uid
     Rule("sched_setaffinity", _ALLOW, Argument(0, 0)),
@@ -101,9 +99,7 @@ def compile_filter(default: int, rules: Iterable[Rule], architecture: str | None
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:
-        raise OSError(
-            errno.ENOENT, f"{error}: install libseccomp (Debian, Ubuntu: apt-get install libseccomp2)"
-        ) from None
+        raise OSError(errno.ENOENT, f"{error}: install libseccomp (Debian, Ubuntu: apt-get install libseccomp2)") from None
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(default)))
     try:
@@ -111,9 +107,7 @@ def compile_filter(default: int, rules: Iterable[Rule], architecture: str | None
             token = ctypes.c_uint32(library.seccomp_arch_resolve_name(architecture.encode()))
             _check(library.seccomp_arch_add(context, token), f"seccomp_arch_add {architecture}")
             _check(library.seccomp_arch_remove(context, library.seccomp_arch_native()), "seccomp_arch_remove")
-        _check(
-            library.seccomp_attr_set(context, _BAD_ARCHITECTURE, ctypes.c_uint32(_KILL)), "seccomp_attr_set"
-        )
+        _check(library.seccomp_attr_set(context, _BAD_ARCHITECTURE, ctypes.c_uint32(_KILL)), "seccomp_attr_set")
         library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a binary tree; libseccomp 2.4 makes a list
         for name, action, when in rules:
             number = library.seccomp_syscall_resolve_name(name.encode())
@@ -149,10 +143,7 @@ class Filters(NamedTuple):
 
 def compile_filters(architecture: str | None = None) -> Filters:
     """What all processes of the sandbox inherit, and what a call adds. As `compile_filter`."""
-    return Filters(
-        compile_filter(_ENOSYS, INHERITED_RULES, architecture),
-        compile_filter(_ALLOW, CALL_RULES, architecture),
-    )
+    return Filters(compile_filter(_ENOSYS, INHERITED_RULES, architecture), compile_filter(_ALLOW, CALL_RULES, architecture))
 
 
 class _Program(ctypes.Structure):

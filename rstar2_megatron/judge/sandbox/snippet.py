@@ -32,9 +32,7 @@ FILE_NAME = "source.py"
 # Bytes of a cell's program, its files as JSON; its standard input is a descriptor.
 CELL_HEADER = struct.Struct("<II")
 CELL_DONE = struct.Struct("<i")  # its exit code
-_FUTURES = functools.reduce(
-    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-)
+_FUTURES = functools.reduce(operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 
 
 class CountingFile(io.FileIO):
@@ -78,9 +76,7 @@ class Streams:
         with descriptors_of_a_call():
             self.counter = CountingFile(1, "w", closefd=False)
             self.stdin = _standard_input()
-            self.stdout = io.TextIOWrapper(
-                io.BufferedWriter(self.counter), encoding="utf-8", errors="backslashreplace"
-            )
+            self.stdout = io.TextIOWrapper(io.BufferedWriter(self.counter), encoding="utf-8", errors="backslashreplace")
             self.stderr = io.TextIOWrapper(
                 io.BufferedWriter(io.FileIO(2, "w", closefd=False)),
                 encoding="utf-8",
@@ -102,21 +98,15 @@ def use_input() -> None:
 
 
 def _standard_input() -> io.TextIOWrapper:
-    return io.TextIOWrapper(
-        io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8", errors="replace"
-    )
+    return io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8", errors="replace")
 
 
-def compile_snippet(
-    source: str, file_name: str = FILE_NAME
-) -> tuple[types.CodeType | None, types.CodeType | None]:
+def compile_snippet(source: str, file_name: str = FILE_NAME) -> tuple[types.CodeType | None, types.CodeType | None]:
     """The statements, and apart from them a last bare expression, whose value is shown unless a semicolon follows."""
     return compile_by_line(source, file_name) or compile_by_tree(source, file_name)
 
 
-def compile_by_line(
-    source: str, file_name: str
-) -> tuple[types.CodeType | None, types.CodeType | None] | None:
+def compile_by_line(source: str, file_name: str) -> tuple[types.CodeType | None, types.CodeType | None] | None:
     """Fast path: compile the last line separately, without an AST, at a third of the cost.
 
     It works when the last line is an expression and the lines above it are complete statements. None otherwise, also for
@@ -176,9 +166,7 @@ def new_main_module() -> dict[str, Any]:
     return module.__dict__
 
 
-def run_cell(
-    source: str, namespace: dict[str, Any], counter: CountingFile, file_name: str = FILE_NAME
-) -> int:
+def run_cell(source: str, namespace: dict[str, Any], counter: CountingFile, file_name: str = FILE_NAME) -> int:
     """Execute `source` in `namespace`; all failures are printed to stderr. Returns the exit code."""
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     written_before = counter.written

@@ -47,9 +47,7 @@ _SOON_S = 0.2  # a slot that ends this soon after its start probably cannot star
 class Forker:
     """Forks slot processes and reaps dead children."""
 
-    def __init__(
-        self, layers: IsolationLayers, groups: list[SlotGroup | None], num_slots: int, scratch: str
-    ) -> None:
+    def __init__(self, layers: IsolationLayers, groups: list[SlotGroup | None], num_slots: int, scratch: str) -> None:
         """The first `num_slots` of `groups` are for calls, the others for sessions."""
         self.layers = layers
         self.groups = groups
@@ -210,9 +208,7 @@ class Zygote(Forker):
         ours.close()
         library.close()
 
-    def _serve(
-        self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Connection
-    ) -> NoReturn:
+    def _serve(self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Connection) -> NoReturn:
         """In the slot's process: start its call parent, and serve."""
         small, its_end = make_connection()
         if os.fork() == 0:
@@ -304,9 +300,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         else:
             layers.record_missing("freezer", "no control groups of version 2, or Linux before 5.2")
     except OSError as error:
-        layers.record_missing(
-            "memory_cgroup", f"{error}: limits on address space and a watch on resident memory"
-        )
+        layers.record_missing("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
         layers.record_missing("cpu_cgroup", f"{error}: {_WITHOUT_CPU_GROUPS}")
     owner = os.getpid()
     isolation.enter_namespaces(layers)

@@ -49,9 +49,7 @@ class _Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.calls = Counter("judge_calls", "Calls answered", ["outcome"], registry=self.registry)
-        self.requests = Histogram(
-            "judge_request_seconds", "Time of a request", ["route"], registry=self.registry
-        )
+        self.requests = Histogram("judge_request_seconds", "Time of a request", ["route"], registry=self.registry)
         self.queued = Gauge("judge_queued", "Jobs that wait", registry=self.registry)
         self.slots = Gauge("judge_slots", "Execution slots of live workers", registry=self.registry)
         self.sessions = Gauge("judge_sessions", "Open sessions of live workers", registry=self.registry)
@@ -175,10 +173,7 @@ class JudgeServer:
         answers = await self.answers(request, submissions, long=long)
         if not output:
             answers = [_without_output(answer) for answer in answers]
-        body = b'{"sub_id":%s,"results":[%s]}' % (
-            orjson.dumps(encodable(sub_id or uuid.uuid4().hex)),
-            b",".join(answers),
-        )
+        body = b'{"sub_id":%s,"results":[%s]}' % (orjson.dumps(encodable(sub_id or uuid.uuid4().hex)), b",".join(answers))
         return Response(body, media_type=_JSON)
 
     async def status(self) -> dict[str, Any]:
@@ -257,9 +252,7 @@ def create_app(
     limits = limits or CallLimits.from_environment()
     if queue_time_limit_s is None:
         queue_time_limit_s = float(environment.get("MAX_QUEUE_WORK_LIFE_TIME", DEFAULT_QUEUE_TIME_LIMIT_S))
-    queue = JobQueue(
-        redis_uri or environment.get("REDIS_URI", "redis://127.0.0.1:6379/0"), max_queued=max_queued
-    )
+    queue = JobQueue(redis_uri or environment.get("REDIS_URI", "redis://127.0.0.1:6379/0"), max_queued=max_queued)
     broker = Broker(queue, limits, queue_time_limit_s=queue_time_limit_s, cache_s=cache_s)
     server = JudgeServer(broker)
 

@@ -15,24 +15,9 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
-from rstar2_megatron.judge.limits import (
-    MEGABYTE,
-    CallLimits,
-    Submission,
-    check_files,
-    check_session,
-    check_text,
-)
+from rstar2_megatron.judge.limits import MEGABYTE, CallLimits, Submission, check_files, check_session, check_text
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import (
-    HEARTBEAT_TTL_S,
-    LOST,
-    POISON,
-    JobQueue,
-    Jobs,
-    Sender,
-    until_redis_answers,
-)
+from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Jobs, Sender, until_redis_answers
 from rstar2_megatron.judge.scheduling import ReplyCoalescing
 from rstar2_megatron.judge.server.math_answers import MathJudge
 from rstar2_megatron.judge.tasks import cancel_and_wait
@@ -62,9 +47,7 @@ class Ticket:
 class Broker:
     """Submits jobs and waits for their answers."""
 
-    def __init__(
-        self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache_s: float = 0.0
-    ) -> None:
+    def __init__(self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache_s: float = 0.0) -> None:
         """A result also answers identical calls for `cache_s` seconds; 0: never."""
         self.queue = queue
         self.limits = limits
@@ -195,9 +178,7 @@ class Broker:
 
     async def _remember(self, answers: list[tuple[str, bytes]]) -> None:
         """Keep results for identical calls when the program ended by itself: no limits, no failures of the service."""
-        kept = [
-            (self._cached_as[k], a) for k, a in answers if k in self._cached_as and outcome_of(a) in _CACHED
-        ]
+        kept = [(self._cached_as[k], a) for k, a in answers if k in self._cached_as and outcome_of(a) in _CACHED]
         if kept:
             await self.queue.remember(kept, self.cache_s)
 

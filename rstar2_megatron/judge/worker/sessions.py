@@ -175,11 +175,7 @@ class Sessions:
             owner = session.client.partition("~")[0]
             for client in wanted:
                 other = client.partition("~")[0]
-                more = (
-                    counts[session.client] - counts[client]
-                    if owner == other
-                    else owners[owner] - owners[other]
-                )
+                more = counts[session.client] - counts[client] if owner == other else owners[owner] - owners[other]
                 if more >= 2 and wanted[client] > 0 and session.used_at < oldest and not self.is_busy(name):
                     self.end(name)
                     evicted.append(name)

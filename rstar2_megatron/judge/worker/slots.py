@@ -46,9 +46,7 @@ class Slot:
         self._reader = reader
         self._writer = writer
 
-    async def run(
-        self, job: bytes, deadline_s: float, on_demotion: Callable[[], None] = lambda: None
-    ) -> bytes:
+    async def run(self, job: bytes, deadline_s: float, on_demotion: Callable[[], None] = lambda: None) -> bytes:
         """Run a job (JSON) and return its result (JSON). Raises SlotDied, TimeoutError after `deadline_s`.
 
         `on_demotion` is called when the call sleeps or has used its slice of CPU: another call may begin beside it.

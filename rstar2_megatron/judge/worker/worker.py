@@ -137,9 +137,7 @@ class Worker:
         if self._exchange_later is not None:
             self._exchange_later.cancel()
             self._exchange_later = None
-        count = (
-            0 if self.stopping.is_set() else self.prefetched.num_to_lease(self._free_slots, self.permits.free)
-        )
+        count = 0 if self.stopping.is_set() else self.prefetched.num_to_lease(self._free_slots, self.permits.free)
         answers, self._done = self._done, []
         self.prefetched.answered(len(answers), time.monotonic())
         try:
@@ -217,9 +215,7 @@ class Worker:
             await self._idle.wait()
             self._idle.clear()
             try:
-                await until_redis_answers(
-                    "bell", lambda: self.queue.wait_for_bell(self.name, self.pool.session_room > 0)
-                )
+                await until_redis_answers("bell", lambda: self.queue.wait_for_bell(self.name, self.pool.session_room > 0))
                 if not self._can_begin:  # this worker is busy by now: wake another
                     await self.queue.ring()
             except (RedisError, OSError) as error:
@@ -344,9 +340,7 @@ class Worker:
         for name in await self.queue.claim_sessions(self.name, self.sessions.names):
             if not self.sessions.is_busy(name):
                 self.sessions.end(name)
-        unknown = (
-            await self.queue.held_sessions(self.name) - set(self.sessions.names) - self._opening_sessions
-        )
+        unknown = await self.queue.held_sessions(self.name) - set(self.sessions.names) - self._opening_sessions
         if gone := unknown & self._unknown_here:
             await self.queue.forget_sessions(self.name, list(gone))
         self._unknown_here = unknown

@@ -56,9 +56,7 @@ def _group(row: Row, name: str, call: Callable[[Row], Row]) -> Row:
         "nodes": nodes,
         "chosen": chosen,
         "about": f"{len(nodes)} nodes, {row['expansions']} expansions, {row['generated_tokens']:,} generated tokens",
-        "trajectories": [
-            _leaf(i, leaf, row["nodes"], leaf["tag"] == row["chosen"]) for i, leaf in enumerate(leaves)
-        ],
+        "trajectories": [_leaf(i, leaf, row["nodes"], leaf["tag"] == row["chosen"]) for i, leaf in enumerate(leaves)],
     }
 
 

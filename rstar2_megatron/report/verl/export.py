@@ -50,8 +50,7 @@ def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "data.filter_overlong_prompts": settings.data.filter_prompt_by_length,
         "actor_rollout_ref.model.path": str(Path(model).resolve()) if Path(model).is_dir() else model,
         "actor_rollout_ref.model.custom_chat_template": chat_template(settings),
-        "actor_rollout_ref.actor.ppo_mini_batch_size": settings.data.rollout_batch_size
-        // algorithm.n_minibatches,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": settings.data.rollout_batch_size // algorithm.n_minibatches,
         "actor_rollout_ref.actor.use_dynamic_bsz": runner.enable_dynamic_batch_size,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": algorithm.training_batch_size_per_gpu,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": runner.max_tokens_per_mbs,
@@ -114,10 +113,7 @@ def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "trainer.experiment_name": runner.experiment_name,
         "trainer.default_local_dir": str(directory / "checkpoints"),
     }
-    config: dict[str, Any] = {
-        "defaults": ["ppo_trainer", "_self_"],
-        "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
-    }
+    config: dict[str, Any] = {"defaults": ["ppo_trainer", "_self_"], "hydra": {"searchpath": ["pkg://verl.trainer.config"]}}
     for path, value in values.items():
         put(config, path, value)
     return config
@@ -230,10 +226,7 @@ def export(settings: Settings, directory: Path) -> list[str]:
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     data = settings.data
-    for name, paths in (
-        ("train", data.train_data_paths),
-        ("val", data.val_data_paths or data.train_data_paths),
-    ):
+    for name, paths in (("train", data.train_data_paths), ("val", data.val_data_paths or data.train_data_paths)):
         problems = read_problems(paths, data.prompt_key, data.answer_key)
         rows = verl_rows(problems, settings)
         if name == "val":  # verl logs the mean of each data source, and none of all
@@ -245,20 +238,14 @@ def export(settings: Settings, directory: Path) -> list[str]:
     judge = settings.tools.codejudge
     url = f"http://{judge.host_addr}:{judge.host_port}" if judge.host_addr else JUDGE_URL
     tools = [
-        {
-            "class_name": "code_judge_tool.CodeJudgeTool",
-            "config": {"type": "native", "judge_url": url},
-            "tool_schema": schema,
-        }
+        {"class_name": "code_judge_tool.CodeJudgeTool", "config": {"type": "native", "judge_url": url}, "tool_schema": schema}
         for schema in tool_schemas(settings.agentloop.tools, settings.agentloop.tool_descriptions)
     ]
     (directory / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}, sort_keys=False))
     (directory / "verl.yaml").write_text(yaml.safe_dump(verl_config(settings, directory), sort_keys=False))
     script = directory / "run_verl.sh"
     script.write_text(
-        _SCRIPT.format(
-            version=VERSION, project=CONFIG_DIR.parent, limit=judge.time_limit_s, memory=judge.memory_mb
-        )
+        _SCRIPT.format(version=VERSION, project=CONFIG_DIR.parent, limit=judge.time_limit_s, memory=judge.memory_mb)
     )
     script.chmod(0o755)
     found = list(differences(settings))

@@ -99,9 +99,7 @@ def gpu_environment(environment: dict[str, str]) -> dict[str, str]:
     return {"PATH": path, "CUDA_HOME": str(home), "LD_LIBRARY_PATH": ":".join(dict.fromkeys(libraries))}
 
 
-def child_environment(
-    settings: RolloutSettings, environment: dict[str, str], *, scores: bool = False
-) -> dict[str, str]:
+def child_environment(settings: RolloutSettings, environment: dict[str, str], *, scores: bool = False) -> dict[str, str]:
     """The child's environment: this package on its path; on a GPU `gpu_environment`, on a CPU the number of threads.
 
     scores: the engine serves a reward model, of the classes in `reward_models/`.

@@ -44,14 +44,7 @@ _LONGEST_CHECK_S = 1.0
 class EngineChild:
     """The process that runs `process.py`, and the socket to it. All methods belong to one event loop."""
 
-    def __init__(
-        self,
-        settings: RolloutSettings,
-        arguments: dict[str, Any],
-        *,
-        name: str,
-        log_path: Path | None,
-    ) -> None:
+    def __init__(self, settings: RolloutSettings, arguments: dict[str, Any], *, name: str, log_path: Path | None) -> None:
         self.settings = settings
         self.name = name
         self.report = EngineReport(ready=False, progress=0.0)
@@ -81,9 +74,7 @@ class EngineChild:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env=child_environment(
-                    self.settings, dict(os.environ), scores=self._arguments.get("is_embedding", False)
-                ),
+                env=child_environment(self.settings, dict(os.environ), scores=self._arguments.get("is_embedding", False)),
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
             )
         finally:

@@ -59,9 +59,7 @@ class EngineClient(SupervisedEngine):
         memory_saver: bool = False,
         keep_weights_bytes: int = 4 << 30,
     ) -> None:
-        arguments = engine_arguments(
-            settings, seed=seed, max_context_tokens=max_context_tokens, memory_saver=memory_saver
-        )
+        arguments = engine_arguments(settings, seed=seed, max_context_tokens=max_context_tokens, memory_saver=memory_saver)
         super().__init__(settings, arguments, name=name, log_path=log_path)
         self.weight_version = 0
         self._keep_weights_bytes = keep_weights_bytes
@@ -100,8 +98,7 @@ class EngineClient(SupervisedEngine):
         await super().recover()
         if self._missing_weights and with_weights:
             raise EngineLost(
-                f"{self.name} was restarted without weight version {self.weight_version}: no copy of it was kept on "
-                "the host"
+                f"{self.name} was restarted without weight version {self.weight_version}: no copy of it was kept on the host"
             )
 
     async def _restarted(self) -> None:
@@ -137,9 +134,7 @@ class EngineClient(SupervisedEngine):
         if self._changes:
             raise EngineError(f"{self.name} starts or changes its weights: await wait_until_ready first")
         if self._released:
-            raise EngineError(
-                f"{self.name} has released its memory {sorted(self._released)}: resume_memory first"
-            )
+            raise EngineError(f"{self.name} has released its memory {sorted(self._released)}: resume_memory first")
         if self._missing_weights:
             raise EngineLost(f"{self.name} has no current weights: call update_weights first")
         # fixed width: SGLang aborts every request whose id starts with the given one
@@ -150,9 +145,7 @@ class EngineClient(SupervisedEngine):
             self._owned[owner] = rid
         self._generating += 1
         try:
-            result = await child.call(
-                "generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s
-            )
+            result = await child.call("generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s)
         except (GenerationTimeout, asyncio.CancelledError):
             child.post("abort", {"rid": rid})
             raise
@@ -259,9 +252,7 @@ class EngineClient(SupervisedEngine):
         self._forget_kept()
         self._keeping = True
 
-    async def _send_weights(
-        self, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False
-    ) -> None:
+    async def _send_weights(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False) -> None:
         """Load the buckets and empty the KV cache. New buckets are kept for a restart, up to `keep_weights_bytes`.
 
         `again` sends kept buckets, which stay kept. After EngineLost the buckets that have arrived stay kept.
@@ -333,9 +324,7 @@ class EngineClient(SupervisedEngine):
         if not wanted or self.lost:
             return
         if self.num_waiting_calls:
-            raise EngineError(
-                f"{self.name} cannot release its memory with {self.num_waiting_calls} calls under way"
-            )
+            raise EngineError(f"{self.name} cannot release its memory with {self.num_waiting_calls} calls under way")
         await self.flush_cache()  # waits for an idle scheduler; releasing a busy one kills it
         await self._call("release_memory", {"tags": wanted})
         self._released.update(wanted)
@@ -378,8 +367,6 @@ class EngineClient(SupervisedEngine):
         return 0 if self._child is None else self._child.report.max_context_tokens
 
 
-async def _stream(
-    buckets: Iterable[tuple[WeightBucket, bool]],
-) -> AsyncIterator[tuple[WeightBucket, bool]]:
+async def _stream(buckets: Iterable[tuple[WeightBucket, bool]]) -> AsyncIterator[tuple[WeightBucket, bool]]:
     for bucket in buckets:
         yield bucket

@@ -28,13 +28,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rstar2_megatron.rollout.engine import shared_files
-from rstar2_megatron.rollout.engine.protocol import (
-    REPORT_ID,
-    EngineReport,
-    GenerateResult,
-    read_message,
-    write_message,
-)
+from rstar2_megatron.rollout.engine.protocol import REPORT_ID, EngineReport, GenerateResult, read_message, write_message
 from rstar2_megatron.services.process import kill_tree
 
 # torch and SGLang are imported inside functions. The thread that watches the parent must start before they load, and the
@@ -157,9 +151,7 @@ class _EngineServer:
         """
         started = time.monotonic()
         for number, sampling in enumerate(_EVERY_SAMPLING):
-            await self._generate(
-                {"input_ids": [0, 0], "sampling": {**sampling, **_TWO_TOKENS}, "rid": f"warm-up-{number}"}
-            )
+            await self._generate({"input_ids": [0, 0], "sampling": {**sampling, **_TWO_TOKENS}, "rid": f"warm-up-{number}"})
         while not await self._flush_cache(None):  # refused until the last request has left the scheduler
             await asyncio.sleep(0.02)
         seconds = time.monotonic() - started
@@ -244,15 +236,9 @@ class _EngineServer:
             kind, contents = "handle", params["handles"]
         else:
             kind, contents = "path", [params["path"].encode()] * tp_size
-        payloads = [
-            pickle.dumps([(kind, torch.frombuffer(bytearray(content), dtype=torch.uint8))])
-            for content in contents
-        ]
+        payloads = [pickle.dumps([(kind, torch.frombuffer(bytearray(content), dtype=torch.uint8))]) for content in contents]
         update = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads,
-            load_format=LOADER,
-            flush_cache=False,
-            weight_version=params["version"],
+            serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False, weight_version=params["version"]
         )
         _demand(await self._manager.update_weights_from_tensor(update, None))
 

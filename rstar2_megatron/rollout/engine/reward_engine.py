@@ -47,9 +47,7 @@ class RewardEngine(SupervisedEngine):
         child = self._alive_child()
         rid = f"{next(self._request_ids):016x}"  # fixed width: SGLang aborts every request whose id starts with it
         try:
-            scores: list[float] = await child.call(
-                "score", {"input_ids": list(sequences), "rid": rid}, timeout_s
-            )
+            scores: list[float] = await child.call("score", {"input_ids": list(sequences), "rid": rid}, timeout_s)
         except (GenerationTimeout, asyncio.CancelledError):
             child.post("abort", {"rid": rid})
             raise

@@ -19,9 +19,7 @@ class SupervisedEngine:
     `arguments` go to SGLang. `name` appears in messages. `log_path` receives the engine's output (default: a temporary file).
     """
 
-    def __init__(
-        self, settings: RolloutSettings, arguments: dict[str, Any], *, name: str, log_path: Path | None
-    ) -> None:
+    def __init__(self, settings: RolloutSettings, arguments: dict[str, Any], *, name: str, log_path: Path | None) -> None:
         self.settings = settings
         self.name = name
         self.on_report: Callable[[EngineReport], None] = lambda report: None

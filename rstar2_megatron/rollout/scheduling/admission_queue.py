@@ -48,9 +48,7 @@ class AdmissionQueue:
         admitted = []
         while queue := self._preempted or self._waiting:
             head = queue[0]
-            if not self.budget.try_admit(
-                head.key, head.group, head.prompt_tokens, head.max_tokens, head.length
-            ):
+            if not self.budget.try_admit(head.key, head.group, head.prompt_tokens, head.max_tokens, head.length):
                 break
             admitted.append(queue.popleft())
         return admitted

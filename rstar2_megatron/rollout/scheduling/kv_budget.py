@@ -56,9 +56,7 @@ class AdaptiveBudget(KVBudget):
         self._learnt = 0
         self._ceiling = float("inf")  # most trajectories that may run until the next report
         self._waits: Counter[Hashable] = Counter()  # reports in a row during one tool wait
-        self.lengths: LengthSurvival | None = (
-            None  # made at the first admission, which gives the longest response
-        )
+        self.lengths: LengthSurvival | None = None  # made at the first admission, which gives the longest response
         self._curves: dict[Hashable, tuple[Array, Array]] = {}
         self._known: dict[tuple[int, int], tuple[Array, Array]] = {}  # curves by current and longest response
         self._expected = self._variance = np.zeros(1)
@@ -69,11 +67,7 @@ class AdaptiveBudget(KVBudget):
         return self._prompt_tokens + int(self._peak(self._expected, self._variance))
 
     def observe(
-        self,
-        evictions: int,
-        lengths: Mapping[Any, int],
-        engine_tokens: int = 0,
-        at_tools: Collection[Hashable] = (),
+        self, evictions: int, lengths: Mapping[Any, int], engine_tokens: int = 0, at_tools: Collection[Hashable] = ()
     ) -> None:
         super().observe(evictions, lengths, engine_tokens)
         self._waits = Counter({key: self._waits[key] + 1 for key in at_tools if key in self._reservations})
@@ -95,9 +89,7 @@ class AdaptiveBudget(KVBudget):
         tool call, long ones included. The trajectory with the most tokens always stays, so that one always ends.
         """
         away = self._free_waiting()
-        staying = {
-            key: reservation for key, reservation in self._reservations.items() if key not in self._leaving
-        }
+        staying = {key: reservation for key, reservation in self._reservations.items() if key not in self._leaving}
         users = Counter(reservation.group for reservation in staying.values())
         growth = self._growth / max(1, self.running)  # tokens per trajectory until the next report
         prompts = {reservation.group: reservation.prompt_tokens for reservation in staying.values()}
@@ -109,11 +101,7 @@ class AdaptiveBudget(KVBudget):
                 break
             reservation = staying[key]
             users[reservation.group] -= 1
-            need -= (
-                reservation.response_tokens
-                + growth
-                + (0 if users[reservation.group] else reservation.prompt_tokens)
-            )
+            need -= reservation.response_tokens + growth + (0 if users[reservation.group] else reservation.prompt_tokens)
             chosen.append(key)
         self._leaving.update(chosen)
         if chosen:
@@ -196,10 +184,7 @@ class AdaptiveBudget(KVBudget):
         assert self.lengths is not None
         bins, width = self.lengths.num_bins, self.lengths.bin_tokens
         now = np.array([reservation.response_tokens for reservation in reservations], dtype=np.int64)
-        longest = np.array(
-            [reservation.max_tokens - reservation.prompt_tokens for reservation in reservations],
-            dtype=np.int64,
-        )
+        longest = np.array([reservation.max_tokens - reservation.prompt_tokens for reservation in reservations], dtype=np.int64)
         first = np.minimum(now // width, bins - 1)[:, None]
         ahead = np.arange(bins + 1)[None, :]
         log_survival = self.lengths.log_survival

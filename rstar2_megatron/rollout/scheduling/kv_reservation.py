@@ -33,9 +33,7 @@ class KVBudget:
 
     def __init__(self, capacity_tokens: int, max_requests: int) -> None:
         if capacity_tokens < 1 or max_requests < 1:
-            raise ValueError(
-                f"a KV budget needs room: capacity_tokens={capacity_tokens}, max_requests={max_requests}"
-            )
+            raise ValueError(f"a KV budget needs room: capacity_tokens={capacity_tokens}, max_requests={max_requests}")
         self.capacity_tokens = capacity_tokens
         self.max_requests = max_requests
         self._reservations: dict[Hashable, KVReservation] = {}
@@ -60,9 +58,7 @@ class KVBudget:
     @property
     def used_tokens(self) -> int:
         """Current tokens of the admitted trajectories, with shared prompts counted once."""
-        return self._prompt_tokens + sum(
-            reservation.response_tokens for reservation in self._reservations.values()
-        )
+        return self._prompt_tokens + sum(reservation.response_tokens for reservation in self._reservations.values())
 
     def has_room(self) -> bool:
         """Whether the engine should ask for more work."""
@@ -76,9 +72,7 @@ class KVBudget:
             slots = min(slots, (self.capacity_tokens - self.reserved_tokens) // each)
         return max(1, slots)
 
-    def try_admit(
-        self, key: Hashable, group: Hashable, prompt_tokens: int, max_tokens: int, length: int | None = None
-    ) -> bool:
+    def try_admit(self, key: Hashable, group: Hashable, prompt_tokens: int, max_tokens: int, length: int | None = None) -> bool:
         """Reserve for one trajectory if it fits. `max_tokens` is prompt and longest response.
 
         `length` is the current length of a resumed trajectory. An empty engine admits any trajectory that fits alone.
@@ -93,9 +87,7 @@ class KVBudget:
             )
         if self.running >= self.max_requests:
             return False
-        reservation = KVReservation(
-            group, prompt_tokens, max_tokens, prompt_tokens if length is None else length
-        )
+        reservation = KVReservation(group, prompt_tokens, max_tokens, prompt_tokens if length is None else length)
         shared = 0 if self._prompts[group] else prompt_tokens
         if self._reservations and not self._fits(reservation, shared):
             return False
@@ -133,11 +125,7 @@ class KVBudget:
         return reservation
 
     def observe(
-        self,
-        evictions: int,
-        lengths: Mapping[Any, int],
-        engine_tokens: int = 0,
-        at_tools: Collection[Hashable] = (),
+        self, evictions: int, lengths: Mapping[Any, int], engine_tokens: int = 0, at_tools: Collection[Hashable] = ()
     ) -> None:
         """Take an engine report (about one a second).
 

@@ -22,9 +22,7 @@ class _Entry:
 class StalenessSchedule:
     """Groups that are not trained on yet, by number."""
 
-    def __init__(
-        self, batch: int, max_staleness: int, version: int = 0, last_step: int | None = None
-    ) -> None:
+    def __init__(self, batch: int, max_staleness: int, version: int = 0, last_step: int | None = None) -> None:
         """version: of the engines' weights, and of the next batch's. last_step: the step after which none is trained."""
         self.batch, self.max_staleness = batch, max_staleness
         self.engine_version = version

@@ -40,9 +40,7 @@ class _Pending:
     indices: list[int]
     size: int
     given: Counter[int] = field(default_factory=Counter)  # number of rollouts by engine
-    running: dict[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # by rollout index: engine, time when it was handed out
+    running: dict[int, tuple[int, float]] = field(default_factory=dict)  # by rollout index: engine, time when it was handed out
 
 
 class WorkQueue:

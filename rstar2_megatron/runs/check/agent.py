@@ -71,9 +71,7 @@ class NodeAgent:
     def free_port(self, host: str) -> int:
         return free_port(host)
 
-    def run(
-        self, program: str, jobs: Sequence[Job], arguments: dict[str, Any], deadline_s: float
-    ) -> list[Answer]:
+    def run(self, program: str, jobs: Sequence[Job], arguments: dict[str, Any], deadline_s: float) -> list[Answer]:
         """Run "module:function" once for every job, side by side; answers in the order of the jobs. Never raises.
 
         What has not answered after `deadline_s` is killed, and what waits for a rank that failed soon after it.
@@ -96,9 +94,7 @@ class NodeAgent:
             time.sleep(0.02)
         for number, job in enumerate(jobs):
             if number not in answers:
-                said = (
-                    f"rank {job.rank} did not answer within its deadline of {deadline_s:.0f} s and was ended"
-                )
+                said = f"rank {job.rank} did not answer within its deadline of {deadline_s:.0f} s and was ended"
                 answers[number] = Answer(job.rank, job.node, error=said, log=processes[number].log())
                 self._end(keys[number])
             elif not processes[number].alive():
@@ -141,6 +137,4 @@ def _take(process: _Process, job: Job) -> Answer | None:
         code: object = process.process.wait(2)
     except subprocess.TimeoutExpired:
         code = "none yet"
-    return Answer(
-        job.rank, job.node, error=f"the process died (exit code {code})\n{process.log()}", log=process.log()
-    )
+    return Answer(job.rank, job.node, error=f"the process died (exit code {code})\n{process.log()}", log=process.log())

@@ -57,9 +57,7 @@ def make_case(
             update={
                 "model": settings.actor.model.model_copy(update={**one_rank, **(model or {})}),
                 "optim": settings.actor.optim.model_copy(update=optim or {}),
-                "lr_sched": settings.actor.lr_sched.model_copy(
-                    update={"lr_warmup_iters": 0, "lr_decay_style": "constant"}
-                ),
+                "lr_sched": settings.actor.lr_sched.model_copy(update={"lr_warmup_iters": 0, "lr_decay_style": "constant"}),
                 # On a GPU the first steps compile kernels, each rank in its own time.
                 "distributed_timeout_minutes": 1.0 if context.device == "cpu" else 5.0,
                 **actor,

@@ -17,27 +17,11 @@ from rstar2_megatron.runs.check.nodes import Nodes
 from rstar2_megatron.runs.check.report import count, write_report
 from rstar2_megatron.runs.check.result import Check, Result
 from rstar2_megatron.runs.check.runner import run_checks
-from rstar2_megatron.runs.check.subjects import (
-    actor,
-    collectives,
-    engine,
-    judge,
-    machine,
-    network,
-    thin_model,
-    whole_run,
-)
+from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network, thin_model, whole_run
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import ConfigError
-from rstar2_megatron.settings.placement import (
-    Slots,
-    component_slots,
-    gpu_problem,
-    slots_of,
-    visible_gpus,
-    visible_host_gb,
-)
+from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
@@ -110,9 +94,7 @@ def check(
     signals = StopSignals()
     signals.install()
     try:
-        say(
-            f"checking this machine for {settings.runner.experiment_name}; {len(checks)} checks, minutes on GPUs"
-        )
+        say(f"checking this machine for {settings.runner.experiment_name}; {len(checks)} checks, minutes on GPUs")
         results = run_checks(checks, context, say)
     except BaseException as error:
         if stopped := signals.stop_behind(error):
@@ -127,9 +109,7 @@ def check(
             files.remove()
         signals.restore()
     path = report_path(settings)
-    write_report(
-        path, settings, results, _plan(settings), context.found.get("survey"), time.monotonic() - started
-    )
+    write_report(path, settings, results, _plan(settings), context.found.get("survey"), time.monotonic() - started)
     failed = count(results, "failed")
     say(
         f"{count(results, 'passed')} passed, {failed} failed, {count(results, 'skipped')} skipped in "

@@ -74,13 +74,9 @@ class Nodes:
         for node in alive[:num_nodes]:
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") if node["NodeID"] == own else None
-            agents.append(
-                ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=where).remote(visible)
-            )
+            agents.append(ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=where).remote(visible))
         ready, late = ray.wait(
-            [agent.free_port.remote("127.0.0.1") for agent in agents],
-            num_returns=len(agents),
-            timeout=join_s,
+            [agent.free_port.remote("127.0.0.1") for agent in agents], num_returns=len(agents), timeout=join_s
         )
         if late:
             raise CheckFailed(f"{len(late)} of {len(agents)} nodes started no worker within {join_s:.0f} s")
@@ -119,8 +115,7 @@ class Nodes:
         port = ray.get(self._agents[0].free_port.remote(host), timeout=_CARRY_S)
         world, meeting = count * len(self), f"tcp://{host}:{port}"
         jobs = [
-            [self._job(node * count + slot, world, meeting, node, slot) for slot in range(count)]
-            for node in range(len(self))
+            [self._job(node * count + slot, world, meeting, node, slot) for slot in range(count)] for node in range(len(self))
         ]
         return values(self._run(program, jobs, arguments, deadline_s))
 
@@ -144,17 +139,14 @@ class Nodes:
         self._meetings += 1
         return f"file://{self._files.name}/meeting-{self._meetings}"
 
-    def _run(
-        self, program: str, jobs: Sequence[Sequence[Job]], arguments: dict[str, Any], deadline_s: float
-    ) -> list[Answer]:
+    def _run(self, program: str, jobs: Sequence[Sequence[Job]], arguments: dict[str, Any], deadline_s: float) -> list[Answer]:
         deadline_s *= self.patience
         if not self._agents:
             return self._local.run(program, jobs[0], arguments, deadline_s)
         import ray
 
         calls = [
-            agent.run.remote(program, list(own), arguments, deadline_s)
-            for agent, own in zip(self._agents, jobs, strict=False)
+            agent.run.remote(program, list(own), arguments, deadline_s) for agent, own in zip(self._agents, jobs, strict=False)
         ]
         ray.wait(calls, num_returns=len(calls), timeout=deadline_s + _CARRY_S)
         answers: list[Answer] = []

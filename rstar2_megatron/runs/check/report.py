@@ -17,9 +17,7 @@ from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.schema import Settings
 
 
-def write_report(
-    path: Path, settings: Settings, results: Sequence[Result], plan: str, machine: Any, seconds: float
-) -> None:
+def write_report(path: Path, settings: Settings, results: Sequence[Result], plan: str, machine: Any, seconds: float) -> None:
     """Write the report. `machine`: what each node said of itself; `plan`: as `--dry-run` prints it."""
     report = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),

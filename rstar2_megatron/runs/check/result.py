@@ -12,9 +12,7 @@ State = Literal["passed", "failed", "skipped"]
 class CheckFailed(Exception):
     """A check found something wrong. `remedy` replaces the check's own; `details` goes into the report alone."""
 
-    def __init__(
-        self, words: str, figures: dict[str, Any] | None = None, *, remedy: str = "", details: str = ""
-    ) -> None:
+    def __init__(self, words: str, figures: dict[str, Any] | None = None, *, remedy: str = "", details: str = "") -> None:
         super().__init__(words)
         self.words, self.remedy, self.details, self.figures = words, remedy, details, figures or {}
 

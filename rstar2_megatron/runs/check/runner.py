@@ -15,9 +15,7 @@ ON_CPU = "this YAML runs on CPU slots"
 _GRACE_S = 60.0  # beyond a check's deadline, which the programs that it starts keep themselves
 
 
-def run_checks(
-    checks: Sequence[Check], context: Context, say: Callable[[str], object] = print
-) -> list[Result]:
+def run_checks(checks: Sequence[Check], context: Context, say: Callable[[str], object] = print) -> list[Result]:
     """Results in the order of the checks. A failure stops only those that depend on it."""
     width = max(len(check.name) for check in checks)
     results: dict[str, Result] = {}

@@ -13,9 +13,7 @@ from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "copy the file again from where the model came"
-_SMALLEST_SHARE = (
-    0.5  # of the embedding that a tokenizer of the same model names; the rest of an embedding is padding
-)
+_SMALLEST_SHARE = 0.5  # of the embedding that a tokenizer of the same model names; the rest of an embedding is padding
 _TURN_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
@@ -63,9 +61,7 @@ def _shards(directory: Path) -> list[Path]:
     names = sorted(set(_json(index).get("weight_map", {}).values()))
     absent = [name for name in names if not (directory / name).is_file()]
     if absent or not names:
-        raise ValueError(
-            f"{index} names {', '.join(absent) or 'no file'}, which {directory} does not hold; {_AGAIN}"
-        )
+        raise ValueError(f"{index} names {', '.join(absent) or 'no file'}, which {directory} does not hold; {_AGAIN}")
     return [directory / name for name in names]
 
 
@@ -135,32 +131,22 @@ def tokenizer_problems(directory: Path, model: ModelConfig, chat_template: str |
     eos = eos.get("content") if isinstance(eos, dict) else eos
     of_model = model_config.get("eos_token_id")
     known = set(added.values())
-    wrong = [
-        i
-        for i in (of_model if isinstance(of_model, list) else [of_model])
-        if i is not None and i not in known
-    ]
+    wrong = [i for i in (of_model if isinstance(of_model, list) else [of_model]) if i is not None and i not in known]
     if wrong and added:
         yield (
             f"{directory / 'config.json'}: eos_token_id={wrong[0]} is no special token of {path.name}: model and tokenizer are "
             "of different vocabularies; copy the model's own tokenizer beside it"
         )
     if eos is None and of_model is None:
-        yield (
-            f"{directory} names no end-of-text token: set eos_token in tokenizer_config.json or eos_token_id in config.json"
-        )
+        yield (f"{directory} names no end-of-text token: set eos_token in tokenizer_config.json or eos_token_id in config.json")
     elif eos is not None and eos not in added and eos not in names:
         yield f"{directory / 'tokenizer_config.json'}: eos_token {eos!r} is not in tokenizer.json; {_AGAIN}"
     yield from _template_problems(directory, config, chat_template, chatml=added.keys() >= _TURN_TOKENS)
 
 
-def _template_problems(
-    directory: Path, config: dict[str, Any], chat_template: str | None, *, chatml: bool
-) -> Iterator[str]:
+def _template_problems(directory: Path, config: dict[str, Any], chat_template: str | None, *, chatml: bool) -> Iterator[str]:
     file = directory / "chat_template.jinja"
-    own = (
-        file.read_text(encoding="utf-8") if file.is_file() else json.dumps(config.get("chat_template") or "")
-    )
+    own = file.read_text(encoding="utf-8") if file.is_file() else json.dumps(config.get("chat_template") or "")
     if chat_template == OWN_TEMPLATE and not ("tools" in own and "<tool_call>" in own):
         yield (
             f"agentloop.chat_template=tokenizer, but the chat template of {directory} has no tools called between <tool_call> "

@@ -99,9 +99,7 @@ def _candidates(
                     shared,
                     algorithm={"sampling_params": {"max_new_tokens": response}},
                     data={"rollout_batch_size": min(128, problems)},
-                    actor={
-                        "model": {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, **recompute}
-                    },
+                    actor={"model": {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, **recompute}},
                 ),
             }
         return

@@ -8,10 +8,7 @@ from pathlib import Path
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
 
-_MAKERS = {
-    "sft": "data_process/build_sft_dataset.py",
-    "preference": "python -m rstar2_megatron.search (its mcts.jsonl)",
-}
+_MAKERS = {"sft": "data_process/build_sft_dataset.py", "preference": "python -m rstar2_megatron.search (its mcts.jsonl)"}
 
 
 def training_file_problems(settings: Settings, later: Collection[str]) -> Iterator[str]:

@@ -141,9 +141,7 @@ class Beside:
         directory, merged = self.out / name, self.out / name / "metrics.jsonl"
         if merged.is_file():
             return merged
-        settings = resolve_tiny(
-            load_settings(self.config, [*self.overrides, *words, f"runner.experiment_name={name}"])
-        )
+        settings = resolve_tiny(load_settings(self.config, [*self.overrides, *words, f"runner.experiment_name={name}"]))
         # of a run that was stopped; verl would append to its log
         shutil.rmtree(directory, ignore_errors=True)
         dumps = directory / "rollouts"

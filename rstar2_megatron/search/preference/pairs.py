@@ -52,11 +52,7 @@ def pairs_of(tree: Tree, settings: PreferenceSettings) -> list[NodePairs]:
     found = [_of_children(node, outlooks, settings) for node in tree.root.walk() if node.children]
     comparisons = [comparison for comparison in found if comparison.pairs]
     if settings.whole_solutions:
-        known = {
-            (comparison.better[i].tag, comparison.worse[j].tag)
-            for comparison in comparisons
-            for i, j in comparison.pairs
-        }
+        known = {(comparison.better[i].tag, comparison.worse[j].tag) for comparison in comparisons for i, j in comparison.pairs}
         whole = _of_solutions(tree, known, settings)
         comparisons += [whole] if whole.pairs else []
     return comparisons
@@ -116,8 +112,7 @@ def _of_solutions(tree: Tree, known: set[tuple[str, str]], settings: PreferenceS
         (i, j)
         for i, winner in enumerate(better)
         for j, loser in enumerate(worse)
-        if (winner.tag, loser.tag) not in known
-        and differ(_text(winner.path), _text(loser.path), settings.min_distance)
+        if (winner.tag, loser.tag) not in known and differ(_text(winner.path), _text(loser.path), settings.min_distance)
     ]
     return without_idle(better, worse, pairs)
 
@@ -125,11 +120,7 @@ def _of_solutions(tree: Tree, known: set[tuple[str, str]], settings: PreferenceS
 def without_idle(better: list[Node], worse: list[Node], pairs: list[tuple[int, int]]) -> NodePairs:
     """Leave out nodes that no pair uses: nothing would be learned from their scores."""
     left, right = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
-    return NodePairs(
-        [better[i] for i in left],
-        [worse[j] for j in right],
-        [(left.index(i), right.index(j)) for i, j in pairs],
-    )
+    return NodePairs([better[i] for i in left], [worse[j] for j in right], [(left.index(i), right.index(j)) for i, j in pairs])
 
 
 def _text(nodes: Sequence[Node]) -> str:

@@ -46,8 +46,7 @@ class RewardModelScorer:
         Raises EngineLost after `rollout.max_engine_restarts` restarts; EngineError when the engine refuses a prefix.
         """
         sequences = [
-            np.concatenate([prefix.prompt_ids, *(step.ids for step in prefix.steps)]).astype(np.int32)
-            for prefix in prefixes
+            np.concatenate([prefix.prompt_ids, *(step.ids for step in prefix.steps)]).astype(np.int32) for prefix in prefixes
         ]
         while True:
             try:
@@ -72,9 +71,7 @@ def check_reward_model(reward: Path, policy: Path, context_tokens: int) -> None:
             "runner.task_type=preference (docs/search.md)"
         )
     if model.architecture not in SERVED:
-        raise ValueError(
-            f"--reward-model {reward} holds a {raw}, which SGLang does not serve; train one from a dense model"
-        )
+        raise ValueError(f"--reward-model {reward} holds a {raw}, which SGLang does not serve; train one from a dense model")
     if model.max_position_embeddings < context_tokens:
         raise ValueError(
             f"--reward-model {reward} reads {model.max_position_embeddings} tokens, solutions may have {context_tokens}; "
@@ -151,9 +148,7 @@ def policy_rollout(rollout: RolloutSettings, share: float, *, on_gpu: bool) -> R
     return rollout.model_copy(update={"gpu_memory_utilization": used})
 
 
-def reward_rollout(
-    rollout: RolloutSettings, reward: str, share: float, number: int, *, on_gpu: bool
-) -> RolloutSettings:
+def reward_rollout(rollout: RolloutSettings, reward: str, share: float, number: int, *, on_gpu: bool) -> RolloutSettings:
     """The settings of reward engine `number`. SGLang takes a share of the memory that is free when an engine starts."""
     model = rollout.model.model_copy(update={"model_path": reward})
     update: dict[str, Any] = {"model": model}

@@ -47,9 +47,7 @@ def load_preference_rows(
     rows = PreferenceRows()
     for path in map(Path, paths):
         if not path.is_file():
-            raise DataError(
-                f"tree file {path} does not exist; python -m rstar2_megatron.search writes such files"
-            )
+            raise DataError(f"tree file {path} does not exist; python -m rstar2_megatron.search writes such files")
         checked = False
         for number, row in TreeFile(path, {}).rows():
             where = f"{path}:{number}"
@@ -100,9 +98,7 @@ def _check_vocabulary(tree: Tree, prompt_ids: Sequence[int], tokenizer: Any, whe
     return True
 
 
-def comparison_of(
-    prompt_ids: Sequence[int], found: NodePairs, max_length: int
-) -> tuple[Comparison | None, int]:
+def comparison_of(prompt_ids: Sequence[int], found: NodePairs, max_length: int) -> tuple[Comparison | None, int]:
     """(the comparison in token ids without pairs that are too long, the number of these); None when no pair is left."""
     nodes = [*found.better, *found.worse]
     parents = {node.parent.tag for node in nodes if node.parent is not None}
@@ -111,9 +107,7 @@ def comparison_of(
     shared = np.concatenate([shared, *(step.ids for step in nodes[0].steps[:depth])]).astype(np.int32)
 
     def own(node: Node) -> np.ndarray:
-        return np.concatenate([np.empty(0, np.int32), *(step.ids for step in node.steps[depth:])]).astype(
-            np.int32
-        )
+        return np.concatenate([np.empty(0, np.int32), *(step.ids for step in node.steps[depth:])]).astype(np.int32)
 
     def fits(node: Node) -> bool:
         return len(shared) + len(own(node)) <= max_length

@@ -26,9 +26,7 @@ def plan_sft(plan: RunPlan, settings: Settings) -> None:
         f"{settings.runner.max_tokens_per_mbs} tokens a micro-batch",
     )
     plan.add(
-        "batch",
-        "schedule",
-        f"{sft.epochs:g} epochs, lr {sft.lr:g}, {sft.warmup_ratio:.1%} warm-up, then {sft.lr_decay_style}",
+        "batch", "schedule", f"{sft.epochs:g} epochs, lr {sft.lr:g}, {sft.warmup_ratio:.1%} warm-up, then {sft.lr_decay_style}"
     )
 
 
@@ -41,9 +39,7 @@ def plan_preference(plan: RunPlan, settings: Settings) -> None:
         f"{settings.runner.max_tokens_per_mbs} tokens a micro-batch",
     )
     plan.add(
-        "batch",
-        "schedule",
-        f"{own.epochs:g} epochs, lr {own.lr:g}, {own.warmup_ratio:.1%} warm-up, then {own.lr_decay_style}",
+        "batch", "schedule", f"{own.epochs:g} epochs, lr {own.lr:g}, {own.warmup_ratio:.1%} warm-up, then {own.lr_decay_style}"
     )
 
 
@@ -53,9 +49,7 @@ def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
     sampling = algorithm.down_sampling
     kept = sampling.down_sampling_config.down_sample_to_n if sampling.do_down_sampling else rollouts
     data_parallel = world // (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )
     plan.add(
         "batch",
@@ -69,11 +63,7 @@ def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
         "parallel",
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
         f"context {parallel.context_parallel_size} x data {data_parallel}"
-        + (
-            f", experts {parallel.expert_model_parallel_size}"
-            if parallel.expert_model_parallel_size > 1
-            else ""
-        ),
+        + (f", experts {parallel.expert_model_parallel_size}" if parallel.expert_model_parallel_size > 1 else ""),
     )
     tokens = settings.runner.max_tokens_per_mbs
     longest = settings.runner.seq_length

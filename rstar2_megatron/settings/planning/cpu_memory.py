@@ -55,9 +55,7 @@ def cpu_memory(settings: Settings, model: ModelConfig, world: int, engines: int)
     )
 
 
-def plan_cpu_memory(
-    plan: RunPlan, settings: Settings, model: ModelConfig, world: int, engines: int, host_gb: float
-) -> None:
+def plan_cpu_memory(plan: RunPlan, settings: Settings, model: ModelConfig, world: int, engines: int, host_gb: float) -> None:
     """A row with all processes; a problem with the smallest change that fits when the machine has less."""
     memory = cpu_memory(settings, model, world, engines)
     parts = [f"{memory.ranks} actor ranks of {memory.actor:.1f}"]
@@ -90,8 +88,7 @@ def _remedy(settings: Settings, model: ModelConfig, world: int, engines: int, ho
         changed.actor.model.recompute_granularity = "full"
         changed.actor.model.recompute_method, changed.actor.model.recompute_num_layers = "uniform", 1
         words += (
-            " actor.model.recompute_granularity=full actor.model.recompute_method=uniform "
-            "actor.model.recompute_num_layers=1"
+            " actor.model.recompute_granularity=full actor.model.recompute_method=uniform actor.model.recompute_num_layers=1"
         )
         if fits(engines):
             return f"set {words}"

@@ -77,8 +77,4 @@ def plan_disk(plan: RunPlan, settings: Settings, model: ModelConfig) -> None:
 def _gb(size: float) -> str:
     """Three digits."""
     value = size / GB
-    return (
-        f"{value:.0f}"
-        if value >= 100
-        else f"{value:.{max(0, 2 - math.floor(math.log10(max(value, 1e-3))))}f}"
-    )
+    return f"{value:.0f}" if value >= 100 else f"{value:.{max(0, 2 - math.floor(math.log10(max(value, 1e-3))))}f}"

@@ -31,9 +31,7 @@ class EngineSpeed:
     prefill_chunk_tokens: int = 8192
 
     @classmethod
-    def of_gpu(
-        cls, parameters: float, kv_bytes_per_token: float, tp: int, active: float | None = None
-    ) -> EngineSpeed:
+    def of_gpu(cls, parameters: float, kv_bytes_per_token: float, tp: int, active: float | None = None) -> EngineSpeed:
         """Roofline of a bf16 model on `tp` H100s: weights and context are read once a step.
 
         active: parameters that a token uses; None for all.

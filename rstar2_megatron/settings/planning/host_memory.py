@@ -43,13 +43,7 @@ class HostMemory:
 
 
 def save_bytes(
-    actor: ActorSettings,
-    model: ModelConfig,
-    world: int,
-    *,
-    ranks: int = 1,
-    first: bool = True,
-    bucket: int = _BUCKET,
+    actor: ActorSettings, model: ModelConfig, world: int, *, ranks: int = 1, first: bool = True, bucket: int = _BUCKET
 ) -> float:
     """Peak host bytes of a save on `ranks` ranks of one node; `first`: they include the gathering ranks."""
     optim, bf16 = actor.optim, actor.model.precision == "bf16"
@@ -66,9 +60,7 @@ def save_bytes(
     for share in shares:  # one optimizer after the other
         gathered += STATE_BYTES * share.held * gathering(share)
         size = share.held
-        if (
-            optim.overlap_grad_reduce or optim.overlap_param_gather
-        ):  # the largest bucket has a vocabulary matrix
+        if optim.overlap_grad_reduce or optim.overlap_param_gather:  # the largest bucket has a vocabulary matrix
             matrix = model.vocab_size * model.hidden_size / actor.model.tensor_model_parallel_size
             size = min(bucket + matrix, share.held)
         on_their_way = gathering(share) + ranks * share.updated / share.held
@@ -77,9 +69,7 @@ def save_bytes(
     return max(peak, gathered + width * held)
 
 
-def load_bytes(
-    actor: ActorSettings, model: ModelConfig, *, ranks: int = 1, piece: int = LOAD_PIECE_BYTES
-) -> float:
+def load_bytes(actor: ActorSettings, model: ModelConfig, *, ranks: int = 1, piece: int = LOAD_PIECE_BYTES) -> float:
     """Peak host bytes of a load on `ranks` ranks of one node, at most.
 
     A piece, or the state of the largest parameter, and stored tensors from which torch copies: two at once were counted
@@ -104,7 +94,6 @@ def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemor
     return HostMemory(
         optimizer=state * sum(s.updated for s in shares) * ranks / GB if on_host else 0.0,
         weights=width * sum(s.held for s in shares) * ranks / GB if actor.offload_weight else 0.0,
-        checkpoint=max(save_bytes(actor, model, world, ranks=ranks), load_bytes(actor, model, ranks=ranks))
-        / GB,
+        checkpoint=max(save_bytes(actor, model, world, ranks=ranks), load_bytes(actor, model, ranks=ranks)) / GB,
         processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's rank
     )

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.engine_speed import (
-    DECODE_SHARE,
-    PEAK_BYTES_PER_S,
-    PEAK_FLOPS,
-    TRAIN_SHARE,
-)
+from rstar2_megatron.settings.planning.engine_speed import DECODE_SHARE, PEAK_BYTES_PER_S, PEAK_FLOPS, TRAIN_SHARE
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.schema import Settings
 
@@ -48,9 +43,7 @@ def _training(model: ModelConfig, length: int, sequences: float) -> float:
     return model.train_flops([length]) * sequences / (PEAK_FLOPS * TRAIN_SHARE) / 3600
 
 
-def _decode_tokens_per_s(
-    settings: Settings, model: ModelConfig, kv_capacity_tokens: int, length: int
-) -> float:
+def _decode_tokens_per_s(settings: Settings, model: ModelConfig, kv_capacity_tokens: int, length: int) -> float:
     """Tokens that one engine generates in a second, with as many trajectories of `length` tokens as fit."""
     rollout = settings.rollout
     running = max(min(rollout.max_running_requests, kv_capacity_tokens // length), 1)

@@ -10,14 +10,7 @@ from pathlib import Path
 
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.placement import (
-    Slots,
-    collocated,
-    component_slots,
-    slots_of,
-    visible_gpus,
-    visible_host_gb,
-)
+from rstar2_megatron.settings.placement import Slots, collocated, component_slots, slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_preference, plan_sft
 from rstar2_megatron.settings.planning.cpu_memory import plan_cpu_memory
 from rstar2_megatron.settings.planning.disk import plan_disk
@@ -59,10 +52,7 @@ def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
 
 
 def make_plan(
-    settings: Settings,
-    *,
-    slots: Slots | None = None,
-    find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
+    settings: Settings, *, slots: Slots | None = None, find_gpus: Callable[[], tuple[int, float]] = visible_gpus
 ) -> RunPlan:
     """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, 8 x 80 GB a node are assumed.
 

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated
 from rstar2_megatron.settings.planning.kv_cache import kv_capacity
-from rstar2_megatron.settings.planning.memory import (
-    CUDA_OVERHEAD_GB,
-    ENGINE_WORK_GB,
-    engine_residue_gb,
-    training_memory,
-)
+from rstar2_megatron.settings.planning.memory import CUDA_OVERHEAD_GB, ENGINE_WORK_GB, engine_residue_gb, training_memory
 from rstar2_megatron.settings.planning.table import RunPlan, ranges_text
 from rstar2_megatron.settings.planning.times import engines_of, handover_s, host_optimizer_s, sync_s, train_s
 from rstar2_megatron.settings.schema import Settings
@@ -45,11 +40,7 @@ class Split:
 
 
 def plan_split(
-    plan: RunPlan,
-    settings: Settings,
-    slots: Slots,
-    model: ModelConfig,
-    places: Mapping[str, Sequence[int]],
+    plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, places: Mapping[str, Sequence[int]]
 ) -> None:
     """One row, where the YAML fits and there is a synchronous step on all GPUs to compare with."""
     if plan.problems or plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
@@ -84,9 +75,7 @@ def collocated_step_s(settings: Settings, slots: Slots, model: ModelConfig) -> f
     if training_memory(changed, model, slots.count, cpu=False).total + residue > gpu_gb:
         return None
     free = gpu_gb - CUDA_OVERHEAD_GB
-    changed.rollout.gpu_memory_utilization = min(
-        settings.rollout.gpu_memory_utilization, 1 - (residue + ENGINE_WORK_GB) / free
-    )
+    changed.rollout.gpu_memory_utilization = min(settings.rollout.gpu_memory_utilization, 1 - (residue + ENGINE_WORK_GB) / free)
     kv_tokens = kv_capacity(changed, model, free)
     if kv_tokens < settings.runner.seq_length:
         return None
@@ -118,13 +107,7 @@ def splits(settings: Settings, slots: Slots, model: ModelConfig, bound: int) -> 
 
 
 def _apart_s(
-    settings: Settings,
-    model: ModelConfig,
-    actor: int,
-    engines: int,
-    kv_tokens: int,
-    bound: int,
-    cost: float = 1.0,
+    settings: Settings, model: ModelConfig, actor: int, engines: int, kv_tokens: int, bound: int, cost: float = 1.0
 ) -> float:
     trained = cost * train_s(settings, model, actor) + host_optimizer_s(settings, model) + sync_s(model)
     return max(trained, engines_of(settings, model, engines, kv_tokens).batch_s(bound) + sync_s(model))

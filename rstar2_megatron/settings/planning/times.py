@@ -31,9 +31,7 @@ def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int
     host = host_optimizer_s(settings, model)
     on_host = ""
     if host:
-        on_host = (
-            f" + optimizer on the host {host:.1f} ({HOST_SHARE:.0%} of {HOST_BYTES_PER_S / 1e9:.0f} GB/s)"
-        )
+        on_host = f" + optimizer on the host {host:.1f} ({HOST_SHARE:.0%} of {HOST_BYTES_PER_S / 1e9:.0f} GB/s)"
     plan.add(
         "expected",
         "seconds a step",

@@ -16,9 +16,7 @@ from rstar2_megatron.settings.schema import Settings
 def plan_training(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
     memory = training_memory(settings, model, world, cpu=slots.is_cpu)
     plan.actor_memory = memory
-    shares_gpu = (
-        settings.runner.task_type == "reasoning" and not slots.is_cpu and collocated(settings.cluster, slots)
-    )
+    shares_gpu = settings.runner.task_type == "reasoning" and not slots.is_cpu and collocated(settings.cluster, slots)
     engine = engine_residue_gb(settings) if shares_gpu else 0.0
     plan.gpu_peak_gb = total = memory.total + engine
     parts = (
@@ -71,10 +69,7 @@ def plan_host(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfi
     if host.total > slots.host_gb:
         remedy = "use more nodes or hosts with more memory"
         if not settings.actor.optim.optimizer_cpu_offload and settings.actor.offload_optimizer:
-            remedy = (
-                "place actor and rollout on GPUs of their own with actor.offload_optimizer=False, or "
-                + remedy
-            )
+            remedy = "place actor and rollout on GPUs of their own with actor.offload_optimizer=False, or " + remedy
         plan.problems.append(
             f"a node's host needs {host.total:.0f} GB ({host.optimizer:.0f} optimizer, {host.weights:.0f} weights, "
             f"{host.checkpoint:.0f} while a checkpoint is written, {host.processes:.0f} processes), has "
@@ -101,8 +96,7 @@ def _remedy(settings: Settings, model: ModelConfig, world: int, gpu_gb: float) -
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
     ):
         return (
-            "set actor.model.recompute_granularity=full actor.model.recompute_method=uniform "
-            "actor.model.recompute_num_layers=1"
+            "set actor.model.recompute_granularity=full actor.model.recompute_method=uniform actor.model.recompute_num_layers=1"
         )
     ep, pp = parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size
     for larger in range(ep + 1, world // pp + 1) if model.is_moe else ():

@@ -13,9 +13,7 @@ from rstar2_megatron.settings.schema import Settings
 TOKEN_BYTES = 9  # id 4, mask 1, log-prob 4
 DRIVER_BASE_GB = 0.6
 DRIVER_BYTES_PER_TOKEN = 5.0  # texts and figures of every trajectory
-ENGINE_BYTES_PER_TOKEN = (
-    29.0  # tokens until the batch is put, one copy of the part that is trained on, texts under way
-)
+ENGINE_BYTES_PER_TOKEN = 29.0  # tokens until the batch is put, one copy of the part that is trained on, texts under way
 CPU_S_PER_MTOKEN = 0.3  # driver, channel, grading of text, resampling and batch, for a million tokens
 LEAST_STORE_BYTES = 512 << 20
 LEAST_SHARED_BYTES = 1 << 30  # of /dev/shm, on GPUs; a container has 64 MB by default
@@ -36,9 +34,7 @@ def object_store_bytes(settings: Settings) -> int:
     return max(LEAST_STORE_BYTES, int(_STORE_MARGIN * TOKEN_BYTES * batch_tokens(settings)))
 
 
-def object_store_problems(
-    settings: Settings, memory_bytes: int, shared_bytes: int, *, gpus: bool = False
-) -> Iterator[str]:
+def object_store_problems(settings: Settings, memory_bytes: int, shared_bytes: int, *, gpus: bool = False) -> Iterator[str]:
     """A host without room for the object store of a private Ray head, in memory or in /dev/shm, or for NCCL's buffers."""
     store = object_store_bytes(settings)
     what = (

@@ -80,9 +80,9 @@ class AlgorithmSettings(Section):
     """S: engines go on while the actor trains, which at weight version v trains tokens of version v - S or newer. 0: every
     step waits for its rollouts. S > 0 needs engines on other slots than the actor (docs/asynchronous.md).
     """
-    loss_agg_func: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf"
-    ] = "token-mean"
+    loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf"] = (
+        "token-mean"
+    )
     """token-mean: over the whole step (the paper); the released ones as `algorithm.loss.aggregate` describes them."""
     recompute_logprobs: bool = False
     """Old log-probs from the actor instead of the engine; works with down-sampling on."""

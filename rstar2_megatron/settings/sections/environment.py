@@ -69,9 +69,7 @@ class AgentLoopSettings(Section):
         pieces = {name: getattr(self, name) for name in ("system_prompt", "user_prefix", "generation_prefix")}
         written = [name for name, text in pieces.items() if text is not None]
         if self.chat_template is not None and written:
-            raise ValueError(
-                f"chat_template is the whole wording, and {', '.join(written)} are written too; set them to null"
-            )
+            raise ValueError(f"chat_template is the whole wording, and {', '.join(written)} are written too; set them to null")
         return self
 
 

@@ -10,9 +10,7 @@ from rstar2_megatron.settings.sections.base import Section
 
 Steps = Annotated[
     list[Annotated[int, Field(ge=1)]],
-    BeforeValidator(
-        lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value
-    ),
+    BeforeValidator(lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value),
 ]
 """Step numbers from 1; a single number is read as a list."""
 

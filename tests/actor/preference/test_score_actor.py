@@ -81,9 +81,7 @@ def load(directory: Path, **options: Any) -> Any:
 
 def scores_of(model: Any, batch: list[Comparison]) -> torch.Tensor:
     sequences = [s.input_ids for c in batch for s in c.sequences()]
-    return torch.stack(
-        [model(input_ids=torch.tensor(ids).long()[None], use_cache=False).logits[0, 0] for ids in sequences]
-    )
+    return torch.stack([model(input_ids=torch.tensor(ids).long()[None], use_cache=False).logits[0, 0] for ids in sequences])
 
 
 def loss_of(scores: torch.Tensor, batch: list[Comparison]) -> torch.Tensor:
@@ -176,9 +174,7 @@ def test_layout_matches_transformers(
     assert results[0][1] == pytest.approx(again.tolist(), abs=1e-5)
 
 
-def test_begins_at_a_policy_with_a_loss_of_ln_2(
-    pool: RankPool, reward_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_begins_at_a_policy_with_a_loss_of_ln_2(pool: RankPool, reward_models: dict[str, Path], tmp_path: Path) -> None:
     """The head of the policy is left out; a first step can only move the new head."""
     target = tmp_path / "export"
     arguments = settings(), reward_models["policy"], BATCHES[:1], target
@@ -186,17 +182,13 @@ def test_begins_at_a_policy_with_a_loss_of_ln_2(
     assert history[0]["preference/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert history[0]["preference/accuracy"] == pytest.approx(0.5)
     assert validation["loss"] < math.log(2) and validation["accuracy"] > 0.5
-    before, after = (
-        load_file(directory / "model.safetensors") for directory in (reward_models["policy"], target)
-    )
+    before, after = (load_file(directory / "model.safetensors") for directory in (reward_models["policy"], target))
     assert after.keys() - before.keys() == {"score.weight"} and after["score.weight"].abs().max() > 0
     layer = "model.layers.0.input_layernorm.weight"  # norms have no weight decay
     assert torch.equal(before[layer], after[layer])
     config = json.loads((target / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
-    assert ModelConfig.from_directory(target, scores=True).num_parameters == sum(
-        t.numel() for t in after.values()
-    )
+    assert ModelConfig.from_directory(target, scores=True).num_parameters == sum(t.numel() for t in after.values())
     assert len(scores) == int(Pairs.of(BATCHES[0]).sizes.sum())
 
 
@@ -218,13 +210,9 @@ def test_resumes_in_another_layout(
     other: dict[str, Any],
 ) -> None:
     start, directory = reward_models["qwen2"], tmp_path / "actor"
-    (saved, then), *_ = pool.run(
-        preferences.save_and_continue, ranks, settings(model=model), start, directory, BATCHES
-    )
+    (saved, then), *_ = pool.run(preferences.save_and_continue, ranks, settings(model=model), start, directory, BATCHES)
     for settings_, count in ((settings(model=model), ranks), (settings(model=other), other_ranks)):
-        for checksums, metrics in pool.run(
-            preferences.load_and_continue, count, settings_, start, directory, BATCHES[1]
-        ):
+        for checksums, metrics in pool.run(preferences.load_and_continue, count, settings_, start, directory, BATCHES[1]):
             assert checksums == saved
             assert metrics["preference/loss"] == pytest.approx(then["preference/loss"], abs=1e-5)
             assert metrics["preference/grad_norm"] == pytest.approx(then["preference/grad_norm"], rel=1e-4)
@@ -233,9 +221,7 @@ def test_resumes_in_another_layout(
     load(tmp_path / "converted")
 
 
-def test_what_cannot_be_trained_is_refused(
-    pool: RankPool, reward_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_trained_is_refused(pool: RankPool, reward_models: dict[str, Path], tmp_path: Path) -> None:
     arguments = settings(), reward_models["qwen2"]
     long = Comparison(np.ones(200, np.int32), [np.ones(60, np.int32)] * 2, [(0, 1)])
     with pytest.raises(RuntimeError, match=r"one comparison have 520 tokens, a micro-batch has room for 256"):
@@ -254,9 +240,7 @@ def test_a_resumed_phase_goes_on_as_the_uninterrupted_one(
     section = PreferenceSettings(batch_size=4, epochs=2, lr=2e-3)
     phase = sft_phase_of(section, len(rows))
     assert (phase.steps, phase.decay, phase.warmup_steps) == (5, "linear", 0)
-    assert [learning_rate(phase, step) for step in range(5)] == pytest.approx(
-        [2e-3, 1.6e-3, 1.2e-3, 0.8e-3, 0.4e-3]
-    )
+    assert [learning_rate(phase, step) for step in range(5)] == pytest.approx([2e-3, 1.6e-3, 1.2e-3, 0.8e-3, 0.4e-3])
     arguments = settings(), reward_models["policy"], rows, phase, tmp_path / "actor"
     ((losses, found),) = pool.run(preferences.run_phase, 1, *arguments, 0)
     ((rest, again),) = pool.run(preferences.run_phase, 1, *arguments, 2)

@@ -43,13 +43,7 @@ def save_then_train(
 
 
 def save_on_a_slow_disk(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    directory: Path,
-    batches: list[Batch],
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batches: list[Batch]
 ) -> None:
     """A good checkpoint after two steps, then a second one over it whose files never reach the disk."""
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
@@ -62,13 +56,7 @@ def save_on_a_slow_disk(
 
 
 def resume(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    directory: Path,
-    batches: list[Batch],
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batches: list[Batch]
 ) -> list[dict[str, float]]:
     """Load a checkpoint into a new actor that has already trained on something else, and continue."""
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
@@ -78,13 +66,7 @@ def resume(
 
 
 def keep_and_resume(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    directory: Path,
-    batches: list[Batch],
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batches: list[Batch]
 ) -> tuple[list[float], list[float]]:
     """Learning rates of a run that keeps the optimizer of two steps: uninterrupted, and resumed after its first step."""
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
@@ -201,9 +183,7 @@ def gather_before_a_step(
             with optimizer_state.positions_without_padding(actor.policy.chunks):
                 gathered = optimizer_state._gather(part) or {}
             found += [pieces for by_dtype in gathered.values() for pieces in by_dtype.values()]
-        tensors = (
-            {name: [t for p in found for t in p[name]._pieces.values()] for name in found[0]} if found else {}
-        )
+        tensors = {name: [t for p in found for t in p[name]._pieces.values()] for name in found[0]} if found else {}
         moments = [t for name in ("exp_avg", "exp_avg_sq") for t in tensors.get(name, [])]
         masters = tensors.get("param", [])
         largest = [max((float(t.abs().max()) for t in group), default=0.0) for group in (moments, masters)]

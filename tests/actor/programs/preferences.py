@@ -14,14 +14,10 @@ from rstar2_megatron.algorithm.preference import Comparison, Pairs
 
 
 @contextmanager
-def open_scorer(
-    rank: int, world_size: int, init_method: str, config: Any, model_path: Any
-) -> Iterator[ScoreActor]:
+def open_scorer(rank: int, world_size: int, init_method: str, config: Any, model_path: Any) -> Iterator[ScoreActor]:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    actor = ScoreActor(
-        *config, model_path=str(model_path), rank=rank, world_size=world_size, init_method=init_method
-    )
+    actor = ScoreActor(*config, model_path=str(model_path), rank=rank, world_size=world_size, init_method=init_method)
     actor.initialize()
     try:
         yield actor
@@ -34,13 +30,7 @@ def step(actor: ScoreActor, batch: Sequence[Comparison], lr: float | None = None
 
 
 def train(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    batches: list[list[Comparison]],
-    target: Path,
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[list[Comparison]], target: Path
 ) -> tuple[list[dict[str, float]], list[float], dict[str, float]]:
     """Metrics of a step on each batch; then the scores and the validation of the first one, and an export."""
     with open_scorer(rank, world_size, init_method, config, model_path) as actor:
@@ -69,13 +59,7 @@ def save_and_continue(
 
 
 def load_and_continue(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    directory: Path,
-    batch: list[Comparison],
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batch: list[Comparison]
 ) -> tuple[dict[str, int], dict[str, float]]:
     with open_scorer(rank, world_size, init_method, config, model_path) as actor:
         actor.load_checkpoint(directory)
@@ -119,8 +103,6 @@ def run_phase(
                 actor.save_checkpoint(checkpoint)
 
         group: Any = _LocalGroup(actor)
-        history = preference.run_preference_phase(
-            group, phase, rows, 5, 60.0, start=start, pauses=(2,), after=after
-        )
+        history = preference.run_preference_phase(group, phase, rows, 5, 60.0, start=start, pauses=(2,), after=after)
         found = preference.validate_preferences(group, rows, 4, 60.0)
         return [step["preference/loss"] for step in history], found

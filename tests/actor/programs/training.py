@@ -40,9 +40,7 @@ def open_actor(
     """An actor that is closed at the end; `bucket_size`: elements of a gradient bucket, megatron-core's by default."""
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    actor = MegatronActor(
-        *config, model_path=str(model_path), rank=rank, world_size=world_size, init_method=init_method
-    )
+    actor = MegatronActor(*config, model_path=str(model_path), rank=rank, world_size=world_size, init_method=init_method)
     with _bucket_size(bucket_size):
         actor.initialize()
     try:
@@ -52,13 +50,7 @@ def open_actor(
 
 
 def train(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    batches: list[Batch],
-    rows: int | None = None,
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batches: list[Batch], rows: int | None = None
 ) -> list[dict[str, float]]:
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
         return [actor.train_step(batch, mini_batch_rows=rows) for batch in batches]
@@ -90,9 +82,7 @@ def train_with_turns(
 
 
 def _optimizer_tensors(actor: MegatronActor) -> list[Tensor]:
-    inner = [
-        part.optimizer for part in actor.policy.optimizer.chained_optimizers if part.optimizer is not None
-    ]
+    inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers if part.optimizer is not None]
     masters = [p for part in inner for group in part.param_groups for p in group["params"]]
     return masters + [t for part in inner for state in part.state.values() for t in state.values()]
 
@@ -120,9 +110,7 @@ def first_step(
         return metrics["actor/policy_loss"], metrics["actor/grad_norm"], total
 
 
-def round_trip(
-    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, target: Path
-) -> dict[str, Tensor]:
+def round_trip(rank: int, world_size: int, init_method: str, config: Any, model_path: Path, target: Path) -> dict[str, Tensor]:
     """Export what was loaded; returns the streamed weights of this rank."""
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
         weights = {name: tensor.clone() for name, tensor in actor.iter_hf_weights()}
@@ -142,9 +130,7 @@ def weights_after(
         return actor.weights_checksum()
 
 
-def score(
-    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch
-) -> list[list[float]]:
+def score(rank: int, world_size: int, init_method: str, config: Any, model_path: Path, batch: Batch) -> list[list[float]]:
     with open_actor(rank, world_size, init_method, config, model_path) as actor:
         return [row.tolist() for row in actor.compute_logprobs(batch)]
 

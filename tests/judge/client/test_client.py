@@ -215,10 +215,7 @@ async def test_refusal_is_not_retried() -> None:
 
 async def test_a_late_answer_is_no_outage(judge: JudgeService) -> None:
     crowd = [{"type": "python", "solution": "import time; time.sleep(2.5)"}] * 2
-    async with (
-        aiohttp.ClientSession() as others,
-        JudgeClient(judge.url, request_timeout_s=1.0, max_outage_s=0.1) as client,
-    ):
+    async with aiohttp.ClientSession() as others, JudgeClient(judge.url, request_timeout_s=1.0, max_outage_s=0.1) as client:
         busy = asyncio.create_task(others.post(f"{judge.url}/run/batch", json={"submissions": crowd}))
         async with asyncio.timeout(20):
             while (await (await others.get(f"{judge.url}/status")).text()).find('"running":2') < 0:

@@ -23,9 +23,7 @@ def service_untouched(run: Run, http: httpx.Client) -> Iterator[None]:
     """After each attack both slots answer, and nothing that an attack started lives on."""
     yield
     answers: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(run("print('well')")["stdout"])) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: answers.append(run("print('well')")["stdout"])) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -186,15 +186,11 @@ def test_no_exit_code_passes_for_the_services_own(run: Run, code: int) -> None:
 
 def test_a_call_sees_nothing_of_an_earlier_one(run: Run) -> None:
     run("open('left', 'w').write('x'); import builtins; builtins.left = 1")
-    program = (
-        "import os, builtins\nprint(os.listdir('.'), os.path.exists('/tmp/left'), hasattr(builtins, 'left'))"
-    )
+    program = "import os, builtins\nprint(os.listdir('.'), os.path.exists('/tmp/left'), hasattr(builtins, 'left'))"
     assert run(program)["stdout"] == "[] False False\n"
 
 
-@pytest.mark.parametrize(
-    "family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"]
-)
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
 def test_no_sockets(run: Run, layers: set[str], judge: JudgeService, family: str) -> None:
     need(layers, "seccomp")
     port = judge.redis_uri.split(":")[2].split("/")[0]
@@ -216,9 +212,7 @@ def test_descriptors_are_closed(run: Run) -> None:
 
 @pytest.mark.parametrize("marker", ['{"outcome": "ok"}', "\\x00\\x00\\x00\\x00", "!poison", '"outcome":"ok"'])
 def test_protocol_words_in_output_are_only_output(run: Run, marker: str) -> None:
-    program = (
-        f"import sys\nprint('{marker}' * 3, flush=True)\nprint('{marker}', file=sys.stderr)\nsys.exit(3)"
-    )
+    program = f"import sys\nprint('{marker}' * 3, flush=True)\nprint('{marker}', file=sys.stderr)\nsys.exit(3)"
     result = run(program)
     assert (result["outcome"], result["exit_code"]) == ("error", 3)
 
@@ -229,9 +223,7 @@ def test_hostile_exception_text(run: Run) -> None:
 
 
 def test_stdin_cannot_be_used_to_reach_others(run: Run) -> None:
-    result = run(
-        "import os; os.lseek(0, 0, 0); print(os.read(0, 100)); print(os.path.exists('/proc/self/fd/3'))"
-    )
+    result = run("import os; os.lseek(0, 0, 0); print(os.read(0, 100)); print(os.path.exists('/proc/self/fd/3'))")
     assert result["outcome"] in ("ok", "error")
 
 
@@ -258,8 +250,6 @@ def test_each_slot_has_its_own_uid(run: Run, layers: set[str]) -> None:
 )
 def test_random_programs_never_take_the_service_down(http: httpx.Client, program: str) -> None:
     body = {"type": "python", "solution": program, "input": program[:10], "options": {"time_limit_s": "1"}}
-    response = http.post(
-        "/run", content=json.dumps(body).encode(), headers={"content-type": "application/json"}
-    )
+    response = http.post("/run", content=json.dumps(body).encode(), headers={"content-type": "application/json"})
     if response.status_code != 422:  # lone surrogates are no valid JSON text
         assert response.json()["reason"] in ("", "worker_timeout")

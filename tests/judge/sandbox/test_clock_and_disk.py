@@ -87,18 +87,14 @@ async def test_clock_jumps_lose_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     directory = tmp_path / "small"
     directory.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=1777", "tmpfs", directory], capture_output=True
-    )
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=1777", "tmpfs", directory], capture_output=True)
     if done.returncode != 0:
         pytest.skip("cannot mount a small file system")
     yield directory
     subprocess.run(["umount", "-l", directory], check=True)
 
 
-async def test_full_scratch_disk_costs_waiting_only(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_full_scratch_disk_costs_waiting_only(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(small_disk))
     monkeypatch.setattr("tempfile.tempdir", None)
     log = small_disk.parent / "judge.log"

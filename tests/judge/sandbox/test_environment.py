@@ -98,9 +98,7 @@ asyncio.run(main())
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     missing, *results, processes = ended.stdout.splitlines()
     assert {"pid_namespace", "network_namespace", "private_tmpfs"} <= set(json.loads(missing)), ended.stderr
-    assert [line.strip() for line in results] == ["ok small", "ok library", "timeout there", "ok after"], (
-        results
-    )
+    assert [line.strip() for line in results] == ["ok small", "ok library", "timeout there", "ok after"], results
     assert processes == "6"
 
 

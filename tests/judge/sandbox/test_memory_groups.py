@@ -33,13 +33,7 @@ def test_a_demoted_group_has_a_small_weight_or_none(tree: GroupTree) -> None:
     (weight,) = [path for name in ("cpu.shares", "cpu.weight") if (path := slot / name).exists()]
     of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
     has_idle = (slot / "cpu.idle").exists()
-    for share, part in (
-        (Share.NEW, 1),
-        (Share.IDLE, 0),
-        (Share.DEMOTED, 4),
-        (Share.IDLE, 0),
-        (Share.NO_CALL, 1),
-    ):
+    for share, part in ((Share.NEW, 1), (Share.IDLE, 0), (Share.DEMOTED, 4), (Share.IDLE, 0), (Share.NO_CALL, 1)):
         assert group.set_share(share)
         if has_idle:
             assert (slot / "cpu.idle").read_text() == f"{int(share is Share.IDLE)}\n"
@@ -96,12 +90,8 @@ def _wait(pid: int) -> None:
 
 
 @pytest.mark.parametrize(("own_mb", "outcome"), [(1000, Outcome.QUEUE_TIMEOUT), (40, Outcome.MEMORY)])
-def test_the_service_has_a_limit_below_the_machines_memory(
-    tree: GroupTree, own_mb: int, outcome: Outcome
-) -> None:
-    (limit,) = [
-        path for name in ("memory.limit_in_bytes", "memory.max") if (path := tree.roots[0] / name).exists()
-    ]
+def test_the_service_has_a_limit_below_the_machines_memory(tree: GroupTree, own_mb: int, outcome: Outcome) -> None:
+    (limit,) = [path for name in ("memory.limit_in_bytes", "memory.max") if (path := tree.roots[0] / name).exists()]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert int(limit.read_text()) <= memory * 3 // 4
     limit.write_text(str(100 * MB))

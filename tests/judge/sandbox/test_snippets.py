@@ -37,10 +37,7 @@ from tests.judge.conftest import MEMORY_MB, Run
         ("import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))", "[1, 2]\n"),
         ("open('f', 'w').write('kept')\nopen('f').read()", "'kept'\n"),
         ("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'abc'))", "3\n"),
-        (
-            "from concurrent.futures import ThreadPoolExecutor as T\nT().submit(print, 'pooled')\nNone",
-            "pooled\n",
-        ),
+        ("from concurrent.futures import ThreadPoolExecutor as T\nT().submit(print, 'pooled')\nNone", "pooled\n"),
         ("x = 1\n(x +\n1)", "2\n"),
         ("x = 1 + \\\n2", ""),
         ("x = '''\n1 # '''", ""),
@@ -134,33 +131,8 @@ def test_a_warning_of_the_compiler_comes_once(run: Run) -> None:
         assert run(program)["stderr"].count("SyntaxWarning") == 1
 
 
-_LINES = (
-    "x = 1",
-    "x",
-    "1 + 1",
-    "print(x)",
-    "x;",
-    "if x:",
-    "else:",
-    "    y = 2",
-    "    x",
-    "x = (",
-    "(",
-    ")",
-    "'''",
-)
-_LINES += (
-    "x = '''",
-    "1 # '''",
-    "x = 1 + \\",
-    "\\",
-    "# word",
-    "",
-    "@abs",
-    "def f(): x",
-    "(z := 3)",
-    "for x in 2, 3:",
-)
+_LINES = ("x = 1", "x", "1 + 1", "print(x)", "x;", "if x:", "else:", "    y = 2", "    x", "x = (", "(", ")", "'''")
+_LINES += ("x = '''", "1 # '''", "x = 1 + \\", "\\", "# word", "", "@abs", "def f(): x", "(z := 3)", "for x in 2, 3:")
 
 
 def _execute(compiled: tuple[CodeType | None, CodeType | None]) -> tuple[str, str, list[str]]:

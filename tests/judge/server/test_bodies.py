@@ -16,10 +16,7 @@ from rstar2_megatron.judge.server import connections
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize(
-    "field",
-    ['"sub_id": "\\ud800"', '"input": "\\udfff"', '"options": {"files": {"\\ud800": "x"}}'],
-)
+@pytest.mark.parametrize("field", ['"sub_id": "\\ud800"', '"input": "\\udfff"', '"options": {"files": {"\\ud800": "x"}}'])
 def test_a_lone_surrogate_fails_only_its_own_submission(http: httpx.Client, field: str) -> None:
     good, bad = ('{"type": "python", "solution": "1 + 1"', '{"type": "python", "solution": "1", ' + field)
     body = '{"sub_id": "\\ud800", "submissions": [' + good + "}, " + bad + "}]}"
@@ -27,9 +24,7 @@ def test_a_lone_surrogate_fails_only_its_own_submission(http: httpx.Client, fiel
     assert response.status_code == 200, response.text
     good, bad = response.json()["results"]
     assert good["stdout"] == "2\n"
-    assert bad["reason"] == "invalid_input" and "surrogate" in bad["stderr"] + "surrogate" * (
-        "files" in field
-    )
+    assert bad["reason"] == "invalid_input" and "surrogate" in bad["stderr"] + "surrogate" * ("files" in field)
 
 
 @pytest.mark.parametrize("files", [{"a": "", "a/b": ""}, {"a//b": "", "a/b": ""}, {"./a": "", "a": ""}])

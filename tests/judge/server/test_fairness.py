@@ -22,10 +22,7 @@ from tests.judge.waiting import until
 
 
 async def test_a_client_with_one_call_does_not_wait_for_one_with_many(judge: JudgeService) -> None:
-    async with (
-        JudgeClient(judge.url, client_id="many") as many,
-        JudgeClient(judge.url, client_id="one") as one,
-    ):
+    async with JudgeClient(judge.url, client_id="many") as many, JudgeClient(judge.url, client_id="one") as one:
         crowd = [asyncio.create_task(many.run("import time; time.sleep(0.1)")) for _ in range(60)]
         while many.counters["calls"] < 60:
             await asyncio.sleep(0.01)
@@ -68,9 +65,7 @@ async def test_a_call_that_uses_much_cpu_is_demoted_with_all_its_processes(judge
     def shares() -> set[int]:
         groups = Path("/sys/fs/cgroup").glob("cpu/**/rstar2-judge-*/slot-*/cpu.shares")
         weights = Path("/sys/fs/cgroup").glob("**/rstar2-judge-*/slot-*/cpu.weight")
-        return {int(path.read_text()) * 100 // 1024 for path in groups} | {
-            int(p.read_text()) for p in weights
-        }
+        return {int(path.read_text()) * 100 // 1024 for path in groups} | {int(p.read_text()) for p in weights}
 
     async with JudgeClient(judge.url) as client:
         call = asyncio.create_task(client.run(program))
@@ -81,9 +76,7 @@ async def test_a_call_that_uses_much_cpu_is_demoted_with_all_its_processes(judge
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[JudgeService]:
     """Eight slots, one of which may compute."""
-    with JudgeService(
-        workers=8, time_limit_s=20.0, extra_arguments=("--max-running", "1", "--sessions", "400")
-    ) as judge:
+    with JudgeService(workers=8, time_limit_s=20.0, extra_arguments=("--max-running", "1", "--sessions", "400")) as judge:
         yield judge
 
 

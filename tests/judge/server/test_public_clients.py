@@ -81,10 +81,7 @@ async def test_rlinfs_own_tool_works_unchanged(judge: JudgeService) -> None:
 
         for code, told in (
             ("x = int(input())\nx * 7", "Tool call success\nstdout: 42\n\nexecution time: "),
-            (
-                "import sympy\nsympy.factorint(12)",
-                "Tool call success\nstdout: {2: 2, 3: 1}\n\nexecution time: ",
-            ),
+            ("import sympy\nsympy.factorint(12)", "Tool call success\nstdout: {2: 2, 3: 1}\n\nexecution time: "),
             ("1 / 0", "Tool call failure\nreason: \nstderr: ZeroDivisionError at line 1: division by zero\n"),
             ("while True: pass", "Tool call failure\nreason: worker_timeout\n"),
         ):
@@ -108,16 +105,7 @@ def test_documented_start_lines(tmp_path: Path) -> None:
             "MAX_WORKERS": "1",
         }
         lines = [
-            [
-                "uvicorn",
-                "rstar2_megatron.judge.app:app",
-                "--workers",
-                "2",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-            ],
+            ["uvicorn", "rstar2_megatron.judge.app:app", "--workers", "2", "--host", "127.0.0.1", "--port", str(port)],
             ["rstar2_megatron.judge", "worker"],
         ]
         started = [subprocess.Popen([sys.executable, "-m", *line], env=environment) for line in lines]

@@ -10,16 +10,7 @@ import httpx
 import pytest
 
 RESULT_FIELDS = {"sub_id", "success", "run_success", "cost", "stdout", "stderr", "reason"}
-EXTRA_FIELDS = {
-    "outcome",
-    "exit_code",
-    "signal",
-    "truncated",
-    "peak_memory_bytes",
-    "queue_seconds",
-    "worker",
-    "session",
-}
+EXTRA_FIELDS = {"outcome", "exit_code", "signal", "truncated", "peak_memory_bytes", "queue_seconds", "worker", "session"}
 
 
 def submission(solution: str, **fields: Any) -> dict[str, Any]:
@@ -92,13 +83,7 @@ def test_stream_answers_in_order_of_completion(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        {"type": "python"},
-        {"type": "fortran", "solution": "x"},
-        {"solution": "x"},
-        {"type": "python", "solution": 3},
-    ],
+    "body", [{"type": "python"}, {"type": "fortran", "solution": "x"}, {"solution": "x"}, {"type": "python", "solution": 3}]
 )
 def test_schema_errors_are_422(http: httpx.Client, body: dict[str, Any]) -> None:
     assert http.post("/run", json=body).status_code == 422

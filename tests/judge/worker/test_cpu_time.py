@@ -31,9 +31,7 @@ FORKS = "import os\nfor _ in range(8):\n    if os.fork() == 0: break\nwhile True
 @pytest.fixture(scope="module")
 def crowded() -> Iterator[JudgeService]:
     """Eight slots a core of two."""
-    with JudgeService(
-        workers=16, time_limit_s=2.0, extra_arguments=("--max-running", "3", "--sessions", "2")
-    ) as judge:
+    with JudgeService(workers=16, time_limit_s=2.0, extra_arguments=("--max-running", "3", "--sessions", "2")) as judge:
         yield judge
 
 

@@ -157,9 +157,7 @@ async def test_worker_and_redis_come_to_agree_on_sessions() -> None:
         async with JudgeClient(service.url) as client:
             for name in ("forgotten", "kept", "taken"):
                 await client.run(f"x = {name!r}", session=name)
-            assert (
-                await queue.claim_sessions(worker, []) == []
-            )  # as before the worker hears that it was given three
+            assert await queue.claim_sessions(worker, []) == []  # as before the worker hears that it was given three
             assert (await client.run("x", session="kept")).session == "kept"
             store.hdel(sessions, "forgotten")
             store.srem(held, "forgotten", "taken")
@@ -216,9 +214,7 @@ async def test_server_killed_and_started_again_while_clients_wait() -> None:
             family = processes(first)
             assert first.process is not None
             first.process.kill()
-            await until(
-                lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "all ended"
-            )
+            await until(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), "all ended")
             with JudgeService(workers=2, redis_uri=redis.uri, port=port):
                 results = await asyncio.wait_for(asyncio.gather(*calls), 60)
             assert [r.stdout for r in results] == ["done\n"] * 4
@@ -253,19 +249,14 @@ async def test_full_queue_queue_time_and_token(monkeypatch: pytest.MonkeyPatch) 
         assert httpx.get(f"{service.url}/status", trust_env=False).status_code == 401
         async with JudgeClient(service.url, token="sesame") as client:
             assert (await client.run("1")).outcome is Outcome.OK
-        async with httpx.AsyncClient(
-            base_url=service.url, headers=headers, trust_env=False, timeout=60
-        ) as http:
+        async with httpx.AsyncClient(base_url=service.url, headers=headers, trust_env=False, timeout=60) as http:
             longer = SLOW.replace("2.5", "7")  # than it takes to see it run and three others wait in vain
             busy = asyncio.create_task(http.post("/run", json={"type": "python", "solution": longer}))
             await running(service, 1, headers)
             item = {"type": "python", "solution": "1"}
             waiting = asyncio.create_task(http.post("/run/batch", json={"submissions": [item] * 3}))
             await until(
-                lambda: (
-                    httpx.get(f"{service.url}/status", headers=headers, trust_env=False).json()["queue"] == 3
-                ),
-                "three wait",
+                lambda: httpx.get(f"{service.url}/status", headers=headers, trust_env=False).json()["queue"] == 3, "three wait"
             )
             refused = await http.post("/run", json=item)
             assert refused.status_code == 429 and refused.headers["retry-after"]
@@ -345,9 +336,7 @@ def test_beyond_loopback_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ordinary_user_gets_user_namespaces_and_is_told_what_is_missing(tmp_path: Path) -> None:
     command = ["unshare", "-U", "--map-user=1000", "--map-group=1000", sys.executable]
     command += ["-m", "rstar2_megatron.judge", "all", "--workers", "1"]
-    refused = subprocess.run(
-        [*command, "--require-isolation", "full"], capture_output=True, text=True, timeout=60
-    )
+    refused = subprocess.run([*command, "--require-isolation", "full"], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and "own_uid" in refused.stderr
     port_file = tmp_path / "port.json"
     with subprocess.Popen([*command, "--port-file", str(port_file)]) as process:

@@ -44,9 +44,7 @@ def after(per_s: float) -> PrefetchedJobs:
         (420, -1, 3, 0),  # more wait for a slot than there are
     ],
 )
-def test_jobs_that_begin_within_a_round_trip_are_prefetched(
-    per_s: float, slots: int, permits: int, expected: int
-) -> None:
+def test_jobs_that_begin_within_a_round_trip_are_prefetched(per_s: float, slots: int, permits: int, expected: int) -> None:
     assert ROUND_TRIP_S == 0.02
     assert after(per_s).num_to_lease(slots, permits) == expected
 
@@ -126,9 +124,7 @@ async def test_a_worker_that_stops_gives_back_what_it_has_not_begun(redis: Redis
 
 
 @pytest.mark.usefixtures("prefetch_all")
-async def test_no_more_sessions_are_leased_than_can_open(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_sessions_are_leased_than_can_open(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     # An exchange follows each answer, also while cells that will open a session are leased and have not begun.
     monkeypatch.setattr(worker, "ROUND_TRIP_S", 0.001)
     async with judge(redis, permits=1, sessions=2) as there:
@@ -150,18 +146,14 @@ async def test_no_more_sessions_are_leased_than_can_open(
         assert [result["stdout"] for result in await there.results(cells)] == [f"{n}\n" for n in range(4)]
 
 
-async def test_a_bell_during_a_round_trip_is_heard(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bell_during_a_round_trip_is_heard(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "_BLOCK_S", 9.0)  # a bell that is not heard costs so long
     async with judge(redis, permits=2) as there:
         bell = f"{there.queue.prefix}bell"
         there.queue.may_return = asyncio.Event()
         first = await there.submit("print(1)")
         exchanges = there.queue.exchanges
-        await soon(
-            lambda: there.queue.exchanges >= exchanges + 2, "its answer is on its way to Redis and back"
-        )
+        await soon(lambda: there.queue.exchanges >= exchanges + 2, "its answer is on its way to Redis and back")
         second = await there.submit("print(2)")
         async with asyncio.timeout(5):
             while await there.queue.redis.llen(bell):

@@ -30,9 +30,7 @@ def name() -> str:
 
 
 async def test_names_files_and_functions_live_on(client: JudgeClient, name: str) -> None:
-    first = await client.run(
-        "import sympy\nx = 41\ndef f(n):\n    return n / 0\nopen('kept', 'w').write('a')", session=name
-    )
+    first = await client.run("import sympy\nx = 41\ndef f(n):\n    return n / 0\nopen('kept', 'w').write('a')", session=name)
     assert (first.outcome, first.session, first.stdout) == (Outcome.OK, "new", "1\n")
     second = await client.run("x += 1\nprint(x, open('kept').read(), input())", "typed", session=name)
     assert (second.stdout, second.session) == ("42 a typed\n", "kept")
@@ -54,13 +52,9 @@ async def test_sessions_do_not_see_each_other(client: JudgeClient, name: str) ->
         await client.close_session(session)
 
 
-async def test_a_cell_over_its_time_is_interrupted_and_keeps_its_names(
-    client: JudgeClient, name: str
-) -> None:
+async def test_a_cell_over_its_time_is_interrupted_and_keeps_its_names(client: JudgeClient, name: str) -> None:
     await client.run("x = 5", session=name)
-    result = await client.run(
-        "x = 6\nprint('before')\nwhile True: pass", session=name, options={"time_limit_s": "0.5"}
-    )
+    result = await client.run("x = 6\nprint('before')\nwhile True: pass", session=name, options={"time_limit_s": "0.5"})
     assert (result.outcome, result.session, result.stdout) == (Outcome.TIMEOUT, "kept", "before\n")
     assert "KeyboardInterrupt" in result.stderr
     assert (await client.run("x", session=name)).stdout == "6\n"
@@ -98,9 +92,7 @@ async def test_what_a_cell_does_to_its_own_interpreter(
     await client.run("x = 5", session=name)
     result = await client.run(program, session=name)
     assert result.session == ("kept" if kept else "lost")
-    assert result.outcome is outcome or (
-        outcome is None and result.outcome in (Outcome.ERROR, Outcome.KILLED)
-    )
+    assert result.outcome is outcome or (outcome is None and result.outcome in (Outcome.ERROR, Outcome.KILLED))
     after = await client.run("print('x' in globals())", session=name)
     assert after.stdout == f"{kept}\n"
     await client.close_session(name)
@@ -148,12 +140,7 @@ def test_the_same_sub_id_runs_a_cell_once(http: httpx.Client, run: Run, name: st
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"session": "no spaces"},
-        {"session": "x" * 129},
-        {"session": 3},
-        {"session": "a", "session_must_exist": "maybe"},
-    ],
+    [{"session": "no spaces"}, {"session": "x" * 129}, {"session": 3}, {"session": "a", "session_must_exist": "maybe"}],
 )
 def test_bad_session_options_are_invalid_input(run: Run, options: dict[str, str]) -> None:
     result = run("1", options=options)
@@ -162,11 +149,7 @@ def test_bad_session_options_are_invalid_input(run: Run, options: dict[str, str]
 
 def test_a_session_that_must_be_open_and_is_not(run: Run, name: str) -> None:
     result = run("1", options={"session": name, "session_must_exist": "true"})
-    assert (result["outcome"], result["reason"], result["session"]) == (
-        "session_lost",
-        "internal_error",
-        "lost",
-    )
+    assert (result["outcome"], result["reason"], result["session"]) == ("session_lost", "internal_error", "lost")
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +163,7 @@ async def test_hundreds_of_sessions_and_slots_have_their_descriptors() -> None:
     """Above 1,023, where select() ends, in each process of the sandbox."""
     with JudgeService(workers=2, extra_arguments=("--sessions", "500")) as service:
         async with JudgeClient(service.url) as client:
-            results = await asyncio.gather(
-                client.run("1"), client.run("import sympy; 2"), client.run("3", session="many")
-            )
+            results = await asyncio.gather(client.run("1"), client.run("import sympy; 2"), client.run("3", session="many"))
             assert [r.stdout for r in results] == ["1\n", "2\n", "3\n"]
             ended = await client.run("import os; os._exit(1)", session="many")
             assert ended.session == "lost" and (await client.run("4", session="many")).stdout == "4\n"

@@ -21,26 +21,16 @@ class Run:
     seconds: float = 0.1
 
 
-OK, ERROR = (
-    format_tool_response(Run("ok", "relative error 1e-9")),
-    format_tool_response(Run("error", "", "x")),
-)
+OK, ERROR = (format_tool_response(Run("ok", "relative error 1e-9")), format_tool_response(Run("error", "", "x")))
 
 
 def rollout(score: float, *responses: str) -> dict:
-    turns = "".join(
-        f"user\n<tool_response>\n{text}\n</tool_response>\nassistant\n<reason>" for text in responses
-    )
+    turns = "".join(f"user\n<tool_response>\n{text}\n</tool_response>\nassistant\n<reason>" for text in responses)
     return {"output": f"<tool_call>...</tool_call>\n{turns} done", "score": score}
 
 
 def test_errors_are_counted_by_outcome_not_by_the_word() -> None:
-    rows = [
-        rollout(1.0, OK, ERROR),
-        rollout(1.0, OK, OK),
-        rollout(0.0, format_refusal("no such tool")),
-        rollout(0.0),
-    ]
+    rows = [rollout(1.0, OK, ERROR), rollout(1.0, OK, OK), rollout(0.0, format_refusal("no such tool")), rollout(0.0)]
     found = tool_errors(rows)
     assert found == {"rollout/tool_error_ratio": 2 / 5, "rollout/tool_error_ratio_positive": 1 / 4}
     assert tool_errors([rollout(0.0, ERROR)]) == {"rollout/tool_error_ratio": 1.0}

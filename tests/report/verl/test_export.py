@@ -28,14 +28,8 @@ PROBLEM = Problem("p1", [{"role": "user", "content": "What is 1 + 1?"}], ["2", "
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     data = tmp_path / "train.jsonl"
-    data.write_text(
-        json.dumps({"query_id": "p1", "prompt": PROBLEM.prompt, "solutions": PROBLEM.solutions}) + "\n"
-    )
-    words = [
-        f"data.train_data_paths=[{data}]",
-        "tools.codejudge.host_addr=judge",
-        "tools.codejudge.host_port=9",
-    ]
+    data.write_text(json.dumps({"query_id": "p1", "prompt": PROBLEM.prompt, "solutions": PROBLEM.solutions}) + "\n")
+    words = [f"data.train_data_paths=[{data}]", "tools.codejudge.host_addr=judge", "tools.codejudge.host_port=9"]
     return load(SIZE, words).settings
 
 
@@ -79,9 +73,7 @@ def test_the_files_name_each_other_and_every_difference(settings: Settings, tmp_
         "print([asyncio.run(reward.compute_score('math', text, '[\"2\"]')) for text in texts])"
     )
     path = os.pathsep.join([str(out), str(Path(__file__).parents[3])])
-    shown = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+    shown = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert shown.stdout.strip() == "[1.0, 0.0, 1.0, 0.0]", shown.stderr
 
 
@@ -101,17 +93,7 @@ def test_verls_own_configuration_takes_every_key(settings: Settings, tmp_path: P
     from omegaconf import OmegaConf
 
     packages, out = tmp_path / "packages", tmp_path / "verl"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        str(packages),
-        f"verl=={VERSION}",
-    ]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), f"verl=={VERSION}"]
     subprocess.run(pip, check=True, timeout=300)
     export(settings, out)
     trainer = packages / "verl" / "trainer" / "config"

@@ -18,9 +18,7 @@ def program(path: Path) -> None:
     path.chmod(0o755)
 
 
-def test_the_toolkit_and_this_environments_programs_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_toolkit_and_this_environments_programs_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv/bin/python"))
     program(tmp_path / "venv/bin/ninja")
     program(tmp_path / "cuda/bin/nvcc")

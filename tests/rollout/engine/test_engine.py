@@ -18,13 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.engine.protocol import (
-    INTERRUPTED,
-    EngineError,
-    EngineLost,
-    GenerateResult,
-    GenerationTimeout,
-)
+from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SGLangSettings
 from rstar2_megatron.weights.checksum import weights_checksum
 from tests.processes import command_line
@@ -70,9 +64,7 @@ async def test_logprobs_of_concurrent_turns_are_the_models(engine: EngineClient,
     async def converse(i: int) -> list[tuple[list[int], list[int], list[float]]]:
         ids, turns = [(7 * i + j) % 400 for j in range(20 + 3 * i)], []
         for turn in range(2):
-            result = await engine.generate(
-                ids, {"temperature": 1.0, "max_new_tokens": 5 + 7 * i}, timeout_s=120
-            )
+            result = await engine.generate(ids, {"temperature": 1.0, "max_new_tokens": 5 + 7 * i}, timeout_s=120)
             tokens = result.token_ids.tolist()
             turns.append((ids, tokens, result.logprobs.tolist()))
             ids = [*ids, *tokens, i, turn, 9]
@@ -92,9 +84,7 @@ async def test_temperature_is_in_the_logprobs(engine: EngineClient, tiny_model: 
     result = await engine.generate(PROMPT, {"temperature": 0.5, "max_new_tokens": 8}, timeout_s=60)
     with torch.no_grad():
         logits = model(torch.tensor([[*PROMPT, *result.token_ids]])).logits[0] / 0.5
-    expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1].gather(
-        1, torch.tensor(result.token_ids).long()[:, None]
-    )
+    expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(result.token_ids).long()[:, None])
     assert torch.allclose(expected.squeeze(1), torch.tensor(result.logprobs), atol=1e-3)
 
 
@@ -104,9 +94,7 @@ async def test_stop_token_is_returned_and_ends_the_turn(engine: EngineClient) ->
     assert free.finish_reason == "length" and len(free.token_ids) == 12
     generated = free.token_ids.tolist()
     stop = generated[4]
-    cut = await engine.generate(
-        PROMPT, {**greedy, "ignore_eos": False, "stop_token_ids": [stop]}, timeout_s=60
-    )
+    cut = await engine.generate(PROMPT, {**greedy, "ignore_eos": False, "stop_token_ids": [stop]}, timeout_s=60)
     assert cut.finish_reason == "stop"
     assert cut.token_ids.tolist() == generated[: generated.index(stop) + 1]
     assert len(cut.logprobs) == len(cut.token_ids)
@@ -161,9 +149,7 @@ async def test_abort_all_gives_back_what_there_is(engine: EngineClient) -> None:
 
 
 async def test_weights_are_the_files(engine: EngineClient, tiny_model: Path) -> None:
-    assert await engine.weights_checksum() == weights_checksum(
-        load_file(tiny_model / "model.safetensors").items()
-    )
+    assert await engine.weights_checksum() == weights_checksum(load_file(tiny_model / "model.safetensors").items())
 
 
 async def test_update_changes_outputs_version_and_checksums(engine: EngineClient, tiny_model: Path) -> None:
@@ -181,9 +167,7 @@ async def test_update_changes_outputs_version_and_checksums(engine: EngineClient
     assert after.cached_tokens == 0
 
     await update_weights(engine, weights.items(), version=6)
-    assert (
-        await engine.generate(PROMPT, greedy, timeout_s=60)
-    ).token_ids.tolist() == before.token_ids.tolist()
+    assert (await engine.generate(PROMPT, greedy, timeout_s=60)).token_ids.tolist() == before.token_ids.tolist()
 
 
 async def test_an_update_interrupts_running_requests_which_go_on_with_the_new_weights(
@@ -224,9 +208,7 @@ async def test_bad_weights_are_refused_and_good_ones_mend_it(engine: EngineClien
         await update_weights(engine, [("model.norm.weight", torch.zeros(3))], version=7)
     with pytest.raises(EngineLost, match="weights"):  # never generate from half an update
         await engine.generate(PROMPT, STOP, timeout_s=60)
-    waiting = asyncio.create_task(
-        engine.wait_until_ready()
-    )  # as a trajectory does, until another update succeeds
+    waiting = asyncio.create_task(engine.wait_until_ready())  # as a trajectory does, until another update succeeds
     with pytest.raises(ValueError, match="no weights"):
         await update_weights(engine, [], version=7)
     await asyncio.sleep(0)
@@ -269,10 +251,7 @@ async def test_memory_is_released_and_taken_again(engine: EngineClient, tiny_mod
 
 
 async def test_idle_engine_sleeps(engine: EngineClient) -> None:
-    family = [
-        psutil.Process(engine.pid),
-        *psutil.Process(engine.pid).children(recursive=True),
-    ]
+    family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
     await asyncio.sleep(1.5)
     before = sum(sum(p.cpu_times()[:2]) for p in family)
     await asyncio.sleep(3)
@@ -298,9 +277,7 @@ async def test_killed_in_mid_generation_then_restarted(engine: EngineClient, tin
     assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == 9
 
 
-async def test_a_request_in_the_middle_of_a_restart_waits_for_the_weights(
-    engine: EngineClient, tiny_model: Path
-) -> None:
+async def test_a_request_in_the_middle_of_a_restart_waits_for_the_weights(engine: EngineClient, tiny_model: Path) -> None:
     """At every moment of a restart and of an update: before the process is there, while it starts, half loaded."""
     weights = load_file(tiny_model / "model.safetensors")
     changed = {name: tensor * 1.01 for name, tensor in weights.items()}
@@ -339,9 +316,7 @@ async def test_no_progress_is_a_loss_and_restarts_are_bounded(engine: EngineClie
     child.settings = engine.settings.model_copy(update={"no_progress_timeout_s": 2.0})
     await asyncio.sleep(1.1)  # the watch looks again
     scheduler = max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss)
-    waiting = asyncio.create_task(
-        engine.generate(PROMPT, {"max_new_tokens": 4000, "ignore_eos": True}, timeout_s=120)
-    )
+    waiting = asyncio.create_task(engine.generate(PROMPT, {"max_new_tokens": 4000, "ignore_eos": True}, timeout_s=120))
     await asyncio.sleep(0.3)
     scheduler.send_signal(signal.SIGSTOP)
     with pytest.raises(EngineLost, match="no token for 2 s"):

@@ -64,12 +64,7 @@ async def test_a_request_draws_the_same_alone_in_company_and_interrupted(tiny_mo
 
     def generate(rollout: int, prompt: list[int], count: int) -> Any:
         seed = request_seed(0, 1, "q", rollout, 0)
-        sampling = {
-            "temperature": 1.0,
-            "max_new_tokens": count,
-            "ignore_eos": True,
-            "sampling_seed": seed,
-        }
+        sampling = {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed}
         return engine.generate(prompt, sampling, timeout_s=120)
 
     async def continued(prompt: list[int], count: int) -> tuple[list[int], int]:

@@ -56,9 +56,7 @@ async def test_scores_equal_transformers_and_survive_a_kill(tmp_path: Path) -> N
         with pytest.raises(EngineLost):
             await engine.score(branches(), timeout_s=60)
         await engine.recover()
-        assert await engine.score(branches()[:1], timeout_s=120) == pytest.approx(
-            expected(model, branches()[:1]), abs=1e-4
-        )
+        assert await engine.score(branches()[:1], timeout_s=120) == pytest.approx(expected(model, branches()[:1]), abs=1e-4)
     finally:
         await engine.close()
 

@@ -32,9 +32,7 @@ async def test_an_engine_has_generated_before_its_first_report_and_kept_nothing(
         await engine.start()
         first, is_warm = reports[0]
         assert is_warm and first.used_tokens == 0 and first.generated == {}
-        answers = [
-            await engine.generate([0, 0, *PROMPT], {"max_new_tokens": 4}, timeout_s=60) for _ in range(2)
-        ]
+        answers = [await engine.generate([0, 0, *PROMPT], {"max_new_tokens": 4}, timeout_s=60) for _ in range(2)]
         assert answers[0].cached_tokens == 0 < answers[1].cached_tokens
     finally:
         await engine.close()

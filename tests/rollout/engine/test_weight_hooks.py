@@ -47,9 +47,7 @@ def test_the_padding_row_is_zero_after_a_wake_up() -> None:
 
 async def test_a_bucket_that_one_rank_cannot_load_is_refused(tiny_model: Path) -> None:
     """SGLang answers with the result of rank 0 alone: rank 1 would serve the old weights under the new version."""
-    flat, places = flatten(
-        {name: tensor * 1.1 for name, tensor in load_file(tiny_model / "model.safetensors").items()}
-    )
+    flat, places = flatten({name: tensor * 1.1 for name, tensor in load_file(tiny_model / "model.safetensors").items()})
     good = handle_of(flat, places)
     broken = handle_of(torch.zeros(64, dtype=torch.uint8), {"model.norm.weight": (0, (3, 3), torch.float32)})
     client = EngineClient(settings_for(tiny_model, tensor_parallel_size=2), name="two ranks")

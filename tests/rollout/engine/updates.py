@@ -11,10 +11,7 @@ from rstar2_megatron.weights.shared_memory import SharedBucket, WeightBucket, gr
 
 
 async def update_weights(
-    engine: EngineClient,
-    named_tensors: Iterable[tuple[str, Tensor]],
-    version: int,
-    bucket_bytes: int = 512 << 20,
+    engine: EngineClient, named_tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int = 512 << 20
 ) -> None:
     async def buckets() -> AsyncIterator[tuple[WeightBucket, bool]]:
         for tensors, last in group_tensors(named_tensors, bucket_bytes):

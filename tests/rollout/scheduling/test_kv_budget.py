@@ -14,14 +14,10 @@ from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, AdaptiveBudge
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths, LengthSurvival
 
-TRAJECTORIES = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(1, 140), st.floats(0.01, 1.0)), min_size=1, max_size=40
-)
+TRAJECTORIES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 140), st.floats(0.01, 1.0)), min_size=1, max_size=40)
 
 
-def run_all(
-    budget: KVBudget, work: list[tuple[int, int, float]], seed: int, group_size: int = 4
-) -> list[int]:
+def run_all(budget: KVBudget, work: list[tuple[int, int, float]], seed: int, group_size: int = 4) -> list[int]:
     """A toy engine: admits in order, lets running trajectories grow by random steps, ends them at their length.
 
     Returns reserved tokens after each admission; a lone one is admitted whatever it may need. Every one must end.
@@ -59,9 +55,7 @@ def run_all(
 
 @settings(max_examples=60, deadline=None)
 @given(work=TRAJECTORIES, seed=st.integers(0, 1000), policy=st.sampled_from(sorted(POLICIES)))
-def test_everything_ends_and_the_budget_returns_to_zero(
-    work: list[tuple[int, int, float]], seed: int, policy: str
-) -> None:
+def test_everything_ends_and_the_budget_returns_to_zero(work: list[tuple[int, int, float]], seed: int, policy: str) -> None:
     budget = make_budget(policy, capacity_tokens=200, max_requests=6)
     run_all(budget, work, seed)
     assert budget.running == 0
@@ -70,9 +64,7 @@ def test_everything_ends_and_the_budget_returns_to_zero(
 
 @settings(max_examples=60, deadline=None)
 @given(work=TRAJECTORIES, seed=st.integers(0, 1000), policy=st.sampled_from(["kv_reserve", "kv_adaptive"]))
-def test_admission_never_exceeds_the_capacity(
-    work: list[tuple[int, int, float]], seed: int, policy: str
-) -> None:
+def test_admission_never_exceeds_the_capacity(work: list[tuple[int, int, float]], seed: int, policy: str) -> None:
     budget = make_budget(policy, capacity_tokens=200, max_requests=100)
     assert max(run_all(budget, work, seed)) <= 200
 
@@ -122,14 +114,8 @@ def grow_together(
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    work=TRAJECTORIES,
-    steps=st.lists(st.integers(1, 30), min_size=1, max_size=5),
-    policy=st.sampled_from(sorted(POLICIES)),
-)
-def test_what_stays_fits_and_the_preempted_end_too(
-    work: list[tuple[int, int, float]], steps: list[int], policy: str
-) -> None:
+@given(work=TRAJECTORIES, steps=st.lists(st.integers(1, 30), min_size=1, max_size=5), policy=st.sampled_from(sorted(POLICIES)))
+def test_what_stays_fits_and_the_preempted_end_too(work: list[tuple[int, int, float]], steps: list[int], policy: str) -> None:
     budget = make_budget(policy, capacity_tokens=200, max_requests=100)
     if isinstance(budget, AdaptiveBudget):  # it has learnt that all are short, which they are not
         run_lengths(budget, [1] * 600, 140)

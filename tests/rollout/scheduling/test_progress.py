@@ -86,15 +86,9 @@ def test_a_progress_counts_over_engines() -> None:
     assert progress.running == 3 and progress.tool_calls == 2
 
 
-def test_the_view_asks_and_never_waits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_view_asks_and_never_waits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A question that is not answered yet, one that is, one whose worker died."""
-    answers: list[list[EngineLoad | None] | Exception | None] = [
-        None,
-        [load(0, 70, 7), None],
-        RuntimeError("gone"),
-    ]
+    answers: list[list[EngineLoad | None] | Exception | None] = [None, [load(0, 70, 7), None], RuntimeError("gone")]
     asked: list[int] = []
     clock = 0.0
     monkeypatch.setattr(live_view.time, "monotonic", lambda: clock)

@@ -76,9 +76,7 @@ def test_every_policy_finishes_a_phase(policy: str, kv_tokens: int, tool_s: floa
     result = Simulator(traces, cluster, policy, slice_size=4).run()
     assert 0 <= result.idle_share < 1 and 0 < result.prefix_hit_rate < 1
     assert result.makespan_s >= result.p99_s >= result.p50_s > 0
-    if (
-        policy == "kv_reserve" and tool_s < 1
-    ):  # what surely fits is computed once, unless it lies long in the cache
+    if policy == "kv_reserve" and tool_s < 1:  # what surely fits is computed once, unless it lies long in the cache
         assert result.recomputed_tokens == result.evictions == 0
 
 
@@ -105,9 +103,7 @@ def test_no_policy_is_faster_than_the_floor(policy: str, problems: int, group_si
     floor = floor_s(traces, cluster)
     assert floor < makespan
     if problems == 1:
-        fixed = (
-            SPEED.prefill_base_s * len(traces[0].turns) + SPEED.prefill_per_token_s * traces[0].prompt_tokens
-        )
+        fixed = SPEED.prefill_base_s * len(traces[0].turns) + SPEED.prefill_per_token_s * traces[0].prompt_tokens
         assert makespan == pytest.approx(floor + fixed, abs=0.1)
 
 

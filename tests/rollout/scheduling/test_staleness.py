@@ -71,10 +71,7 @@ class Run:
 @given(
     batch=st.integers(1, 5),
     bound=st.integers(0, 4),
-    events=st.lists(
-        st.tuples(st.sampled_from(["begin", "end", "reject", "train", "sync"]), st.integers(0, 50)),
-        max_size=200,
-    ),
+    events=st.lists(st.tuples(st.sampled_from(["begin", "end", "reject", "train", "sync"]), st.integers(0, 50)), max_size=200),
 )
 def test_in_any_order_of_events_the_bound_holds_and_training_goes_on(
     batch: int, bound: int, events: list[tuple[str, int]]
@@ -101,9 +98,7 @@ def test_in_any_order_of_events_the_bound_holds_and_training_goes_on(
 
 
 @given(batch=st.integers(1, 4), bound=st.integers(1, 3), order=st.randoms(use_true_random=False))
-def test_a_trainer_that_never_waits_for_the_oldest_group_meets_it_at_the_bound(
-    batch: int, bound: int, order: object
-) -> None:
+def test_a_trainer_that_never_waits_for_the_oldest_group_meets_it_at_the_bound(batch: int, bound: int, order: object) -> None:
     """One group takes for ever while all others end at once: the trainer gets as far as the bound allows, and waits."""
     run = Run(batch, bound)
     run.admit()

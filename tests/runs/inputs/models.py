@@ -40,10 +40,7 @@ def write_directory(directory: Path, *, shards: int = 1, dtype: torch.dtype = to
             "mlp.down_proj.weight": (hidden, wide),
         }
         for name, rows in (("q", hidden), ("k", hidden // 2), ("v", hidden // 2)):
-            shapes |= {
-                f"self_attn.{name}_proj.weight": (rows, hidden),
-                f"self_attn.{name}_proj.bias": (rows,),
-            }
+            shapes |= {f"self_attn.{name}_proj.weight": (rows, hidden), f"self_attn.{name}_proj.bias": (rows,)}
         weights |= {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in weights.items()}
     if shards == 1:

@@ -128,10 +128,7 @@ CASES: dict[str, tuple[Callable[[Case], object], str]] = {
         lambda c: (c.model / "model-0.safetensors").unlink(),
         "model.safetensors.index.json names model-0.safetensors, which {model} does not hold; copy",
     ),
-    "missing tensors": (
-        _lose_tensor,
-        "{model} has no tensor model.layers.4.input_layernorm.weight and 11 more",
-    ),
+    "missing tensors": (_lose_tensor, "{model} has no tensor model.layers.4.input_layernorm.weight and 11 more"),
     "another embedding": (
         lambda c: c.change("config.json", vocab_size=700),
         "vocab_size=700, but model.embed_tokens.weight has 640 rows; set vocab_size=640",
@@ -140,10 +137,7 @@ CASES: dict[str, tuple[Callable[[Case], object], str]] = {
         _far_token,
         "{model}/tokenizer.json has 641 tokens, e.g. the added token '<|mine|>' (640), the model's embedding 640",
     ),
-    "another vocabulary": (
-        _other_vocabulary,
-        "has 102 tokens, the model's embedding 640: they are of different models",
-    ),
+    "another vocabulary": (_other_vocabulary, "has 102 tokens, the model's embedding 640: they are of different models"),
     "an end of text that no token is": (
         lambda c: c.change("config.json", eos_token_id=7),
         "config.json: eos_token_id=7 is no special token of tokenizer.json: model and tokenizer are of different",
@@ -152,24 +146,12 @@ CASES: dict[str, tuple[Callable[[Case], object], str]] = {
     "a template without tools": (
         lambda c: (
             c.change("tokenizer_config.json", chat_template="{{ messages[0].content }}"),
-            c.words.extend(
-                [
-                    "agentloop.chat_template=tokenizer",
-                    "agentloop.system_prompt=null",
-                    "agentloop.user_prefix=null",
-                ]
-            ),
+            c.words.extend(["agentloop.chat_template=tokenizer", "agentloop.system_prompt=null", "agentloop.user_prefix=null"]),
         ),
         "agentloop.chat_template=tokenizer, but the chat template of {model} has no tools",
     ),
-    "a tokenizer without turns": (
-        _no_turns,
-        "the tokenizer of {model} has neither <|im_start|> and <|im_end|> nor a chat",
-    ),
-    "an output directory that is a file": (
-        _file_as_output,
-        "{output} is a file, and the run would write into",
-    ),
+    "a tokenizer without turns": (_no_turns, "the tokenizer of {model} has neither <|im_start|> and <|im_end|> nor a chat"),
+    "an output directory that is a file": (_file_as_output, "{output} is a file, and the run would write into"),
 }
 
 
@@ -224,9 +206,7 @@ def test_rounded_weights_are_told(
     write_directory(case.model, shards=2, dtype=stored)
     words = [f"actor.model.precision={precision}", f"rollout.model.precision={precision}", "--dry-run"]
     assert main([*case.arguments(), *words]) == 0
-    assert (
-        "are float32 and are rounded to bfloat16; set actor.model.precision=fp32" in capfd.readouterr().err
-    ) is told
+    assert ("are float32 and are rounded to bfloat16; set actor.model.precision=fp32" in capfd.readouterr().err) is told
 
 
 def test_a_second_run_of_a_directory_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -257,9 +237,5 @@ def test_a_second_run_of_a_directory_is_refused(tmp_path: Path, capfd: pytest.Ca
     finally:
         first.kill()
         first.wait()
-    with (
-        held_directory(settings),
-        pytest.raises(ConfigError, match=f"process {os.getpid()} on"),
-        held_directory(settings),
-    ):
+    with held_directory(settings), pytest.raises(ConfigError, match=f"process {os.getpid()} on"), held_directory(settings):
         pass

@@ -44,10 +44,7 @@ def test_the_yaml_is_short_and_its_plan_fits(here: Path, capfd: pytest.CaptureFi
     ("words", "message"),
     [
         (["--new", "mine", "--model", "model"], "--data has no value; the whole form: --new NAME"),
-        (
-            ["--new", "mine", "--model", "nowhere", "--data", "mine.jsonl"],
-            "nowhere/config.json does not exist: give",
-        ),
+        (["--new", "mine", "--model", "nowhere", "--data", "mine.jsonl"], "nowhere/config.json does not exist: give"),
         (["--new", "mine", "--model", "model", "--data", "no.jsonl"], "no.jsonl does not exist"),
     ],
 )

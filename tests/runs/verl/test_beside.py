@@ -40,25 +40,14 @@ def test_finished_runs_are_drawn_and_not_run_again(tmp_path: Path) -> None:
     for directory in (ours, verl):
         directory.mkdir()
     (ours / "finished.json").write_text("{}")
-    rows = [
-        {"step": step, "rollout/pass_rate": 0.5, "rollout/total_num_sequence": 128, "time/step": 9.0}
-        for step in (1, 2)
-    ]
+    rows = [{"step": step, "rollout/pass_rate": 0.5, "rollout/total_num_sequence": 128, "time/step": 9.0} for step in (1, 2)]
     (ours / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"critic/rewards/mean": 0.4, "timing_s/step": 9.0, "perf/total_num_tokens": 16384}
     data |= {"prompt_length/mean": 28.0, "response_length/mean": 100.0}
     merged = "".join(json.dumps({"step": step, "data": data}) + "\n" for step in (1, 2))
     (verl / "metrics.jsonl").write_text(merged)
-    words = [
-        "cold_start.enabled=False",
-        f"cold_start.cache_dir={tmp_path / 'cache'}",
-        "rollout.model.model_path=/m",
-    ]
-    words += [
-        f"data.train_data_paths=[{tmp_path / 'x.jsonl'}]",
-        "data.val_data_paths=[]",
-        "cold_start.builder=null",
-    ]
+    words = ["cold_start.enabled=False", f"cold_start.cache_dir={tmp_path / 'cache'}", "rollout.model.model_path=/m"]
+    words += [f"data.train_data_paths=[{tmp_path / 'x.jsonl'}]", "data.val_data_paths=[]", "cold_start.builder=null"]
     assert Beside(TINY, words, ["verl", "grpo"], [0], tmp_path, Path("absent")).run() == 0
     text = (tmp_path / "comparison.txt").read_text()
     assert "grpo - verl: +0.100 at trajectories 256" in text
@@ -96,9 +85,7 @@ def test_three_steps_of_verl_itself(memorised_model: Path, tmp_path: Path) -> No
     run.assert_nothing_left()
     steps = [row["data"] for row in read_jsonl(out / "verl-0" / "metrics.jsonl")]
     assert [step["training/global_step"] for step in steps] == [1, 2, 3]
-    means = [
-        [step[key] for key in ("critic/rewards/mean", "actor/grad_norm", "num_turns/max")] for step in steps
-    ]
+    means = [[step[key] for key in ("critic/rewards/mean", "actor/grad_norm", "num_turns/max")] for step in steps]
     rewards, norms, turns = zip(*means, strict=True)
     assert 0 < sum(rewards) < 3 and max(norms) > 0 and max(turns) > 2, means
     assert re.search(r"rollout/pass_rate +verl +1 +1-3 ", (out / "comparison.txt").read_text())

@@ -71,9 +71,7 @@ def test_refusals(model: Path, reward: Path, tmp_path: Path) -> None:
         check_reward_model(experts, model, 100)
 
 
-def test_bad_input_ends_with_2(
-    model: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_ends_with_2(model: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "6*7?", "solutions": ["42"], "query_id": "q"}) + "\n")
     words = ["--model", str(model), "--data", str(data), "--out", str(tmp_path / "out"), "--reward-model"]

@@ -20,11 +20,7 @@ SETTINGS = PreferenceSettings(min_distance=1)
 
 def test_prefixes_are_the_searchs_tokens(tokenizer: Any, tmp_path: Path) -> None:
     rows = load_preference_rows([write_trees(tmp_path / "mcts.jsonl", tokenizer)], tokenizer, SETTINGS, 200)
-    assert (
-        rows.trees == 4
-        and rows.too_long == 0
-        and rows.num_pairs == sum(len(c.pairs) for c in rows.comparisons)
-    )
+    assert rows.trees == 4 and rows.too_long == 0 and rows.num_pairs == sum(len(c.pairs) for c in rows.comparisons)
     first, second, *_ = rows.comparisons
     opening = f"<|im_start|>user\n{PROMPT}"
     assert [tokenizer.decode(s.input_ids) for s in first.sequences()] == [
@@ -37,9 +33,7 @@ def test_prefixes_are_the_searchs_tokens(tokenizer: Any, tmp_path: Path) -> None
     right, wrong = (tokenizer.decode(own) for own in second.continuations)
     assert right == "the result is 17<|im_end|>" and wrong.startswith("the result is ")
     whole = next(c for c in rows.comparisons if tokenizer.decode(c.shared) == opening and len(c.pairs) > 1)
-    assert {tokenizer.decode(whole.continuations[j]).split("<")[0] for _, j in whole.pairs} == {
-        "a bad way: guess the number"
-    }
+    assert {tokenizer.decode(whole.continuations[j]).split("<")[0] for _, j in whole.pairs} == {"a bad way: guess the number"}
     assert rows.largest == max(sum(c.lengths) for c in rows.comparisons)
     assert rows.num_tokens == sum(s.length for c in rows.comparisons for s in c.sequences())
 

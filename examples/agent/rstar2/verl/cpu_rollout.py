@@ -42,9 +42,7 @@ class CPUServer:
         self._response_length = config["response_length"]
         self._context = config["prompt_length"] + config["response_length"]
         self._step: int | None = None
-        self._engine = EngineClient(
-            settings, seed=config["seed"], log_path=Path(log), max_context_tokens=self._context
-        )
+        self._engine = EngineClient(settings, seed=config["seed"], log_path=Path(log), max_context_tokens=self._context)
         await self._engine.start()
 
     async def load_weights(self, path: str, step: int | None) -> None:
@@ -56,9 +54,7 @@ class CPUServer:
         self._step = step
         await self._engine.update_weights(buckets(), step or 0)
 
-    async def generate(
-        self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **others: Any
-    ) -> TokenOutput:
+    async def generate(self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **others: Any) -> TokenOutput:
         """Continue `prompt_ids`, without max_tokens up to the response length and the context, as verl's servers do."""
         prompt, sampling = [int(token) for token in prompt_ids], dict(sampling_params)
         sampling.pop("logprobs", None)
@@ -93,10 +89,7 @@ class CPUReplica(RolloutReplica):
         name = _actor_name(self.replica_rank)
         server = ray.remote(CPUServer).options(name=name, max_concurrency=self.max_concurrency, num_cpus=0)
         handle = server.remote()
-        config = {
-            key: getattr(self.config, key)
-            for key in ("prompt_length", "response_length", "max_num_seqs", "seed")
-        }
+        config = {key: getattr(self.config, key) for key in ("prompt_length", "response_length", "max_num_seqs", "seed")}
         log = Path(os.environ["VERL_FILE_LOGGER_ROOT"]).resolve() / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         await handle.start.remote(self.model_config.path, config, str(log))

@@ -25,9 +25,7 @@ def _pool() -> GraderPool:
     return GraderPool(reward["num_workers"], reward["timeout_s"], mode=reward["mode"])
 
 
-async def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any
-) -> float:
+async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **kwargs: Any) -> float:
     """1.0 where the response has one of the solutions, a JSON list, else 0.0. Mode `paper` grades the model's own text."""
     text = _TOOL_RESPONSE.sub("", solution_str) if _settings()["mode"] == "paper" else solution_str
     return (await _pool().grade(text, json.loads(ground_truth))).reward

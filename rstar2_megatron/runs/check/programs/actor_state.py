@@ -112,11 +112,7 @@ def load_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[
     actor.load_checkpoint(directory)
     seconds = time.perf_counter() - started
     later = actor.train_step(batch)
-    result = {
-        "seconds": seconds,
-        "grad_norm": later["actor/grad_norm"],
-        "weights": actor.weights_checksum(),
-    }
+    result = {"seconds": seconds, "grad_norm": later["actor/grad_norm"], "weights": actor.weights_checksum()}
     actor.close()
     return result
 

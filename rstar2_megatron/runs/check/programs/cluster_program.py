@@ -65,10 +65,7 @@ class CheckRun(RLRun):
     def _start_all(self) -> dict[str, Any]:
         self.begin(1)
         self._start()
-        places = (
-            self.actor.call("place", timeout_s=60),
-            self.rollout.call("place", timeout_s=60),
-        )
+        places = (self.actor.call("place", timeout_s=60), self.rollout.call("place", timeout_s=60))
         return {
             "actor_ranks": len(self.actor),
             "engines": len(self.rollout),
@@ -87,9 +84,7 @@ class CheckRun(RLRun):
         after = self.actor.call("weights_checksum", timeout_s=timeout)[0]
         changed = sum(before[name] != value for name, value in after.items())
         if not changed:
-            raise RuntimeError(
-                "the training step before the sync changed no weight: the sync would prove nothing"
-            )
+            raise RuntimeError("the training step before the sync changed no weight: the sync would prove nothing")
         self._version += 1
         metrics = self.trainer.sync_weights(version=self._version)
         self.trainer.check_weights()

@@ -28,13 +28,7 @@ def engine_run(job: Job, settings: RolloutSettings, **sizes: int) -> dict[str, A
 
 
 async def _engine_run(
-    job: Job,
-    settings: RolloutSettings,
-    vocab_size: int,
-    context_length: int,
-    tokens: int,
-    requests: int,
-    speed_tokens: int,
+    job: Job, settings: RolloutSettings, vocab_size: int, context_length: int, tokens: int, requests: int, speed_tokens: int
 ) -> dict[str, Any]:
     rng = random.Random(0)
 
@@ -60,9 +54,7 @@ async def _engine_run(
         sampling = {"temperature": 1.0, "max_new_tokens": speed_tokens, "ignore_eos": True}
         prompts = [prompt(32) for _ in range(requests)]
         started = time.perf_counter()
-        answers = await asyncio.gather(
-            *(engine.generate(ids, sampling, timeout_s=_CALL_S) for ids in prompts)
-        )
+        answers = await asyncio.gather(*(engine.generate(ids, sampling, timeout_s=_CALL_S) for ids in prompts))
         generated = sum(len(answer.token_ids) for answer in answers)
         result["decode_tokens_per_s"] = generated / (time.perf_counter() - started)
 
@@ -75,19 +67,12 @@ async def _engine_run(
         started = time.perf_counter()
         await engine.resume_memory()
         result["wake_seconds"] = time.perf_counter() - started
-        result |= {
-            "freed_bytes": asleep - awake,
-            "taken_again_bytes": asleep - free_bytes(job),
-            "refused_asleep": refused,
-        }
+        result |= {"freed_bytes": asleep - awake, "taken_again_bytes": asleep - free_bytes(job), "refused_asleep": refused}
         await engine.update_weights(_files_of(settings.model.model_path), version=1)
         # CUDA graphs are captured for other numbers of requests, so the unused places of a batch are computed too
-        again = await asyncio.gather(
-            *(engine.generate(first, greedy, timeout_s=_CALL_S) for _ in range(_ODD_REQUESTS))
-        )
+        again = await asyncio.gather(*(engine.generate(first, greedy, timeout_s=_CALL_S) for _ in range(_ODD_REQUESTS)))
         result["awake_difference"] = max(
-            _difference(result["token_ids"], result["logprobs"], other.token_ids, other.logprobs)
-            for other in again
+            _difference(result["token_ids"], result["logprobs"], other.token_ids, other.logprobs) for other in again
         )
         return result
     finally:

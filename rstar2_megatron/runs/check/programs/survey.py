@@ -18,17 +18,7 @@ from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.settings.placement import SMI_TIMEOUT_S
 
 _TOOLS = ("nvidia-smi", "nvcc", "ninja", "gcc", "g++")
-_ENVIRONMENT = (
-    "CUDA_",
-    "NCCL_",
-    "GLOO_",
-    "PYTORCH_",
-    "RAY_ADDRESS",
-    "RLINF_",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "NVTE_",
-)
+_ENVIRONMENT = ("CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "RAY_ADDRESS", "RLINF_", "TMPDIR", "LD_LIBRARY_PATH", "NVTE_")
 _GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "compute_mode", "pstate")
 
 
@@ -68,9 +58,7 @@ def compile_kernel(job: Job, arch: str) -> str:
     """Compile a kernel with the nvcc that SGLang's and flashinfer's own compilation will find; its last line of output."""
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory) / "kernel.cu"
-        source.write_text(
-            "#include <cuda_bf16.h>\n__global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }\n"
-        )
+        source.write_text("#include <cuda_bf16.h>\n__global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }\n")
         done = subprocess.run(
             ["nvcc", f"-arch=sm_{arch}", "-c", str(source), "-o", str(source.with_suffix(".o"))],
             capture_output=True,
@@ -78,9 +66,7 @@ def compile_kernel(job: Job, arch: str) -> str:
             timeout=100,
         )
         if done.returncode:
-            raise RuntimeError(
-                f"nvcc ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}"
-            )
+            raise RuntimeError(f"nvcc ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-2000:]}")
         return done.stdout.strip()
 
 
@@ -90,9 +76,7 @@ def _said(*command: str) -> str:
     if program is None:
         return ""
     try:
-        return subprocess.run(
-            [program, *command[1:]], capture_output=True, text=True, timeout=SMI_TIMEOUT_S
-        ).stdout
+        return subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=SMI_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"({error})"
 

@@ -16,9 +16,7 @@ _OFFLOAD: dict[str, Any] = {"offload_weight": True, "offload_grad": True, "offlo
 _STAY: dict[str, Any] = dict.fromkeys(_OFFLOAD, False)
 _VISIBLE_LR = 1e-2  # a first step of it is many times the spacing of bf16 numbers at the weights' size
 _LEAST_FREED = 0.95
-_MAY_STAY_BYTES = (
-    5e8  # workspaces and tables, whatever the model's size; the plan counts them with the CUDA context
-)
+_MAY_STAY_BYTES = 5e8  # workspaces and tables, whatever the model's size; the plan counts them with the CUDA context
 
 
 def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
@@ -34,11 +32,7 @@ def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
             "optimizer_cpu_offload": on_host,
         }
         figures = context.nodes.ranks(
-            f"{_PROGRAMS}:optimizer_error",
-            1,
-            170.0,
-            case=make_case(context, optim=optim, **_STAY),
-            batch=make_batch(context),
+            f"{_PROGRAMS}:optimizer_error", 1, 170.0, case=make_case(context, optim=optim, **_STAY), batch=make_batch(context)
         )[0]
         allowed = 1e-3 if context.settings.actor.model.precision == "fp32" else 0.05
         words = f"a step is {figures['error']:.1e} from AdamW's formula, allowed {allowed:.0e}; {figures['seconds']:.2f} s"
@@ -50,12 +44,8 @@ def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
 
 
 def offload(context: Context) -> Finding:
-    case = make_case(
-        context, optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False}, **_OFFLOAD
-    )
-    figures = context.nodes.ranks(
-        f"{_PROGRAMS}:offload_and_reload", 1, 170.0, case=case, batch=make_batch(context)
-    )[0]
+    case = make_case(context, optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False}, **_OFFLOAD)
+    figures = context.nodes.ranks(f"{_PROGRAMS}:offload_and_reload", 1, 170.0, case=case, batch=make_batch(context))[0]
     before, away = figures["bytes_before"], figures["bytes_away"]
     freed = 1 - away / max(before, 1)
     words = (
@@ -71,9 +61,7 @@ def offload(context: Context) -> Finding:
 
 def checkpoint(context: Context) -> Finding:
     case = make_case(
-        context,
-        optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False, "lr": 1e-3, "min_lr": 0.0},
-        **_STAY,
+        context, optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False, "lr": 1e-3, "min_lr": 0.0}, **_STAY
     )
     directory = context.scratch / "checkpoint"
     arguments: dict[str, Any] = {"case": case, "batch": make_batch(context), "directory": str(directory)}
@@ -122,9 +110,7 @@ def speed(context: Context) -> Finding:
     words = f"{figures['tokens_per_s']:.0f} tokens/s, {figures['tflops']:.3g} TFLOP/s a rank with {length} tokens a sequence"
     if not gpu:
         return Finding(f"{words}; the plan has no figure for CPUs", figures)
-    words += (
-        f", MFU {figures['mfu']:.1%}, planned {TRAIN_SHARE:.0%}; peak {figures['peak_bytes'] / 1e9:.1f} GB"
-    )
+    words += f", MFU {figures['mfu']:.1%}, planned {TRAIN_SHARE:.0%}; peak {figures['peak_bytes'] / 1e9:.1f} GB"
     if not figures["mfu"] >= TRAIN_SHARE / 4:
         raise CheckFailed(words, {**figures, "planned_mfu": TRAIN_SHARE})
     return Finding(words, {**figures, "planned_mfu": TRAIN_SHARE})

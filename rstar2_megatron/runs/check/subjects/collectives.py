@@ -60,17 +60,13 @@ def _wait(job: Job) -> None:
 
 
 def inside_nodes(context: Context) -> Finding:
-    nodes = context.nodes.on_each(
-        _PROGRAM, context.slots_per_node, 110.0, megabytes=_MEGABYTES[context.device]
-    )
+    nodes = context.nodes.on_each(_PROGRAM, context.slots_per_node, 110.0, megabytes=_MEGABYTES[context.device])
     rates = [min(value["bus_bytes_per_s"] for value in values(answers)) for answers in nodes]
     return judge(rates, PLANNED_NODE, LEAST_NODE, gpu=context.device == "cuda", what="inside a node")
 
 
 def between_nodes(context: Context) -> Finding:
-    answers = context.nodes.across(
-        _PROGRAM, context.slots_per_node, 110.0, megabytes=_MEGABYTES[context.device]
-    )
+    answers = context.nodes.across(_PROGRAM, context.slots_per_node, 110.0, megabytes=_MEGABYTES[context.device])
     rates = [min(value["bus_bytes_per_s"] for value in answers)]
     return judge(rates, PLANNED_NETWORK, LEAST_NETWORK, gpu=context.device == "cuda", what="over all nodes")
 
@@ -84,9 +80,7 @@ def judge(rates: list[float], planned: float, least: float, *, gpu: bool, what: 
         return Finding(f"{words} (gloo; the plan has no figure for CPUs)", figures)
     words += f"; planned {planned / 1e9:.0f}"
     if slowest < least:
-        raise CheckFailed(
-            f"{words}, below the least of {least / 1e9:.0f}: traffic takes a slow path", figures
-        )
+        raise CheckFailed(f"{words}, below the least of {least / 1e9:.0f}: traffic takes a slow path", figures)
     return Finding(words, figures)
 
 

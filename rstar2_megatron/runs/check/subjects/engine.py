@@ -73,9 +73,9 @@ def greedy(context: Context) -> Finding:
         advantage=0.0,
     )
     case = make_case(context, optim={"optimizer_cpu_offload": False})
-    rows = context.nodes.ranks(
-        "rstar2_megatron.runs.check.programs.actor_state:score", 1, 110.0, case=case, batch=[sequence]
-    )[0]
+    rows = context.nodes.ranks("rstar2_megatron.runs.check.programs.actor_state:score", 1, 110.0, case=case, batch=[sequence])[
+        0
+    ]
     ours = rows[0][length:]
     return judge_logprobs(ours, told["logprobs"], context.settings.actor.model.precision)
 
@@ -83,20 +83,14 @@ def greedy(context: Context) -> Finding:
 def judge_logprobs(ours: list[float], theirs: list[float], precision: str) -> Finding:
     """The step-0 gate's bounds, on tokens of one sequence."""
     if len(ours) != len(theirs) or len(theirs) < TOKENS:
-        raise CheckFailed(
-            f"the engine generated {len(theirs)} tokens of {TOKENS}, the actor scored {len(ours)}"
-        )
+        raise CheckFailed(f"the engine generated {len(theirs)} tokens of {TOKENS}, the actor scored {len(ours)}")
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     mean, largest = sum(differences) / len(differences), max(differences)
     figures = {"mean": mean, "max": largest}
     words = f"{len(theirs)} tokens, |log-prob difference| mean {mean:.1e}, max {largest:.1e}"
     good = largest <= MAX_LOGPROB_DIFF_FP32 if precision == "fp32" else mean <= MAX_MEAN_LOGPROB_DIFF_BF16
     if not good:
-        allowed = (
-            f"max {MAX_LOGPROB_DIFF_FP32:g}"
-            if precision == "fp32"
-            else f"mean {MAX_MEAN_LOGPROB_DIFF_BF16:g}"
-        )
+        allowed = f"max {MAX_LOGPROB_DIFF_FP32:g}" if precision == "fp32" else f"mean {MAX_MEAN_LOGPROB_DIFF_BF16:g}"
         raise CheckFailed(f"{words}; allowed {allowed} in {precision}", figures)
     return Finding(words, figures)
 
@@ -128,9 +122,7 @@ def sleep(context: Context) -> Finding:
     if context.device == "cpu":
         return Finding(f"{times}; an engine on a CPU has nothing to free", figures)
     share = told["freed_bytes"] / max(told["used_bytes"], 1)
-    words = (
-        f"{told['freed_bytes'] / 1e9:.1f} of {told['used_bytes'] / 1e9:.1f} GB freed ({share:.0%}), {times}"
-    )
+    words = f"{told['freed_bytes'] / 1e9:.1f} of {told['used_bytes'] / 1e9:.1f} GB freed ({share:.0%}), {times}"
     if share < _LEAST_FREED:
         raise CheckFailed(f"{words}; at least {_LEAST_FREED:.0%} must go", figures)
     return Finding(words, figures)

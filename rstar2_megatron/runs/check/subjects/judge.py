@@ -30,11 +30,7 @@ async def _call_judge(url: str, calls: int, token: str | None) -> dict[str, Any]
         started = time.perf_counter()
         results = await asyncio.gather(*(client.run(f"print({n} * 7)") for n in range(calls)))
         seconds = time.perf_counter() - started
-        wrong = [
-            (n, r.outcome.value, r.stdout, r.stderr)
-            for n, r in enumerate(results)
-            if r.stdout.strip() != str(7 * n)
-        ]
+        wrong = [(n, r.outcome.value, r.stdout, r.stderr) for n, r in enumerate(results) if r.stdout.strip() != str(7 * n)]
         if wrong:
             raise RuntimeError(f"{len(wrong)} of {calls} calls came back wrong, the first: {wrong[0]}")
         return {"calls_per_s": calls / seconds, "seconds": seconds}

@@ -19,26 +19,8 @@ from rstar2_megatron.settings.planning.plan import host_memory, make_plan, model
 SURVEY = "rstar2_megatron.runs.check.programs.survey:survey"
 LEAST_DRIVER = 580  # CUDA 13
 _REQUIREMENTS = PROJECT / "requirements"
-_OURS = (
-    "torch",
-    "megatron-core",
-    "sglang",
-    "rlinf",
-    "ray",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "protobuf",
-    "safetensors",
-)
-_GPU_TOO = (
-    "sglang-kernel",
-    "flashinfer-python",
-    "torch-memory-saver",
-    "nvidia-nccl-cu13",
-    "nvidia-cudnn-cu13",
-    "triton",
-)
+_OURS = ("torch", "megatron-core", "sglang", "rlinf", "ray", "transformers", "tokenizers", "numpy", "protobuf", "safetensors")
+_GPU_TOO = ("sglang-kernel", "flashinfer-python", "torch-memory-saver", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton")
 _OPTIONAL = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu13")
 _FREE_SHARE = 0.95  # of a GPU's memory, before anything of ours has started
 _TEMPORARY_GB = 2.0
@@ -98,16 +80,10 @@ def _facts(context: Context) -> list[Facts]:
     return survey
 
 
-def _judge(
-    context: Context, find: Callable[[Facts], Iterable[str]], say: Callable[[Facts], str], **figures: Any
-) -> Finding:
+def _judge(context: Context, find: Callable[[Facts], Iterable[str]], say: Callable[[Facts], str], **figures: Any) -> Finding:
     """Pass when no node has a problem; the problems of all nodes otherwise."""
     facts = _facts(context)
-    problems = [
-        f"{fact['host']}: {problem}" if len(facts) > 1 else problem
-        for fact in facts
-        for problem in find(fact)
-    ]
+    problems = [f"{fact['host']}: {problem}" if len(facts) > 1 else problem for fact in facts for problem in find(fact)]
     if problems:
         raise CheckFailed("; ".join(problems))
     lines = list(dict.fromkeys(say(fact) for fact in facts))
@@ -126,16 +102,8 @@ def versions(context: Context) -> Finding:
                 yield f"{name} is {found}, requirements/ pins {wanted}"
 
     def say(fact: Facts) -> str:
-        shown = [
-            f"{name} {fact['packages'][name]}"
-            for name in (*_OURS[:5], *_OPTIONAL[:1])
-            if fact["packages"].get(name)
-        ]
-        engine = (
-            ""
-            if context.slots.is_cpu or fact["packages"].get(_OPTIONAL[1])
-            else ", without TransformerEngine"
-        )
+        shown = [f"{name} {fact['packages'][name]}" for name in (*_OURS[:5], *_OPTIONAL[:1]) if fact["packages"].get(name)]
+        engine = "" if context.slots.is_cpu or fact["packages"].get(_OPTIONAL[1]) else ", without TransformerEngine"
         return f"Python {fact['python']}, {', '.join(shown)}{engine}; {len(pins)} pins hold"
 
     return _judge(context, find, say)
@@ -157,9 +125,7 @@ def driver(context: Context) -> Finding:
     return _judge(
         context,
         find,
-        lambda fact: (
-            f"{len(fact['gpus'])} x {fact['gpus'][0]['name']}, driver {fact['gpus'][0]['driver_version']}"
-        ),
+        lambda fact: f"{len(fact['gpus'])} x {fact['gpus'][0]['name']}, driver {fact['gpus'][0]['driver_version']}",
     )
 
 
@@ -174,9 +140,7 @@ def toolkit(context: Context) -> Finding:
             yield "CUDA_HOME is not set"
 
     finding = _judge(context, find, lambda fact: f"nvcc {_release(fact['nvcc'])}, ninja, g++")
-    answers = context.nodes.everywhere(
-        "rstar2_megatron.runs.check.programs.survey:compile_kernel", 110.0, arch="90"
-    )
+    answers = context.nodes.everywhere("rstar2_megatron.runs.check.programs.survey:compile_kernel", 110.0, arch="90")
     values(answers)
     return Finding(f"{finding.words}; a kernel compiles for sm_90")
 
@@ -244,9 +208,7 @@ def disk(context: Context) -> Finding:
             yield f"{fact['room_gb'][place]:.1f} GB free in {place}, these checks write {need_gb:.1f} GB there and remove them"
 
     return _judge(
-        context,
-        find,
-        lambda fact: f"{fact['room_gb'][place] or 0:.0f} GB free in {place}, the checks need {need_gb:.2g}",
+        context, find, lambda fact: f"{fact['room_gb'][place] or 0:.0f} GB free in {place}, the checks need {need_gb:.2g}"
     )
 
 
@@ -284,11 +246,7 @@ def temporary(context: Context) -> Finding:
         elif where["room_gb"] is not None and where["room_gb"] < _TEMPORARY_GB:
             yield f"{where['path']} has {where['room_gb']:.2f} GB free; compilers and engines need {_TEMPORARY_GB:.0f}"
 
-    return _judge(
-        context,
-        find,
-        lambda fact: f"{fact['temporary']['path']}, {fact['temporary']['room_gb'] or 0:.0f} GB free",
-    )
+    return _judge(context, find, lambda fact: f"{fact['temporary']['path']}, {fact['temporary']['room_gb'] or 0:.0f} GB free")
 
 
 CHECKS = [

@@ -6,14 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rstar2_megatron.runs.check.case import (
-    Case,
-    logprob_tolerance,
-    make_batch,
-    make_case,
-    mean_difference,
-    tolerance,
-)
+from rstar2_megatron.runs.check.case import Case, logprob_tolerance, make_batch, make_case, mean_difference, tolerance
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.programs.gradients import reference_path
@@ -33,9 +26,7 @@ _PLAIN_OPTIMIZER = {
 _NO_OFFLOAD: dict[str, Any] = {"offload_weight": False, "offload_grad": False, "offload_optimizer": False}
 
 
-def head_errors(
-    job: Job, hidden_size: int, vocab_size: int, chunk_tokens: int, precision: str
-) -> dict[str, float]:
+def head_errors(job: Job, hidden_size: int, vocab_size: int, chunk_tokens: int, precision: str) -> dict[str, float]:
     """Relative errors of the head in chunks against log_softmax over all logits at once, and its peak memory in bytes."""
     import torch  # here: the driver reads this file and does no torch work
     import torch.distributed as dist
@@ -43,10 +34,7 @@ def head_errors(
     from rstar2_megatron.actor.network import logprob
 
     dist.init_process_group(
-        "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=job.init_method,
-        rank=0,
-        world_size=1,
+        "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl", init_method=job.init_method, rank=0, world_size=1
     )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -61,9 +49,7 @@ def head_errors(
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    out = logprob.log_prob_entropy(
-        own[0], own[1], targets, temperature=1.0, chunk_tokens=chunk_tokens, group=dist.group.WORLD
-    )
+    out = logprob.log_prob_entropy(own[0], own[1], targets, temperature=1.0, chunk_tokens=chunk_tokens, group=dist.group.WORLD)
     (out[0] @ by_logprob).backward()
     peak = float(torch.cuda.max_memory_allocated() - before) if job.device == "cuda" else 0.0
     full = [tensor.float().requires_grad_() for tensor in (hidden, weight)]
@@ -115,20 +101,13 @@ def head(context: Context) -> Finding:
 
 def plain_case(context: Context, *, packed: bool = True, max_tokens: int | None = None, **model: Any) -> Case:
     """An actor whose gradients can be read: plain optimizer, nothing offloaded."""
-    return make_case(
-        context, model=model, optim=_PLAIN_OPTIMIZER, packed=packed, max_tokens=max_tokens, **_NO_OFFLOAD
-    )
+    return make_case(context, model=model, optim=_PLAIN_OPTIMIZER, packed=packed, max_tokens=max_tokens, **_NO_OFFLOAD)
 
 
 def reference(context: Context) -> Finding:
     """One rank, the batch packed: what everything else is compared with."""
     result = context.nodes.ranks(
-        _GRADIENTS,
-        1,
-        170.0,
-        case=plain_case(context),
-        batch=make_batch(context),
-        keep=reference_path(context.scratch),
+        _GRADIENTS, 1, 170.0, case=plain_case(context), batch=make_batch(context), keep=reference_path(context.scratch)
     )[0]
     context.found["logprobs"] = result["logprobs"]
     if not 0 < result["grad_norm"] < float("inf"):
@@ -140,12 +119,7 @@ def reference(context: Context) -> Finding:
 def compared(context: Context, case: Case, ranks: int = 1) -> Finding:
     """Log-probs and gradients of `case` over `ranks` ranks against the reference."""
     result = context.nodes.ranks(
-        _GRADIENTS,
-        ranks,
-        170.0,
-        case=case,
-        batch=make_batch(context),
-        compare=reference_path(context.scratch),
+        _GRADIENTS, ranks, 170.0, case=case, batch=make_batch(context), compare=reference_path(context.scratch)
     )[0]
     precision = context.settings.actor.model.precision
     difference = mean_difference(result["logprobs"], context.found["logprobs"])
@@ -155,9 +129,7 @@ def compared(context: Context, case: Case, ranks: int = 1) -> Finding:
         f"{difference:.1e} apart"
     )
     if not (result["error"] <= tolerance(precision) and difference <= logprob_tolerance(precision)):
-        raise CheckFailed(
-            f"{words}; allowed {tolerance(precision):.0e} and {logprob_tolerance(precision):.0e}", figures
-        )
+        raise CheckFailed(f"{words}; allowed {tolerance(precision):.0e} and {logprob_tolerance(precision):.0e}", figures)
     return Finding(words, figures)
 
 
@@ -165,12 +137,7 @@ def one_at_a_time(context: Context) -> Finding:
     return compared(context, plain_case(context, packed=False))
 
 
-_LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
 
 def sizes_of(context: Context, *keys: str) -> dict[str, Any]:
@@ -179,9 +146,7 @@ def sizes_of(context: Context, *keys: str) -> dict[str, Any]:
     sizes = {key: min(max(getattr(model, key), 2), most) for key in keys}
     config, tensor = context.thin_config, sizes.get("tensor_model_parallel_size", 1)
     if config.num_kv_heads % tensor or config.vocab_size % tensor:
-        raise CheckSkipped(
-            f"{config.num_kv_heads} key/value heads and {config.vocab_size} words do not divide by {tensor}"
-        )
+        raise CheckSkipped(f"{config.num_kv_heads} key/value heads and {config.vocab_size} words do not divide by {tensor}")
     if sizes.get("expert_model_parallel_size", 1) > 1 and not config.is_moe:
         raise CheckSkipped("the model has no experts")
     return sizes
@@ -193,9 +158,7 @@ def layout(*keys: str) -> Callable[[Context], Finding]:
     def run(context: Context) -> Finding:
         sizes = sizes_of(context, *keys)
         config, settings = context.thin_config, context.settings
-        sequence = "tensor_model_parallel_size" in sizes and (
-            settings.actor.model.sequence_parallel or config.is_moe
-        )
+        sequence = "tensor_model_parallel_size" in sizes and (settings.actor.model.sequence_parallel or config.is_moe)
         ranks = max(sizes.values(), default=2)
         found = compared(context, plain_case(context, **sizes, sequence_parallel=sequence), ranks)
         return Finding(f"{found.words}; {ranks} ranks", found.figures | {"ranks": ranks})
@@ -228,9 +191,7 @@ def engine_layers(context: Context) -> Finding:
         raise CheckSkipped("actor.model.transformer_impl=local")
     other = context.nodes.ranks("rstar2_megatron.runs.check.subjects.network:implementation", 1, 60.0)[0]
     if other == "local":
-        raise CheckSkipped(
-            "TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine"
-        )
+        raise CheckSkipped("TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine")
     return compared(context, plain_case(context, transformer_impl="local"))
 
 

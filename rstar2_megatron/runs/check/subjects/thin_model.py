@@ -43,9 +43,7 @@ def thin_config(model_path: str, layers: int) -> dict[str, Any]:
         return {**raw, "num_hidden_layers": layers, "max_window_layers": layers}
     known = known_model(model_path)
     if known is None:
-        raise CheckFailed(
-            f"rollout.model.model_path={model_path} has no config.json, and its name is not a known model's"
-        )
+        raise CheckFailed(f"rollout.model.model_path={model_path} has no config.json, and its name is not a known model's")
     return {**_as_dict(known), "num_hidden_layers": layers}
 
 
@@ -67,11 +65,7 @@ def _as_dict(model: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": model.num_kv_heads,
         "rope_parameters": {
             "rope_theta": model.rope_theta,
-            **(
-                {"rope_type": "llama3", **fields["rope_scaling"]}
-                if model.rope_scaling
-                else {"rope_type": "default"}
-            ),
+            **({"rope_type": "llama3", **fields["rope_scaling"]} if model.rope_scaling else {"rope_type": "default"}),
         },
         **{
             name: fields[name]
@@ -93,9 +87,7 @@ def _as_dict(model: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def build(
-    job: Job, raw: dict[str, Any], directory: str, precision: str, tokenizer_from: str
-) -> dict[str, float]:
+def build(job: Job, raw: dict[str, Any], directory: str, precision: str, tokenizer_from: str) -> dict[str, float]:
     """Write the directory: random weights, biases and norms too, so that a wrong mapping shows; the tokenizer's files."""
     import torch  # here: the driver reads this file and does no torch work
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,11 +107,7 @@ def build(
     model.save_pretrained(target)
     source = Path(tokenizer_from)
     for path in source.iterdir() if source.is_dir() else []:
-        if (
-            path.name not in _NOT_COPIED
-            and any(word in path.name for word in _TOKENIZER_WORDS)
-            and path.is_file()
-        ):
+        if path.name not in _NOT_COPIED and any(word in path.name for word in _TOKENIZER_WORDS) and path.is_file():
             shutil.copy(path, target / path.name)
     return {"parameters": float(sum(p.numel() for p in model.parameters()))}
 

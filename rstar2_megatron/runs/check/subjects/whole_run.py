@@ -48,21 +48,17 @@ class ClusterProgram:
             if self._process.poll() is not None and self._event(name) is None:
                 code = self._process.returncode
                 self.stop()
-                raise CheckFailed(
-                    f"the run ended with {code} before this part did", details=self._log()[-_TAIL:]
-                )
+                raise CheckFailed(f"the run ended with {code} before this part did", details=self._log()[-_TAIL:])
             if time.monotonic() > deadline:
                 self.stop()
                 raise CheckFailed(
-                    f"did not end within its deadline of {deadline_s:.0f} s; the run was ended",
-                    details=self._log()[-_TAIL:],
+                    f"did not end within its deadline of {deadline_s:.0f} s; the run was ended", details=self._log()[-_TAIL:]
                 )
             time.sleep(0.1)
         if event["state"] == "failed":
             last = event["words"].strip().splitlines() or ["(no words)"]
             raise CheckFailed(
-                last[0] if len(last) == 1 else f"{last[0]} {last[-1]}",
-                details=f"{event['trace']}\n{self._log()[-_TAIL:]}",
+                last[0] if len(last) == 1 else f"{last[0]} {last[-1]}", details=f"{event['trace']}\n{self._log()[-_TAIL:]}"
             )
         figures: dict[str, Any] = event["figures"]
         return figures
@@ -111,10 +107,7 @@ def run_settings(context: Context) -> Settings:
     data = context.settings.model_dump()
     gpu = context.device == "cuda"
     problems = context.scratch / "problems.jsonl"
-    rows = [
-        {"prompt": f"What is {n} + {n}?", "solutions": [str(2 * n)], "query_id": f"check-{n}"}
-        for n in range(64)
-    ]
+    rows = [{"prompt": f"What is {n} + {n}?", "solutions": [str(2 * n)], "query_id": f"check-{n}"} for n in range(64)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     runner, algorithm = data["runner"], data["algorithm"]
     response = min(algorithm["sampling_params"]["max_new_tokens"], _RESPONSE_TOKENS if gpu else 64)
@@ -181,17 +174,13 @@ def program(context: Context) -> ClusterProgram:
 
 
 def start(context: Context) -> Finding:
-    if not any(
-        (context.thin / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    ):
+    if not any((context.thin / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckSkipped(
             f"rollout.model.model_path={context.settings.rollout.model.model_path} has no tokenizer: the agent loop needs one"
         )
     figures = program(context).part(START, 780.0 if context.device == "cuda" else 420.0)
     if figures["device"] != context.device:
-        raise CheckFailed(
-            f"actor and engines are on {figures['device']}, the YAML is for {context.device}", figures
-        )
+        raise CheckFailed(f"actor and engines are on {figures['device']}, the YAML is for {context.device}", figures)
     context.found["routes"] = figures["routes"]
     words = (
         f"{figures['actor_ranks']} actor ranks and {figures['engines']} engines on {figures['device']}; routes "
@@ -250,10 +239,7 @@ CHECKS = [
         deadline_s=840.0,
         after=("configuration", "thin model", "engine", "judge"),
     ),
-    *(
-        Check(f"weights by {kind}", route(kind), _NETWORK, deadline_s=720.0, after=("run starts",))
-        for kind in ROUTES
-    ),
+    *(Check(f"weights by {kind}", route(kind), _NETWORK, deadline_s=720.0, after=("run starts",)) for kind in ROUTES),
     Check(
         "training step",
         step,
