@@ -54,10 +54,7 @@ def prepare_scheduler() -> None:
     if torch.cuda.is_available():
         return
     importlib.import_module("torch._dynamo").config.disable = True
-    from rstar2_megatron.cpu import (  # import SGLang, which needs the stand-ins
-        sglang_attention,
-        sglang_sampling,
-    )
+    from rstar2_megatron.cpu import sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
 
     sglang_attention.install()
     sglang_sampling.install()

@@ -94,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             searched = searched.model_copy(update={"reward_model": arguments.reward_model})
         search = guided(searched)
         if search.reward_model is not None:
-            from rstar2_megatron.search.preference.reward_model import (
-                check_reward_model,  # as `session` below
-            )
+            from rstar2_megatron.search.preference.reward_model import check_reward_model  # as `session` below
 
             policy = Path(sampling.rollout.model.model_path)
             check_reward_model(Path(search.reward_model), policy, sampling.max_context_tokens)

@@ -15,14 +15,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import weight_sync
 from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.weights.route import RouteKind
-from tests.cluster.test_cluster import (  # noqa: F401  fixtures
-    assert_synced,
-    cluster,
-    receivers,
-    senders,
-    settings,
-    with_route,
-)
+from tests.cluster.test_cluster import assert_synced, cluster, receivers, senders, settings, with_route  # noqa: F401  fixtures
 from tests.cluster.workers import FORGET, Fault, Receiver, Sender
 
 STEP_S = 3.0  # here; STEP_TIMEOUT_S in a run

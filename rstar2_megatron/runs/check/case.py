@@ -126,9 +126,7 @@ def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int 
 
 def start(job: Job, case: Case) -> MegatronActor:
     """The actor of this rank, initialised; collective."""
-    from rstar2_megatron.actor.megatron_actor import (
-        MegatronActor,  # here: the driver reads this file and does no torch work
-    )
+    from rstar2_megatron.actor.megatron_actor import MegatronActor  # here: the driver reads this file and does no torch work
 
     actor = MegatronActor(
         case.actor,
