@@ -58,6 +58,8 @@ def test_the_group_of_all_slots_weighs_as_its_new_calls(tree: GroupTree) -> None
     for slot, share, calls in (
         (0, Share.NEW, 1),
         (1, Share.NEW, 2),
+        (1, Share.NO_CALL, 2),  # until the next one begins
+        (1, Share.NEW, 2),
         (0, Share.IDLE, 1),
         (1, Share.NO_CALL, 0),
         (1, Share.NEW, 1),
