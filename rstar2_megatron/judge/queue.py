@@ -6,9 +6,8 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from redis import asyncio as redis
@@ -51,8 +50,7 @@ class QueueFull(Exception):
     """The queue has reached `max_queued` jobs."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeasedJob:
+class LeasedJob(NamedTuple):
     """A job that a worker has taken from the queue and has to acknowledge."""
 
     key: str
@@ -115,7 +113,11 @@ class JobQueue:
 
     async def end_session(self, session: str) -> bool:
         """Ask the worker of a session to end it. False when the session is open nowhere."""
-        return bool(await self._run("END_SESSION", session))
+        await self.redis.delete(f"{self.prefix}cells:{session}")
+        holder = await self.redis.hget(f"{self.prefix}sessions", session)
+        if holder is not None:
+            await self.redis.publish(f"{self.prefix}cancel:{holder.decode()}", f"@{session}")
+        return holder is not None
 
     async def replies(self, reply: str, many: bool) -> tuple[list[tuple[str, bytes]], bool]:
         """Wait up to 2 s for answers: (job key, result JSON or POISON or LOST). True with them: no answer is left in Redis."""
@@ -157,7 +159,7 @@ class JobQueue:
         """Acknowledge jobs with their answers, and lease up to `count` others, `session_room` of which may open a session."""
         numbers = (count, session_room, KEEP_ANSWER_S, self._leased)
         flat = await self._run("EXCHANGE", worker, *numbers, *itertools.chain(*answers))
-        jobs = [LeasedJob(flat[i].decode(), flat[i + 1]) for i in range(0, len(flat), 3)]
+        jobs = [LeasedJob(key.decode(), payload) for key, payload in zip(flat[::2], flat[1::2], strict=True)]
         self._leased += len(jobs)
         return jobs
 
@@ -185,18 +187,13 @@ class JobQueue:
                 if message is not None:
                     yield message["data"].decode()
 
-    async def heartbeat(self, worker: str, info: dict[str, Any]) -> int:
-        """Record that this worker is alive. Returns the number of its sessions that Redis knows of."""
-        return int(await self._run("HEARTBEAT", worker, HEARTBEAT_TTL_S, orjson.dumps(info)))
+    async def heartbeat(self, worker: str, info: dict[str, Any], sessions: Iterable[str]) -> list[str]:
+        """Record that this worker is alive with these sessions, open or about to be; Redis forgets others at the second time.
 
-    async def claim_sessions(self, worker: str, sessions: list[str]) -> list[str]:
-        """Record that these sessions are open at `worker`. Returns those that another live worker has opened meanwhile."""
-        elsewhere = await self._run("CLAIM_SESSIONS", worker, *sessions)
+        Returns those that another live worker has opened meanwhile.
+        """
+        elsewhere = await self._run("HEARTBEAT", worker, HEARTBEAT_TTL_S, orjson.dumps(info), *sessions)
         return [name.decode() for name in elsewhere]
-
-    async def held_sessions(self, worker: str) -> set[str]:
-        """The sessions of `worker` that Redis knows of."""
-        return {name.decode() for name in await self.redis.smembers(f"{self.prefix}held:{worker}")}
 
     async def waiting_openers(self) -> dict[str, int]:
         """Client -> number of its jobs that wait to open a session."""

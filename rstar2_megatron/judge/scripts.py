@@ -5,20 +5,25 @@ served in turn; `ring:OWNER` their clients, likewise (CLIENT is OWNER~NAME, wher
 `queued` number of waiting jobs; `shares` owner -> number of its waiting jobs; `jobs` key -> payload; `owner` (a worker),
 `tries` of leased jobs; `taken:WORKER` jobs leased to a worker; `alive:WORKER` its heartbeat; `workers` all workers;
 `waiters` key -> reply lists; `replies:SERVER` answers; `done:KEY` kept answers; `bell` list that wakes an idle worker.
-Sessions: `sessions` name -> worker; `held:WORKER` its sessions; calls of an open session wait in `pinned:WORKER`
-(`bell:WORKER` wakes that worker), calls that open a session in `squeue:CLIENT`, `sring`, `sring:OWNER`, `sbell`;
-`cells:NAME` its calls, one JSON line each, when it is to be rebuilt elsewhere.
+Sessions: `sessions` name -> worker; `held:WORKER` its sessions; `unknown:WORKER` those of them that it did not know of;
+calls of an open session wait in `pinned:WORKER` (`bell:WORKER` wakes that worker), calls that open a session in
+`squeue:CLIENT`, `sring`, `sring:OWNER`, `sbell`; `cells:NAME` its calls, one JSON line each, when it is to be rebuilt elsewhere.
 A job key is CLIENT/k... (its answer is kept for a retry) or CLIENT/u... (not kept). It ends in `@NAME` for a call of
 a session, in `=NAME` when that session must be open already and is not to be rebuilt.
 """
 
 # What the scripts share.
 _LIBRARY = """
+local function is_alive(P, worker)
+  return redis.call('EXISTS', P..'alive:'..worker) == 1
+end
+
 -- Whether a job waits: a key may be in a queue without a job (it was withdrawn), or twice (and was then submitted again).
--- Adds `n` to the number of waiting jobs, of all and of the owner of `key`.
 local function waits(P, key)
   return redis.call('HEXISTS', P..'jobs', key) == 1 and redis.call('HEXISTS', P..'owner', key) == 0
 end
+
+-- Adds `n` to the number of waiting jobs, of all and of the owner of `key`.
 local function count(P, key, n)
   local owner = string.match(key, '^[^~/]*')
   if redis.call('INCRBY', P..'queued', n) < 0 then redis.call('SET', P..'queued', '0') end
@@ -30,7 +35,7 @@ local function place(P, key, push)
   local client = string.match(key, '^(.-)/')
   local sort, session = string.match(key, '([@=])([^@=]+)$')
   local holder = session and redis.call('HGET', P..'sessions', session)
-  if holder and redis.call('EXISTS', P..'alive:'..holder) == 1 then
+  if holder and is_alive(P, holder) then
     redis.call(push, P..'pinned:'..holder, key)
     if redis.call('LLEN', P..'bell:'..holder) == 0 then redis.call('RPUSH', P..'bell:'..holder, '1') end
   elseif sort == '=' then
@@ -56,6 +61,11 @@ local function ring(P)
   end
 end
 
+local function reply(P, list, key, answer)
+  redis.call('RPUSH', P..'replies:'..list, key..'\\n'..answer)
+  redis.call('EXPIRE', P..'replies:'..list, 60)
+end
+
 -- Ends a job: everyone who waits for it gets `answer`.
 local function settle(P, key, answer)
   redis.call('HDEL', P..'jobs', key)
@@ -63,10 +73,12 @@ local function settle(P, key, answer)
   redis.call('HDEL', P..'tries', key)
   local waiting = redis.call('HGET', P..'waiters', key)
   redis.call('HDEL', P..'waiters', key)
-  for reply in string.gmatch(waiting or '', '%S+') do
-    redis.call('RPUSH', P..'replies:'..reply, key..'\\n'..answer)
-    redis.call('EXPIRE', P..'replies:'..reply, 60)
-  end
+  for list in string.gmatch(waiting or '', '%S+') do reply(P, list, key, answer) end
+end
+
+local function forget_session(P, worker, session)
+  redis.call('SREM', P..'held:'..worker, session)
+  if redis.call('HGET', P..'sessions', session) == worker then redis.call('HDEL', P..'sessions', session) end
 end
 """
 
@@ -77,7 +89,7 @@ RING = "ring(ARGV[1]) return 1"
 # Returns the number of waiting jobs, or -1 when the new ones do not fit: an owner may have as many waiting jobs as there
 # would be room for others, so one alone takes half of the queue and leaves half.
 ENQUEUE = """
-local P, reply, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local P, list, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local queued = tonumber(redis.call('GET', P..'queued') or '0')
 local room, shares = most - queued - (#ARGV - 3) / 2, {}
 for i = 4, #ARGV, 2 do
@@ -89,14 +101,13 @@ for i = 4, #ARGV, 2 do
   local key, payload = ARGV[i], ARGV[i + 1]
   local answer = string.match(key, '/(.)') == 'k' and redis.call('GET', P..'done:'..key)
   if answer then
-    redis.call('RPUSH', P..'replies:'..reply, key..'\\n'..answer)
-    redis.call('EXPIRE', P..'replies:'..reply, 60)
+    reply(P, list, key, answer)
   else
     local waiting = redis.call('HGET', P..'waiters', key)
     if not waiting then
-      redis.call('HSET', P..'waiters', key, reply)
-    elseif not string.find(' '..waiting..' ', ' '..reply..' ', 1, true) then
-      redis.call('HSET', P..'waiters', key, waiting..' '..reply)
+      redis.call('HSET', P..'waiters', key, list)
+    elseif not string.find(' '..waiting..' ', ' '..list..' ', 1, true) then
+      redis.call('HSET', P..'waiters', key, waiting..' '..list)
     end
     if redis.call('HSETNX', P..'jobs', key, payload) == 1 and not place(P, key, 'RPUSH') then
       settle(P, key, '!lost')
@@ -108,7 +119,7 @@ return tonumber(redis.call('GET', P..'queued') or '0')
 
 # ARGV: prefix, worker, number of jobs to lease, number of sessions it may open, seconds to keep an answer, number of jobs
 # leased before, then key and answer of each finished job. An answer from a worker that no longer owns the job is dropped.
-# Returns key, payload, tries of each leased job. Calls of open sessions and stateless calls alternate, the latter between
+# Returns key and payload of each leased job. Calls of open sessions and stateless calls alternate, the latter between
 # clients. A call that opens a session comes after both, or all sessions would be opened before any has ended; every 16th
 # turn serves it first.
 EXCHANGE = """
@@ -125,17 +136,17 @@ for i = 7, #ARGV, 2 do
   end
 end
 local out = {}
-local function waiting(key)
-  if not waits(P, key) then return nil end
-  count(P, key, -1)
-  return redis.call('HGET', P..'jobs', key)
-end
-local function lease(key, payload)
-  redis.call('HSET', P..'owner', key, worker)
-  redis.call('SADD', P..'taken:'..worker, key)
-  out[#out + 1] = key
-  out[#out + 1] = payload
-  out[#out + 1] = redis.call('HINCRBY', P..'tries', key, 1)
+-- Leases a job, if it waits. Returns its key: there was one.
+local function lease(key)
+  if key and waits(P, key) then
+    count(P, key, -1)
+    redis.call('HSET', P..'owner', key, worker)
+    redis.call('SADD', P..'taken:'..worker, key)
+    redis.call('HINCRBY', P..'tries', key, 1)
+    out[#out + 1] = key
+    out[#out + 1] = redis.call('HGET', P..'jobs', key)
+  end
+  return key
 end
 local function turn(s)
   local owner = redis.call('LPOP', P..s..'ring')
@@ -147,49 +158,37 @@ local function turn(s)
   if redis.call('LLEN', clients) > 0 then redis.call('RPUSH', P..s..'ring', owner) end
   return key
 end
+local function plain()
+  return lease(turn(''))
+end
 local function pinned()
-  local key = redis.call('LPOP', P..'pinned:'..worker)
-  local payload = key and waiting(key)
-  if payload then lease(key, payload) end
-  return key
+  return lease(redis.call('LPOP', P..'pinned:'..worker))
 end
 local function opening()
-  if room <= 0 then return nil end
-  local key = turn('s')
-  local payload = key and waiting(key)
-  if payload then
-    local session = string.match(key, '@([^@=]+)$')
-    local holder = redis.call('HGET', P..'sessions', session)
-    if holder and holder ~= worker and redis.call('EXISTS', P..'alive:'..holder) == 1 then
-      redis.call('RPUSH', P..'pinned:'..holder, key)
-      redis.call('RPUSH', P..'bell:'..holder, '1')
-      count(P, key, 1)
-    else
-      if holder ~= worker then room = room - 1 end
-      redis.call('HSET', P..'sessions', session, worker)
-      redis.call('SADD', P..'held:'..worker, session)
-      lease(key, payload)
-    end
+  local key = room > 0 and turn('s')
+  if not key or not waits(P, key) then return key end
+  local session = string.match(key, '@([^@=]+)$')
+  local holder = redis.call('HGET', P..'sessions', session)
+  if holder and holder ~= worker and is_alive(P, holder) then
+    count(P, key, -1)
+    place(P, key, 'RPUSH')
+    return key
   end
-  return key
-end
-local function plain()
-  local key = turn('')
-  local payload = key and waiting(key)
-  if payload then lease(key, payload) end
-  return key
-end
-local function one(first, second, third)
-  return first() or second() or third()
-end
-local function next_one(turn)
-  if turn % 2 == 1 then return one(plain, pinned, opening) end
-  if turn % 16 == 0 then return one(opening, pinned, plain) end
-  return one(pinned, opening, plain)
+  if holder ~= worker then room = room - 1 end
+  redis.call('HSET', P..'sessions', session, worker)
+  redis.call('SADD', P..'held:'..worker, session)
+  return lease(key)
 end
 local more = true
-while #out < n * 3 and more do
-  more = next_one(before + #out / 3)
+while #out < n * 2 and more do
+  local number = before + #out / 2
+  if number % 2 == 1 then
+    more = plain() or pinned() or opening()
+  elseif number % 16 == 0 then
+    more = opening() or pinned() or plain()
+  else
+    more = pinned() or opening() or plain()
+  end
 end
 ring(P)
 if redis.call('LLEN', P..'pinned:'..worker) > 0 and redis.call('LLEN', P..'bell:'..worker) == 0 then
@@ -255,48 +254,40 @@ end
 return 1
 """
 
-# ARGV: prefix, worker, seconds until it counts as dead, its information. Returns the number of its sessions.
+# ARGV: prefix, worker, seconds until it counts as dead, its information, its sessions (open or about to be). Repairs what
+# Redis knows of them: after a restart it may lack its last second. Returns the sessions that another live worker has opened
+# meanwhile. A session of which only Redis knows is forgotten at the second heartbeat in a row: at the first, the call that
+# opens it may be on its way to the worker.
 HEARTBEAT = """
-local P, worker = ARGV[1], ARGV[2]
+local P, worker, own, unknown, elsewhere = ARGV[1], ARGV[2], {}, {}, {}
 redis.call('SET', P..'alive:'..worker, ARGV[4], 'EX', ARGV[3])
 redis.call('SADD', P..'workers', worker)
-return redis.call('SCARD', P..'held:'..worker)
-"""
-
-# ARGV: prefix, worker, its sessions that have ended.
-FORGET_SESSIONS = """
-local P, worker = ARGV[1], ARGV[2]
-for i = 3, #ARGV do
-  redis.call('SREM', P..'held:'..worker, ARGV[i])
-  if redis.call('HGET', P..'sessions', ARGV[i]) == worker then redis.call('HDEL', P..'sessions', ARGV[i]) end
+for i = 5, #ARGV do
+  local session = ARGV[i]
+  local holder = redis.call('HGET', P..'sessions', session)
+  own[session] = true
+  if holder and holder ~= worker and is_alive(P, holder) then
+    elsewhere[#elsewhere + 1] = session
+  elseif holder ~= worker then
+    redis.call('HSET', P..'sessions', session, worker)
+    redis.call('SADD', P..'held:'..worker, session)
+  end
 end
-return 1
-"""
-
-# ARGV: prefix, worker, its open sessions. Sessions that Redis has forgotten are recorded again; returns those that another
-# live worker has opened meanwhile. Removes none: a session that was leased to the worker may be on its way.
-CLAIM_SESSIONS = """
-local P, worker = ARGV[1], ARGV[2]
-local elsewhere = {}
-for i = 3, #ARGV do
-  local holder = redis.call('HGET', P..'sessions', ARGV[i])
-  if holder and holder ~= worker and redis.call('EXISTS', P..'alive:'..holder) == 1 then
-    elsewhere[#elsewhere + 1] = ARGV[i]
-  else
-    redis.call('HSET', P..'sessions', ARGV[i], worker)
-    redis.call('SADD', P..'held:'..worker, ARGV[i])
+for _, session in ipairs(redis.call('SMEMBERS', P..'unknown:'..worker)) do unknown[session] = true end
+redis.call('DEL', P..'unknown:'..worker)
+for _, session in ipairs(redis.call('SMEMBERS', P..'held:'..worker)) do
+  if unknown[session] and not own[session] then
+    forget_session(P, worker, session)
+  elseif not own[session] then
+    redis.call('SADD', P..'unknown:'..worker, session)
   end
 end
 return elsewhere
 """
 
-# ARGV: prefix, session. Its worker is told to end it. Returns 1, or 0 when it is open nowhere.
-END_SESSION = """
-local P, session = ARGV[1], ARGV[2]
-local holder = redis.call('HGET', P..'sessions', session)
-redis.call('DEL', P..'cells:'..session)
-if not holder then return 0 end
-redis.call('PUBLISH', P..'cancel:'..holder, '@'..session)
+# ARGV: prefix, worker, its sessions that have ended.
+FORGET_SESSIONS = """
+for i = 3, #ARGV do forget_session(ARGV[1], ARGV[2], ARGV[i]) end
 return 1
 """
 
@@ -315,10 +306,8 @@ local function again(key)
   end
 end
 for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
-  if redis.call('EXISTS', P..'alive:'..worker) == 0 then
-    for _, session in ipairs(redis.call('SMEMBERS', P..'held:'..worker)) do
-      if redis.call('HGET', P..'sessions', session) == worker then redis.call('HDEL', P..'sessions', session) end
-    end
+  if not is_alive(P, worker) then
+    for _, session in ipairs(redis.call('SMEMBERS', P..'held:'..worker)) do forget_session(P, worker, session) end
     for _, key in ipairs(redis.call('LRANGE', P..'pinned:'..worker, 0, -1)) do
       if waits(P, key) then count(P, key, -1) end
       again(key)
@@ -334,7 +323,7 @@ for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
         end
       end
     end
-    redis.call('DEL', P..'taken:'..worker, P..'held:'..worker, P..'pinned:'..worker, P..'bell:'..worker)
+    for _, name in ipairs({'taken:', 'held:', 'unknown:', 'pinned:', 'bell:'}) do redis.call('DEL', P..name..worker) end
     redis.call('SREM', P..'workers', worker)
   end
 end

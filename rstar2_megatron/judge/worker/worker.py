@@ -28,7 +28,6 @@ from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that has not answered this long after the call's limit is hung
-_COMPARE_NAMES_EVERY = 30  # heartbeats
 
 
 class _Call(NamedTuple):
@@ -66,9 +65,6 @@ class Worker:
         self.in_slot: dict[str, Slot] = {}
         self.calls = 0
         self.stopping = asyncio.Event()
-        self._heartbeats = 0
-        self._counts_differed = False  # at the last heartbeat, Redis knew of more or fewer sessions
-        self._unknown_here: set[str] = set()  # sessions that only Redis knew of at the last heartbeat
         self._done: list[tuple[str, bytes]] = []  # answers that are not acknowledged yet
         self._may_have_jobs = True  # the queue may hold jobs for this worker
         self._wake = asyncio.Event()  # an exchange is due
@@ -316,34 +312,14 @@ class Worker:
                 os._exit(70)
 
     async def _heartbeat(self) -> None:
-        known = await self.queue.heartbeat(self.name, self.information())
+        sessions = {*self.sessions.names, *self._opening_sessions}
+        for name in await self.queue.heartbeat(self.name, self.information(), sessions):
+            if not self.sessions.is_busy(name):
+                self.sessions.end(name)
         if ended := self.sessions.end_idle() + await self.sessions.make_room():
             await self.queue.forget_sessions(self.name, ended)
             self._may_have_jobs = True
             self._wake.set()
-        differs = known != len(self.sessions.names)
-        self._heartbeats += 1
-        # Equal numbers may hide a session too many and one too few, so names are compared now and then: at two heartbeats
-        # in a row, because a session is forgotten only at the second.
-        if (differs and self._counts_differed) or self._heartbeats % _COMPARE_NAMES_EVERY < 2:
-            await self._agree_on_sessions()
-        else:
-            self._unknown_here = set()
-        self._counts_differed = differs
-
-    async def _agree_on_sessions(self) -> None:
-        """Repair Redis' view of this worker's sessions: a restarted Redis may have lost its last second.
-
-        Counts also differ while sessions open and close. So a session that only Redis knows of is forgotten at the
-        second heartbeat in a row: the first time, the call that opens it may be on its way here.
-        """
-        for name in await self.queue.claim_sessions(self.name, self.sessions.names):
-            if not self.sessions.is_busy(name):
-                self.sessions.end(name)
-        unknown = await self.queue.held_sessions(self.name) - set(self.sessions.names) - self._opening_sessions
-        if gone := unknown & self._unknown_here:
-            await self.queue.forget_sessions(self.name, list(gone))
-        self._unknown_here = unknown
 
     async def _receive_cancellations(self) -> None:
         while True:

@@ -37,7 +37,7 @@ async def test_calls_that_open_sessions_come_last_but_come(at_once: int) -> None
     """Whose turn it is does not depend on how many jobs a worker takes at once."""
     with RedisServer() as redis:
         queue = JobQueue(redis.uri)
-        await queue.heartbeat("worker", {})
+        await queue.heartbeat("worker", {}, [])
         await queue.enqueue("replies", [("client/u0@open", b"{}")])
         (first,) = await queue.exchange("worker", [], 1, 100)
         await queue.exchange("worker", [(first.key, b"{}")], 0)
