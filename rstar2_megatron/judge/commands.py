@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,18 @@ def _redis_of(arguments: argparse.Namespace) -> str:
 
 async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     """Run jobs until a signal, in this process or in several."""
+    stop, uri = _stop_event(arguments), _redis_of(arguments)
     if arguments.processes > 1:
-        return await _run_workers(arguments)
+        workers = _Workers(arguments, uri, arguments.drain_s)
+        try:
+            await workers.wait_until_ready(stop)
+            await _until(stop, asyncio.ensure_future(workers.keep_running()), workers.stop)
+        finally:
+            await workers.stop()
+        return
     # Imported here, as the HTTP server below: each process loads only its own part.
     from rstar2_megatron.judge.worker.worker import Worker
 
-    stop, uri = _stop_event(arguments), _redis_of(arguments)
     worker = Worker(
         JobQueue(uri),
         slots=arguments.workers,
@@ -87,23 +93,7 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
     )
     await worker.start()
     print(f"judge worker {worker.name}: {worker.pool.count} slots, isolation {worker.level}", flush=True)
-    work = asyncio.ensure_future(worker.run())
-    stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-    await worker.stop(arguments.drain_s)
-    await cancel_and_wait(work, stopped)
-    if not work.cancelled():
-        work.result()  # raises what has ended it
-
-
-async def _run_workers(arguments: argparse.Namespace) -> None:
-    stop, uri = _stop_event(arguments), _redis_of(arguments)
-    workers = _Workers(arguments, uri, arguments.drain_s)
-    try:
-        await workers.wait_until_ready(stop)
-        await _until(stop, _keep_running(workers, None))
-    finally:
-        workers.stop()
+    await _until(stop, asyncio.ensure_future(worker.run()), lambda: worker.stop(arguments.drain_s))
 
 
 async def run_serve(arguments: argparse.Namespace, limits: CallLimits) -> None:
@@ -115,9 +105,8 @@ async def run_serve(arguments: argparse.Namespace, limits: CallLimits) -> None:
 
 
 async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
-    """Run Redis (unless one is named), one worker process and HTTP. All of them end with this process."""
-    stop = _stop_event(arguments)
-    sock = _listen(arguments)
+    """Run Redis (unless one is named), the workers and HTTP. All of them end with this process."""
+    stop, sock = _stop_event(arguments), _listen(arguments)
     redis_server = None if arguments.redis_uri else RedisServer().start()
     workers: _Workers | None = None
     try:
@@ -125,128 +114,105 @@ async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
         workers = _Workers(arguments, uri, drain_s=0.0)
         async with _http_server(arguments, limits, uri, sock):
             await workers.wait_until_ready(stop)
-            if stop.is_set():
-                return
-            _announce(arguments, sock, uri)
-            await _until(stop, _keep_running(workers, redis_server))
-            workers.stop()
+            if not stop.is_set():
+                _announce(arguments, sock, uri)
+            await _until(stop, asyncio.ensure_future(workers.keep_running(redis_server)), workers.stop)
     finally:
         if workers is not None:
-            workers.stop()
+            await workers.stop()
         if redis_server is not None:
             redis_server.stop()
         if arguments.port_file:
             Path(arguments.port_file).unlink(missing_ok=True)
 
 
-async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends or `stop` is set."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-
-
-async def _keep_running(workers: _Workers, redis_server: RedisServer | None) -> None:
-    """Restart Redis or the worker when it has died."""
-    while True:
-        await asyncio.sleep(0.1)
-        if redis_server is not None and not redis_server.alive():
-            log.error("Redis ended: started again on its data")
-            await asyncio.to_thread(redis_server.restart)
-        for worker in workers.processes:
-            if not worker.alive():
-                log.error("a worker ended with code %s: started again", worker.process.returncode)
-                await worker.replace()
-
-
-class _WorkerProcess:
-    """One of the workers of a node, as a child process."""
-
-    def __init__(self, arguments: argparse.Namespace, uri: str, number: int, drain_s: float) -> None:
-        self.arguments = arguments
-        self.uri = uri
-        self.number = number
-        self.drain_s = drain_s
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        command = [sys.executable, "-m", "rstar2_megatron.judge", "worker", "--name", self.name]
-        command += ["--drain-s", str(self.drain_s), "--exit-with-parent", "--processes", "1"]
-        command += ["--workers", self._share(self.arguments.workers)]
-        command += ["--max-running", self._share(self.arguments.max_running, least=1)]
-        command += ["--sessions", self._share(self.arguments.sessions)]
-        command += ["--session-ttl-s", str(self.arguments.session_ttl_s)]
-        command += ["--require-isolation", self.arguments.require_isolation]
-        command += ["--log-level", self.arguments.log_level]
-        environment = {**os.environ, "REDIS_URI": self.uri}
-        return subprocess.Popen(
-            command,
-            cwd=Path(__file__).resolve().parents[2],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C at the terminal reaches `all` only, which stops in order
-        )
-
-    def _share(self, total: int, least: int = 0) -> str:
-        """This process's part of `total`; the parts differ by at most one."""
-        count = self.arguments.processes
-        return str(max(least, (self.number + 1) * total // count - self.number * total // count))
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    async def wait_until_ready(self, stop: asyncio.Event) -> None:
-        """Wait until the worker is registered in Redis. RuntimeError when it ends or takes too long."""
-        queue = JobQueue(self.uri)
-        try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
-                while self.name not in (await queue.status())["workers"]:
-                    if not self.alive():
-                        raise RuntimeError(f"the worker ended with code {self.process.returncode} (see above)")
-                    if stop.is_set():
-                        return
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise RuntimeError(f"the worker was not ready in {_READY_TIMEOUT_S:.0f} s") from None
-        finally:
-            await queue.close()
-
-    async def replace(self) -> None:
-        """Put the jobs of the dead worker back into the queue and start another worker."""
-        queue = JobQueue(self.uri)
-        try:
-            await queue.retire(self.name)
-            await queue.reap()
-        except Exception as error:  # Redis away: the next live worker reaps
-            log.warning("putting back the dead worker's jobs failed: %s", error)
-        finally:
-            await queue.close()
-        self.process = self._start()
-
-    def stop(self) -> None:
-        end_child(self.process, grace_s=8.0 + self.drain_s)
+async def _until(stop: asyncio.Event, work: asyncio.Future[None], before_its_end: Callable[[], Awaitable[None]]) -> None:
+    """Wait until `work` has ended or `stop` is set, then end it. Raises what has ended it."""
+    both: list[asyncio.Future[Any]] = [work, asyncio.ensure_future(stop.wait())]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    await before_its_end()
+    await cancel_and_wait(*both)
+    if not work.cancelled():
+        work.result()
 
 
 class _Workers:
     """The worker processes of a node: they share its slots, permits and sessions."""
 
     def __init__(self, arguments: argparse.Namespace, uri: str, drain_s: float) -> None:
-        numbers = range(arguments.processes)
-        self.processes = [_WorkerProcess(arguments, uri, number, drain_s) for number in numbers]
+        self._arguments, self._uri, self._drain_s = arguments, uri, drain_s
+        self._queue = JobQueue(uri)
+        self._running = [self._start(number) for number in range(arguments.processes)]
+
+    def _start(self, number: int) -> tuple[str, subprocess.Popen[bytes]]:
+        """Start a worker. Returns its name and process."""
+        given, name = self._arguments, f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+
+        def share(total: int) -> int:
+            """This process's part of `total`; the parts differ by at most one."""
+            return (number + 1) * total // given.processes - number * total // given.processes
+
+        options = {
+            "name": name,
+            "processes": 1,
+            "workers": share(given.workers),
+            "max-running": max(1, share(given.max_running)),
+            "sessions": share(given.sessions),
+            "session-ttl-s": given.session_ttl_s,
+            "require-isolation": given.require_isolation,
+            "drain-s": self._drain_s,
+            "log-level": given.log_level,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rstar2_megatron.judge", "worker", "--exit-with-parent"]
+            + [f"--{option}={value}" for option, value in options.items()],
+            cwd=Path(__file__).resolve().parents[2],
+            env={**os.environ, "REDIS_URI": self._uri},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches only this process, which stops in order
+        )
+        return name, process
 
     async def wait_until_ready(self, stop: asyncio.Event) -> None:
-        for worker in self.processes:
-            await worker.wait_until_ready(stop)
+        """Wait until all are registered in Redis, or `stop` is set. RuntimeError when one ends or takes too long."""
+        names = {name for name, _ in self._running}
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                while not stop.is_set() and not names <= (await self._queue.status())["workers"].keys():
+                    for _, process in self._running:
+                        if process.poll() is not None:
+                            raise RuntimeError(f"the worker ended with code {process.returncode} (see above)")
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise RuntimeError(f"the worker was not ready in {_READY_TIMEOUT_S:.0f} s") from None
 
-    def stop(self) -> None:
-        for worker in self.processes:
-            if worker.alive():
-                worker.process.terminate()
-        for worker in self.processes:
-            worker.stop()
+    async def keep_running(self, redis_server: RedisServer | None = None) -> None:
+        """Start Redis or a worker again when it has died; a worker's jobs first go back into the queue."""
+        while True:
+            await asyncio.sleep(0.1)
+            if redis_server is not None and not redis_server.alive():
+                log.error("Redis ended: started again on its data")
+                await asyncio.to_thread(redis_server.restart)
+            for number, (name, process) in enumerate(self._running):
+                if process.poll() is None:
+                    continue
+                log.error("a worker ended with code %s: started again", process.returncode)
+                try:
+                    await self._queue.retire(name)
+                    await self._queue.reap()
+                except Exception as error:  # Redis away: the next live worker reaps
+                    log.warning("putting back the dead worker's jobs failed: %s", error)
+                self._running[number] = self._start(number)
+
+    async def stop(self) -> None:
+        """End all of them. Safe to call twice."""
+        for _, process in self._running:
+            if process.poll() is None:
+                process.terminate()
+        for _, process in self._running:
+            end_child(process, grace_s=8.0 + self._drain_s)
+        await self._queue.close()
 
 
 def _listen(arguments: argparse.Namespace) -> socket.socket:

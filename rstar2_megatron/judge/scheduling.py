@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,42 +95,25 @@ class Rate:
             self.per_s = kept * self.per_s + (1 - kept) * count / passed
 
 
-class ReplyCoalescing:
-    """The pause before the next read, from the number of waiting requests and the recent rate of replies.
+def reply_pause_s(waiting: int, rate: Rate) -> float:
+    """Seconds to wait before the next read of replies, which come at `rate`, with `waiting` requests unanswered.
 
     Replies that are read one by one also wake the server, the clients and the worker one by one: at 32 clients that is a
     third of the cost of HTTP and Redis. During the pause about a quarter of the waiting requests get their reply, so it
     adds at most a quarter to their waiting time, and never more than 25 ms. With fewer than 16 of them there is no pause.
     """
+    if waiting < _FEWEST or rate.per_s <= 0:
+        return 0.0
+    return min(_MOST_S, _SHARE * waiting / rate.per_s)
+
+
+class PrefetchedJobs(dict[str, "LeasedJob"]):
+    """Jobs that are leased and not begun, by key, in the order of their arrival."""
 
     def __init__(self, now: float) -> None:
         """`now` and all times are monotonic seconds."""
+        super().__init__()
         self._rate = Rate(now)
-
-    def read(self, count: int, now: float) -> None:
-        """Record that `count` replies were read."""
-        self._rate.add(count, now)
-
-    def pause_s(self, waiting: int) -> float:
-        """Seconds to wait before the next read, with `waiting` requests unanswered."""
-        if waiting < _FEWEST or self._rate.per_s <= 0:
-            return 0.0
-        return min(_MOST_S, _SHARE * waiting / self._rate.per_s)
-
-
-class PrefetchedJobs:
-    """Jobs that are leased and not begun, in the order of their arrival."""
-
-    def __init__(self, now: float) -> None:
-        """`now` and all times are monotonic seconds."""
-        self._jobs: dict[str, LeasedJob] = {}
-        self._rate = Rate(now)
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._jobs)
 
     def answered(self, count: int, now: float) -> None:
         """Record that `count` calls have ended."""
@@ -143,15 +126,8 @@ class PrefetchedJobs:
         """
         now = min(slots, permits)
         ahead = min(int(self._rate.per_s * ROUND_TRIP_S), slots - now)
-        return max(0, now + ahead - len(self._jobs))
+        return max(0, now + ahead - len(self))
 
-    def add(self, job: LeasedJob) -> None:
-        self._jobs[job.key] = job
-
-    def next(self) -> LeasedJob:
+    def take_first(self) -> LeasedJob:
         """Remove and return the job that was leased first. Raises StopIteration when there is none."""
-        return self._jobs.pop(next(iter(self._jobs)))
-
-    def drop(self, key: str) -> bool:
-        """Remove a cancelled job. False when it is not here."""
-        return self._jobs.pop(key, None) is not None
+        return self.pop(next(iter(self)))

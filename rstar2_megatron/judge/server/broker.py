@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits, Submission, check_files, check_session, check_text
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Jobs, Sender, until_redis_answers
-from rstar2_megatron.judge.scheduling import ReplyCoalescing
+from rstar2_megatron.judge.scheduling import Rate, reply_pause_s
 from rstar2_megatron.judge.server.math_answers import MathJudge
 from rstar2_megatron.judge.tasks import cancel_and_wait
 
@@ -257,12 +257,12 @@ class Broker:
                 self.outcomes[outcome_of(answer)] += 1
 
     async def _read_replies(self) -> None:
-        coalescing = ReplyCoalescing(time.monotonic())
+        rate = Rate(time.monotonic())
         while True:
             asked_at = time.monotonic()
             try:
                 answers, are_all = await self.queue.replies(self.name, many=len(self.waiting) > 1)
-                coalescing.read(len(answers), time.monotonic())
+                rate.add(len(answers), time.monotonic())
                 if self._cached_as:
                     await self._remember(answers)
             except Exception as error:  # of any kind: all requests depend on this loop
@@ -282,7 +282,7 @@ class Broker:
                 self._settle(key, answer)
             if are_all:
                 self._all_read_at = asked_at
-            if pause_s := coalescing.pause_s(len(self.waiting)):
+            if pause_s := reply_pause_s(len(self.waiting), rate):
                 await asyncio.sleep(pause_s)
 
     def _sub_id(self, key: str) -> str | None:

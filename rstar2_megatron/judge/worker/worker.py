@@ -115,7 +115,7 @@ class Worker:
     def _begin_jobs(self) -> None:
         """Called when a slot or permit is free, or a call has ended: begin leased jobs, schedule an exchange."""
         while self.prefetched and self._can_begin and not self.stopping.is_set():
-            self._begin(self.prefetched.next())
+            self._begin(self.prefetched.take_first())
         if not self.prefetched:
             self._wake.set()
         elif self._exchange_later is None:  # no hurry: further answers may travel with it
@@ -145,7 +145,7 @@ class Worker:
                     self._may_have_jobs = True
                 for job in jobs:
                     if job.key not in self.running:  # else a restarted Redis forgot that it runs here
-                        self.prefetched.add(job)
+                        self.prefetched[job.key] = job
                 if jobs:
                     self._begin_jobs()
         except (RedisError, OSError) as error:
@@ -330,7 +330,7 @@ class Worker:
                             await self._forget_sessions([key[1:]])
                     elif key in self.in_slot:
                         self.in_slot[key].cancel()
-                    elif self.prefetched.drop(key):
+                    elif self.prefetched.pop(key, None):
                         # The empty answer makes Redis remove the job from those of this worker.
                         self._done.append((key, b""))
                         self._begin_jobs()

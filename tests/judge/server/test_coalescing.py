@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from rstar2_megatron.judge.scheduling import ReplyCoalescing
+from rstar2_megatron.judge.scheduling import Rate, reply_pause_s
 
 
-def after(per_s: float, seconds: float = 5.0) -> ReplyCoalescing:
+def after(per_s: float, seconds: float = 5.0) -> Rate:
     """One that has seen `per_s` answers a second for a while."""
-    coalescing = ReplyCoalescing(0.0)
+    rate = Rate(0.0)
     for number in range(round(per_s * seconds)):
-        coalescing.read(1, (number + 1) / per_s)
-    return coalescing
+        rate.add(1, (number + 1) / per_s)
+    return rate
 
 
 @pytest.mark.parametrize(
@@ -26,22 +26,22 @@ def after(per_s: float, seconds: float = 5.0) -> ReplyCoalescing:
     ],
 )
 def test_the_pause_is_a_quarter_of_the_wait(waiting: int, per_s: float, expected_s: float) -> None:
-    assert after(per_s).pause_s(waiting) == pytest.approx(expected_s, rel=0.01)
+    assert reply_pause_s(waiting, after(per_s)) == pytest.approx(expected_s, rel=0.01)
 
 
 def test_the_first_answers_are_read_at_once() -> None:
-    assert ReplyCoalescing(0.0).pause_s(1000) == 0.0
+    assert reply_pause_s(1000, Rate(0.0)) == 0.0
 
 
 def test_an_old_rate_is_forgotten() -> None:
-    coalescing = after(1000.0)
-    coalescing.read(0, 10.0)  # nothing for five seconds
-    coalescing.read(1, 10.01)
-    assert coalescing.pause_s(100) == 0.025
+    rate = after(1000.0)
+    rate.add(0, 10.0)  # nothing for five seconds
+    rate.add(1, 10.01)
+    assert reply_pause_s(100, rate) == 0.025
 
 
 def test_answers_at_the_same_moment_are_no_infinite_rate() -> None:
-    coalescing = ReplyCoalescing(1.0)
-    coalescing.read(5, 1.0)
-    coalescing.read(5, 1.0)
-    assert coalescing.pause_s(100) == 0.0
+    rate = Rate(1.0)
+    rate.add(5, 1.0)
+    rate.add(5, 1.0)
+    assert reply_pause_s(100, rate) == 0.0

@@ -52,11 +52,11 @@ def test_jobs_that_begin_within_a_round_trip_are_prefetched(per_s: float, slots:
 def test_jobs_that_are_here_take_room_and_begin_in_their_order() -> None:
     jobs = after(420)
     for key in ("a/u1", "a/u2@session", "b/k3"):
-        jobs.add(LeasedJob(key, b""))
+        jobs[key] = LeasedJob(key, b"")
     assert jobs.num_to_lease(16, 0) == 8 - 3
     assert list(jobs) == ["a/u1", "a/u2@session", "b/k3"]
-    assert jobs.drop("a/u2@session") and not jobs.drop("a/u2@session")
-    assert [jobs.next().key, jobs.next().key] == ["a/u1", "b/k3"] and not jobs
+    assert jobs.pop("a/u2@session") and not jobs.pop("a/u2@session", None)
+    assert [jobs.take_first().key, jobs.take_first().key] == ["a/u1", "b/k3"] and not jobs
 
 
 async def tries(there: Judge, jobs: list[LeasedJob]) -> set[bytes]:
