@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -26,6 +26,15 @@ _REPLAY_S = 20.0  # all cells together
 _KEPT_ANSWERS = 4
 _REPLAYED = ("ok", "error")
 _SAME_AGAIN = ("outcome", "stdout", "stderr")  # what a cell must answer when it is replayed
+
+
+class Call(NamedTuple):
+    """A leased job as it is handed to a slot."""
+
+    key: str
+    request: dict[str, Any]
+    body: bytes  # the request as JSON
+    deadline_s: float
 
 
 @dataclass
@@ -85,23 +94,16 @@ class Sessions:
             if not turns.waiting:
                 self._turns.pop(name, None)
 
-    async def run(
-        self,
-        name: str,
-        request: dict[str, Any],
-        key: str,
-        job: bytes,
-        deadline_s: float,
-        on_demotion: Callable[[], None] = lambda: None,
-    ) -> bytes:
-        """Run a cell (`request`, and `job`, its JSON) in its turn. Returns the result (JSON).
+    async def run(self, call: Call, on_demotion: Callable[[], None]) -> bytes:
+        """Run a cell in its turn. Returns the result (JSON).
 
         A session that is not open is opened, unless the request has session_must_exist. With session_replay its calls are
-        kept in Redis, and a session that is not open is rebuilt from them. A job `key` that has run before is not run
-        again: its kept result is returned. Raises SessionGone, SlotDied, TimeoutError; after the last two the session has
-        ended.
+        kept in Redis, and a session that is not open is rebuilt from them. A job that has run before is not run again: its
+        kept result is returned. Raises SessionGone, SlotDied, TimeoutError; after the last two the session has ended.
         """
-        session = self._open.get(name) or await self._open_new(name, request, key)
+        key, request, job, deadline_s = call
+        name = request["session"]
+        session = self._open.get(name) or await self._open_new(call)
         for done, answer in session.answers:
             if done == key:
                 return answer
@@ -109,7 +111,7 @@ class Sessions:
             answer = await session.slot.run(job, deadline_s, on_demotion)
             is_lost = answer.endswith(b'"session": "lost"}')
             session.calls += 1
-            if request.get("session_replay"):
+            if request["session_replay"]:
                 told = {"number": session.calls, "key": key, "request": request}
                 cell = told | {"answer": orjson.loads(answer)}
                 step = partial(self.queue.keep_cell, name, None if is_lost else orjson.dumps(cell))
@@ -123,13 +125,14 @@ class Sessions:
             self.end(name)
         return answer
 
-    async def _open_new(self, name: str, request: dict[str, Any], key: str) -> _Session:
-        cells = []
-        if request.get("session_replay"):
+    async def _open_new(self, call: Call) -> _Session:
+        request, cells = call.request, []
+        name = request["session"]
+        if request["session_replay"]:
             cells = await until_redis_answers("cells", partial(self.queue.cells, name))
         if (request["session_must_exist"] and not cells) or not self.pool.session_room:
             raise SessionGone(f"session {name} is not open here: it has expired, or its worker ended")
-        session = _Session(await self.pool.open_session_slot(), time.monotonic(), key.partition("/")[0])
+        session = _Session(await self.pool.open_session_slot(), time.monotonic(), call.key.partition("/")[0])
         self._open[name] = session
         try:
             async with asyncio.timeout(_REPLAY_S):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from typing import Any
 
 from rstar2_megatron.judge.limits import LEVELS
 from rstar2_megatron.judge.sandbox import isolation
+from rstar2_megatron.judge.sandbox.call import LENGTH, receive_message
 
 log = logging.getLogger(__name__)
-_LENGTH = struct.Struct("<I")
 _REMEDIES = {
     "partial": "Programs could end the judge and read its files. Give it what is missing (libseccomp; root, user namespaces "
     "or Linux 6.12 with landlock), or, for trusted programs only, set JUDGE_REQUIRE_ISOLATION=minimal or --require-isolation",
@@ -53,9 +52,9 @@ class Slot:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                self._writer.write(_LENGTH.pack(len(job)) + job)
+                self._writer.write(LENGTH.pack(len(job)) + job)
                 while True:
-                    (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                    (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                     if size:
                         return await self._reader.readexactly(size)
                     on_demotion()
@@ -65,7 +64,7 @@ class Slot:
 
     def cancel(self) -> None:
         """End the running call. Its result still arrives and has to be ignored."""
-        self._writer.write(_LENGTH.pack(0))
+        self._writer.write(LENGTH.pack(0))
 
     def close(self) -> None:
         self._writer.close()
@@ -105,19 +104,19 @@ class SlotPool:
             start_new_session=True,
         )
         theirs.close()
-        ours.setblocking(False)
+        ours.settimeout(timeout_s)
         self._control = ours
-        loop = asyncio.get_running_loop()
         try:
+            self.description = json.loads(await asyncio.to_thread(receive_message, ours))
+            ours.setblocking(False)
+            asyncio.get_running_loop().add_reader(ours.fileno(), self._on_control)
             async with asyncio.timeout(timeout_s):
-                (size,) = _LENGTH.unpack(await self._receive(loop, _LENGTH.size))
-                self.description = json.loads(await self._receive(loop, size))
-                loop.add_reader(ours.fileno(), self._on_control)
-                first = await self.free.get()
-                self.free.put_nowait(first)
+                self.free.put_nowait(await self.free.get())
         except (TimeoutError, EOFError) as error:
             await self.stop()
-            raise SandboxFailed(f"the sandbox did not start in {timeout_s:.0f} s ({error!r})") from None
+            raise SandboxFailed(
+                f"the sandbox ended at its start or took over {timeout_s:.0f} s: {error!r}, see above"
+            ) from None
 
     async def check_isolation(self, required: str) -> None:
         """Log what is missing. Raises IsolationMissing, and ends the sandbox, below the level `required`."""
@@ -131,16 +130,6 @@ class SlotPool:
             raise IsolationMissing(
                 f"isolation {required!r} is required, this machine gives {found['level']!r} ({missing}). {_REMEDIES[required]}"
             )
-
-    async def _receive(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:
-        assert self._control is not None
-        data = b""
-        while len(data) < size:
-            part = await loop.sock_recv(self._control, size - len(data))
-            if not part:
-                raise EOFError("the sandbox ended at its start; its error is above")
-            data += part
-        return data
 
     def _on_control(self) -> None:
         assert self._control is not None
@@ -178,7 +167,7 @@ class SlotPool:
         index = self._session_slots.pop(0)
         waiting = self._opening[index] = asyncio.get_running_loop().create_future()
         try:
-            self._control.send(_LENGTH.pack(index))
+            self._control.send(LENGTH.pack(index))
             async with asyncio.timeout(timeout_s):
                 return await waiting
         except (TimeoutError, OSError) as error:

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from redis.exceptions import RedisError
@@ -23,20 +23,11 @@ from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, until_redis_answers
 from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, Permit, Permits, PrefetchedJobs
 from rstar2_megatron.judge.tasks import cancel_and_wait
-from rstar2_megatron.judge.worker.sessions import SessionGone, Sessions
+from rstar2_megatron.judge.worker.sessions import Call, SessionGone, Sessions
 from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0  # a slot that has not answered this long after the call's limit is hung
-
-
-class _Call(NamedTuple):
-    """A leased job as it is handed to a slot."""
-
-    key: str
-    request: dict[str, Any]
-    body: bytes  # the request as JSON
-    deadline_s: float
 
 
 class Worker:
@@ -226,7 +217,7 @@ class Worker:
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
         request["worker"] = self.name
         deadline_s = CallLimits.from_dict(request["limits"]).longest_s(request["type"]) + _GRACE_S
-        call = _Call(job.key, request, orjson.dumps(request), deadline_s)
+        call = Call(job.key, request, orjson.dumps(request), deadline_s)
         if "session" in request:
             answer = await self._run_in_session(call, slot, permit)
         else:
@@ -238,7 +229,7 @@ class Worker:
         self._done.append((job.key, answer))
         self._begin_jobs()
 
-    async def _run(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
+    async def _run(self, call: Call, slot: Slot, permit: Permit) -> bytes:
         for attempt in range(2):
             if attempt:
                 slot = await self._wait_for_slot()
@@ -256,10 +247,10 @@ class Worker:
                 self.in_slot.pop(call.key, None)
         return self._failed(call.request, Outcome.INTERNAL_ERROR, "the process that ran this job died twice")
 
-    async def _run_in_session(self, call: _Call, slot: Slot, permit: Permit) -> bytes:
+    async def _run_in_session(self, call: Call, slot: Slot, permit: Permit) -> bytes:
         """Run a cell. It occupies `slot` without using its process: the session has a process of its own."""
-        key, request, body, deadline_s = call
-        name, replay = request["session"], request.get("session_replay", False)
+        request = call.request
+        name = request["session"]
         held: Slot | None = slot
         if self.sessions.is_busy(name):  # it waits for its turn without a slot or permit
             self.pool.free.put_nowait(slot)
@@ -272,12 +263,12 @@ class Worker:
                 for attempt in range(2):
                     is_new = name not in self.sessions
                     try:
-                        return await self.sessions.run(name, request, key, body, deadline_s, permit.release)
+                        return await self.sessions.run(call, permit.release)
                     except SessionGone as gone:
                         return self._failed(request, Outcome.SESSION_LOST, str(gone))
                     except (SlotDied, TimeoutError) as error:
                         log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
-                        if not replay and (request["session_must_exist"] or not is_new):
+                        if not request["session_replay"] and (request["session_must_exist"] or not is_new):
                             return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
