@@ -14,9 +14,7 @@ a session, in `=NAME` when that session must be open already and is not to be re
 
 # What the scripts share.
 _LIBRARY = """
-local function is_alive(P, worker)
-  return redis.call('EXISTS', P..'alive:'..worker) == 1
-end
+local function is_alive(P, worker) return redis.call('EXISTS', P..'alive:'..worker) == 1 end
 
 -- Whether a job waits: a key may be in a queue without a job (it was withdrawn), or twice (and was then submitted again).
 local function waits(P, key)
@@ -30,6 +28,10 @@ local function count(P, key, n)
   if redis.call('HINCRBY', P..'shares', owner, n) <= 0 then redis.call('HDEL', P..'shares', owner) end
 end
 
+local function wake(bell)
+  if redis.call('LLEN', bell) == 0 then redis.call('RPUSH', bell, '1') end
+end
+
 -- Puts a job into its queue: RPUSH for a new job, LPUSH for a requeued one. False when its session is open nowhere.
 local function place(P, key, push)
   local client = string.match(key, '^(.-)/')
@@ -37,7 +39,7 @@ local function place(P, key, push)
   local holder = session and redis.call('HGET', P..'sessions', session)
   if holder and is_alive(P, holder) then
     redis.call(push, P..'pinned:'..holder, key)
-    if redis.call('LLEN', P..'bell:'..holder) == 0 then redis.call('RPUSH', P..'bell:'..holder, '1') end
+    wake(P..'bell:'..holder)
   elseif sort == '=' then
     return false
   else
@@ -46,7 +48,7 @@ local function place(P, key, push)
     if redis.call(push, P..s..'queue:'..client, key) == 1 and redis.call('RPUSH', P..s..'ring:'..owner, client) == 1 then
       redis.call('RPUSH', P..s..'ring', owner)
     end
-    if redis.call('LLEN', P..s..'bell') == 0 then redis.call('RPUSH', P..s..'bell', '1') end
+    wake(P..s..'bell')
   end
   count(P, key, 1)
   return true
@@ -55,9 +57,7 @@ end
 -- Wakes an idle worker when jobs wait that any worker may lease.
 local function ring(P)
   for _, s in ipairs({'', 's'}) do
-    if redis.call('LLEN', P..s..'ring') > 0 and redis.call('LLEN', P..s..'bell') == 0 then
-      redis.call('RPUSH', P..s..'bell', '1')
-    end
+    if redis.call('LLEN', P..s..'ring') > 0 then wake(P..s..'bell') end
   end
 end
 
@@ -68,12 +68,15 @@ end
 
 -- Ends a job: everyone who waits for it gets `answer`.
 local function settle(P, key, answer)
-  redis.call('HDEL', P..'jobs', key)
-  redis.call('HDEL', P..'owner', key)
-  redis.call('HDEL', P..'tries', key)
   local waiting = redis.call('HGET', P..'waiters', key)
-  redis.call('HDEL', P..'waiters', key)
+  for _, name in ipairs({'jobs', 'owner', 'tries', 'waiters'}) do redis.call('HDEL', P..name, key) end
   for list in string.gmatch(waiting or '', '%S+') do reply(P, list, key, answer) end
+end
+
+-- Ends a worker's lease of a job. False when the job was not leased to it.
+local function take_back(P, worker, key)
+  redis.call('SREM', P..'taken:'..worker, key)
+  return redis.call('HGET', P..'owner', key) == worker and redis.call('HDEL', P..'owner', key)
 end
 
 local function forget_session(P, worker, session)
@@ -127,8 +130,7 @@ local P, worker, n, room, keep = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(A
 local before = tonumber(ARGV[6])
 for i = 7, #ARGV, 2 do
   local key, answer = ARGV[i], ARGV[i + 1]
-  redis.call('SREM', P..'taken:'..worker, key)
-  if redis.call('HGET', P..'owner', key) == worker then
+  if take_back(P, worker, key) then
     settle(P, key, answer)
     -- a client that was told to come back must not find this answer again
     local is_final = not string.find(answer, '"outcome": "queue_timeout"', 1, true)
@@ -158,12 +160,8 @@ local function turn(s)
   if redis.call('LLEN', clients) > 0 then redis.call('RPUSH', P..s..'ring', owner) end
   return key
 end
-local function plain()
-  return lease(turn(''))
-end
-local function pinned()
-  return lease(redis.call('LPOP', P..'pinned:'..worker))
-end
+local function plain() return lease(turn('')) end
+local function pinned() return lease(redis.call('LPOP', P..'pinned:'..worker)) end
 local function opening()
   local key = room > 0 and turn('s')
   if not key or not waits(P, key) then return key end
@@ -191,9 +189,7 @@ while #out < n * 2 and more do
   end
 end
 ring(P)
-if redis.call('LLEN', P..'pinned:'..worker) > 0 and redis.call('LLEN', P..'bell:'..worker) == 0 then
-  redis.call('RPUSH', P..'bell:'..worker, '1')
-end
+if redis.call('LLEN', P..'pinned:'..worker) > 0 then wake(P..'bell:'..worker) end
 return out
 """
 
@@ -204,13 +200,9 @@ local held = {}
 for i = 3, #ARGV do held[ARGV[i]] = true end
 local again = 0
 for _, key in ipairs(redis.call('SMEMBERS', P..'taken:'..worker)) do
-  if not held[key] then
-    redis.call('SREM', P..'taken:'..worker, key)
-    if redis.call('HGET', P..'owner', key) == worker then
-      redis.call('HDEL', P..'owner', key)
-      redis.call('HINCRBY', P..'tries', key, -1)
-      if redis.call('HEXISTS', P..'jobs', key) == 1 and place(P, key, 'LPUSH') then again = again + 1 end
-    end
+  if not held[key] and take_back(P, worker, key) then
+    redis.call('HINCRBY', P..'tries', key, -1)
+    if redis.call('HEXISTS', P..'jobs', key) == 1 and place(P, key, 'LPUSH') then again = again + 1 end
   end
 end
 return again
@@ -222,12 +214,10 @@ local P = ARGV[1]
 local out = {}
 for i = 2, #ARGV do
   local key = ARGV[i]
-  out[#out + 1] = 0
+  out[i - 1] = 0
   if waits(P, key) then
     count(P, key, -1)
-    redis.call('HDEL', P..'waiters', key)
-    redis.call('HDEL', P..'tries', key)
-    out[#out] = redis.call('HDEL', P..'jobs', key)
+    for _, name in ipairs({'waiters', 'tries', 'jobs'}) do out[i - 1] = redis.call('HDEL', P..name, key) end
   end
 end
 return out
@@ -296,13 +286,15 @@ return 1
 REAP = """
 local P, most = ARGV[1], tonumber(ARGV[2])
 local back, failed = 0, 0
-local function again(key)
-  if redis.call('HEXISTS', P..'jobs', key) == 0 then return end
-  if place(P, key, 'LPUSH') then
+local function again(key, tries)
+  local has_tries = tries < most
+  if redis.call('HEXISTS', P..'jobs', key) == 0 then
+    return
+  elseif has_tries and place(P, key, 'LPUSH') then
     back = back + 1
   else
     failed = failed + 1
-    settle(P, key, '!lost')
+    settle(P, key, has_tries and '!lost' or '!poison')
   end
 end
 for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
@@ -310,18 +302,10 @@ for _, worker in ipairs(redis.call('SMEMBERS', P..'workers')) do
     for _, session in ipairs(redis.call('SMEMBERS', P..'held:'..worker)) do forget_session(P, worker, session) end
     for _, key in ipairs(redis.call('LRANGE', P..'pinned:'..worker, 0, -1)) do
       if waits(P, key) then count(P, key, -1) end
-      again(key)
+      again(key, 0)
     end
     for _, key in ipairs(redis.call('SMEMBERS', P..'taken:'..worker)) do
-      if redis.call('HGET', P..'owner', key) == worker then
-        redis.call('HDEL', P..'owner', key)
-        if tonumber(redis.call('HGET', P..'tries', key) or '0') >= most then
-          failed = failed + 1
-          settle(P, key, '!poison')
-        else
-          again(key)
-        end
-      end
+      if take_back(P, worker, key) then again(key, tonumber(redis.call('HGET', P..'tries', key) or '0')) end
     end
     for _, name in ipairs({'taken:', 'held:', 'unknown:', 'pinned:', 'bell:'}) do redis.call('DEL', P..name..worker) end
     redis.call('SREM', P..'workers', worker)
