@@ -255,18 +255,14 @@ class Sender:
         self._queue = queue
         self._reply = reply
         self._unsent: deque[Request] = deque()
-        self._is_sending = False
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.task: asyncio.Task[None] | None = None
 
     async def send(self, jobs: Jobs) -> None:
         """Put jobs into the queue. Raises QueueFull, RedisError."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unsent.append((jobs, done))
-        if not self._is_sending:
-            self._is_sending = True
-            task = asyncio.create_task(self._send_all())
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._send_all())
         await done
 
     async def _send_all(self) -> None:
@@ -284,7 +280,6 @@ class Sender:
                 for _, done in requests:
                     if not done.done():
                         done.set_exception(error)
-        self._is_sending = False
 
     async def _send_together(self, requests: list[Request]) -> None:
         jobs = [job for part, _ in requests for job in part]

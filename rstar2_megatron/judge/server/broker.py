@@ -71,7 +71,7 @@ class Broker:
         self._tasks = [asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())]
 
     async def stop(self) -> None:
-        await cancel_and_wait(*self._tasks, *self._grading, *self._sender.tasks)
+        await cancel_and_wait(*self._tasks, *self._grading, *filter(None, [self._sender.task]))
         if self._math is not None:
             await asyncio.to_thread(self._math.close)
         await self.queue.close()
