@@ -39,7 +39,7 @@ class EchoPool(SlotPool):
     async def start(self, timeout_s: float = 60.0) -> None:
         self.description = {"isolation": {"level": "minimal", "active": [], "missing": {}, "notes": {}}}
         for index in range(self.count):
-            self.free.put_nowait(EchoSlot(index))
+            self.free.put(EchoSlot(index))
 
     async def stop(self) -> None:
         pass

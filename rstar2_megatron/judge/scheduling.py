@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from rstar2_megatron.judge.queue import LeasedJob
 
+T = TypeVar("T")
 # Time between two exchanges with Redis while prefetched jobs wait: the longest delay of an answer.
 ROUND_TRIP_S = 0.02
 _SHARE = 1 / 4  # of the waiting requests whose replies are read together
@@ -27,56 +28,56 @@ _MOST_S = 0.025
 _MEMORY_S = 1.0  # time constant of the rate
 
 
-class Permits:
-    """Semaphore for calls that use CPU; a permit is released early when the call sleeps or runs long."""
+class FreeList(Generic[T]):
+    """Free slots or permits. A call that waits for one is served before calls that have not begun."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.free = count
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._items = deque(items)
+        self._waiting: deque[asyncio.Future[T]] = deque()
         self.on_free: Callable[[], None] = lambda: None
-        self._waiting: deque[asyncio.Future[None]] = deque()
 
-    def take(self) -> Permit:
-        """One of the free permits, without waiting."""
-        assert self.free > 0, "no permit is free"
-        self.free -= 1
-        return Permit(self)
+    def __len__(self) -> int:
+        return len(self._items)
 
-    async def acquire(self) -> Permit:
-        """Wait for a permit. Waiting callers are served before any caller of `take`."""
-        if self.free == 0:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._put_back()
-                raise
-            return Permit(self)
-        return self.take()
+    def take(self) -> T:
+        """One that is free, the one that has been free longest. Raises IndexError when there is none."""
+        return self._items.popleft()
 
-    def _put_back(self) -> None:
+    async def get(self) -> T:
+        """Wait for one."""
+        if self._items:
+            return self.take()
+        turn: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.put(turn.result())
+            raise
+
+    def put(self, item: T) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_result(None)
+                turn.set_result(item)
                 return
-        self.free += 1
+        self._items.append(item)
         self.on_free()
 
 
 class Permit:
-    """The right of one call to use CPU."""
+    """The right of one call to use CPU, which ends early when the call sleeps or runs long."""
 
-    def __init__(self, permits: Permits) -> None:
-        self._permits: Permits | None = permits
+    def __init__(self, free: FreeList[None]) -> None:
+        """For one that was taken from `free`."""
+        self._free: FreeList[None] | None = free
 
     def release(self) -> None:
         """Safe to call twice: when the call is demoted, and when it ends."""
-        permits, self._permits = self._permits, None
-        if permits is not None:
-            permits._put_back()
+        free, self._free = self._free, None
+        if free is not None:
+            free.put(None)
 
 
 class Rate:

@@ -15,6 +15,7 @@ from typing import Any
 from rstar2_megatron.judge.limits import LEVELS
 from rstar2_megatron.judge.sandbox import isolation
 from rstar2_megatron.judge.sandbox.call import LENGTH, receive_message
+from rstar2_megatron.judge.scheduling import FreeList
 
 log = logging.getLogger(__name__)
 _REMEDIES = {
@@ -80,9 +81,8 @@ class SlotPool:
         self.count = count
         self.sessions = sessions
         # They are used in turn: one that was just used still drops the namespace of its last call.
-        self.free: asyncio.Queue[Slot] = asyncio.Queue()
+        self.free: FreeList[Slot] = FreeList()
         self._session_slots = list(range(count, count + sessions))  # numbers free for new sessions
-        self.on_free: Callable[[], None] = lambda: None  # called when a newly started slot is free
         self._opening: dict[int, asyncio.Future[Slot]] = {}
         self.description: dict[str, Any] = {}
         self._control: socket.socket | None = None
@@ -111,7 +111,7 @@ class SlotPool:
             ours.setblocking(False)
             asyncio.get_running_loop().add_reader(ours.fileno(), self._on_control)
             async with asyncio.timeout(timeout_s):
-                self.free.put_nowait(await self.free.get())
+                self.free.put(await self.free.get())
         except (TimeoutError, EOFError) as error:
             await self.stop()
             raise SandboxFailed(
@@ -149,8 +149,7 @@ class SlotPool:
         reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
         slot = Slot(index, reader, writer)
         if index < self.count:
-            self.free.put_nowait(slot)
-            self.on_free()
+            self.free.put(slot)
         elif index in self._opening:
             self._opening.pop(index).set_result(slot)
         else:

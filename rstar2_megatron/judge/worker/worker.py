@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from rstar2_megatron.judge.limits import CallLimits, default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, until_redis_answers
-from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, Permit, Permits, PrefetchedJobs
+from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, FreeList, Permit, PrefetchedJobs
 from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.judge.worker.sessions import Call, SessionGone, Sessions
 from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
@@ -48,7 +48,8 @@ class Worker:
         self.queue = queue
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
-        self.permits = Permits(default_permits() if permits is None else permits)
+        self.count_of_permits = default_permits() if permits is None else permits
+        self.permits = FreeList([None] * self.count_of_permits)
         self.sessions = Sessions(self.pool, session_ttl_s, queue)
         self.require_isolation = require_isolation
         self.prefetched = PrefetchedJobs(time.monotonic())
@@ -61,7 +62,6 @@ class Worker:
         self._wake = asyncio.Event()  # an exchange is due
         self._exchange_later: asyncio.TimerHandle | None = None  # sets `_wake`, while prefetched jobs wait
         self._idle = asyncio.Event()  # slots are free and the queue was empty
-        self._slots_awaited = 0  # by calls that have begun without one
 
     async def start(self) -> None:
         """Start the sandbox and check its isolation. Raises SandboxFailed, IsolationMissing."""
@@ -77,7 +77,7 @@ class Worker:
         """The fields of this worker in /status."""
         return {
             "slots": self.pool.count,
-            "starts": self.permits.count,
+            "starts": self.count_of_permits,
             "running": len(self.running),
             "ahead": len(self.prefetched),
             "sessions": len(self.sessions),
@@ -93,7 +93,7 @@ class Worker:
             asyncio.create_task(helper())
             for helper in (self._send_heartbeats, self._receive_cancellations, self._wait_for_jobs)
         ]
-        self.pool.on_free = self.permits.on_free = self._begin_jobs
+        self.pool.free.on_free = self.permits.on_free = self._begin_jobs
         self._wake.set()
         try:
             while True:
@@ -114,8 +114,8 @@ class Worker:
             self._exchange_later = later
 
     def _begin(self, job: LeasedJob) -> None:
-        slot, permit = self.pool.free.get_nowait(), self.permits.take()
-        task = asyncio.create_task(self._execute(job, slot, permit))
+        self.permits.take()
+        task = asyncio.create_task(self._execute(job, self.pool.free.take(), Permit(self.permits)))
         self.running[job.key] = task
         task.add_done_callback(lambda _: self.running.pop(job.key, None))
 
@@ -124,7 +124,7 @@ class Worker:
         if self._exchange_later is not None:
             self._exchange_later.cancel()
             self._exchange_later = None
-        count = 0 if self.stopping.is_set() else self.prefetched.num_to_lease(self._free_slots, self.permits.free)
+        count = 0 if self.stopping.is_set() else self.prefetched.num_to_lease(len(self.pool.free), len(self.permits))
         answers, self._done = self._done, []
         self.prefetched.answered(len(answers), time.monotonic())
         try:
@@ -151,12 +151,7 @@ class Worker:
 
     @property
     def _can_begin(self) -> bool:
-        return self._free_slots > 0 and self.permits.free > 0
-
-    @property
-    def _free_slots(self) -> int:
-        """Free slots that no call which has begun waits for."""
-        return self.pool.free.qsize() - self._slots_awaited
+        return len(self.pool.free) > 0 and len(self.permits) > 0
 
     @property
     def _session_capacity(self) -> int:
@@ -167,14 +162,6 @@ class Worker:
     def _opening_sessions(self) -> set[str]:
         """Sessions that a leased or running job opens; some may be open by now."""
         return {key.rpartition("@")[2] for key in (*self.prefetched, *self.running) if "@" in key}
-
-    async def _wait_for_slot(self) -> Slot:
-        """A slot for a call that has begun: it is served before prefetched jobs."""
-        self._slots_awaited += 1
-        try:
-            return await self.pool.free.get()
-        finally:
-            self._slots_awaited -= 1
 
     async def _ask(self, answers: list[tuple[str, bytes]], count: int) -> list[LeasedJob]:
         """The exchange, repeated while Redis is away. Jobs of a lost answer are put back into the queue."""
@@ -232,11 +219,11 @@ class Worker:
     async def _run(self, call: Call, slot: Slot, permit: Permit) -> bytes:
         for attempt in range(2):
             if attempt:
-                slot = await self._wait_for_slot()
+                slot = await self.pool.free.get()
             self.in_slot[call.key] = slot
             try:
                 answer = await slot.run(call.body, call.deadline_s, permit.release)
-                self.pool.free.put_nowait(slot)
+                self.pool.free.put(slot)
                 return answer
             except SlotDied as error:
                 log.warning("%s, job %s, attempt %d", error, call.key, attempt + 1)
@@ -253,12 +240,14 @@ class Worker:
         name = request["session"]
         held: Slot | None = slot
         if self.sessions.is_busy(name):  # it waits for its turn without a slot or permit
-            self.pool.free.put_nowait(slot)
+            self.pool.free.put(slot)
             permit.release()
             held = None
         async with self.sessions.turn(name):
             if held is None:
-                held, permit = await self._wait_for_slot(), await self.permits.acquire()
+                held = await self.pool.free.get()
+                await self.permits.get()
+                permit = Permit(self.permits)
             try:
                 for attempt in range(2):
                     is_new = name not in self.sessions
@@ -272,7 +261,7 @@ class Worker:
                             return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
-                self.pool.free.put_nowait(held)
+                self.pool.free.put(held)
                 permit.release()
                 if name not in self.sessions:
                     await self._forget_sessions([name])

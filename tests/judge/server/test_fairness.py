@@ -16,7 +16,7 @@ from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.queue import JobQueue
-from rstar2_megatron.judge.scheduling import Permits
+from rstar2_megatron.judge.scheduling import FreeList, Permit
 from rstar2_megatron.services.redis_server import RedisServer
 from tests.judge.waiting import until
 
@@ -125,17 +125,18 @@ async def test_a_slot_holds_no_descriptor_of_other_slots(narrow: JudgeService) -
     assert max(held) < 20
 
 
-async def test_permits_go_first_to_waiting_calls() -> None:
-    permits = Permits(1)
-    first = permits.take()
-    waiting = [asyncio.create_task(permits.acquire()) for _ in range(2)]
+async def test_a_permit_goes_first_to_waiting_calls() -> None:
+    permits = FreeList([None])
+    permits.take()
+    first = Permit(permits)
+    waiting = [asyncio.create_task(permits.get()) for _ in range(2)]
     await asyncio.sleep(0)
     first.release()
     first.release()  # counts once
     await asyncio.sleep(0)
     assert [task.done() for task in waiting] == [True, False]
-    assert permits.free == 0
+    assert len(permits) == 0
     waiting[1].cancel()
     await asyncio.gather(waiting[1], return_exceptions=True)
-    (await waiting[0]).release()
-    assert permits.free == 1
+    Permit(permits).release()
+    assert len(permits) == 1
