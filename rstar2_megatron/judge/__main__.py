@@ -45,9 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
     parser.add_argument("--max-queued", type=int, default=100_000, help="jobs that may wait; more get 429")
     parser.add_argument(
-        "--cache-s", type=float, default=0.0,
-        help="how long a result answers identical stateless calls (0: every call is run)",
-    )  # fmt: skip
+        "--cache", action="store_true", help="a result answers a client's identical stateless calls for 10 minutes"
+    )
     parser.add_argument(
         "--require-isolation", choices=LEVELS, default=os.environ.get("JUDGE_REQUIRE_ISOLATION", "partial"),
         help="level below which no worker starts (JUDGE_REQUIRE_ISOLATION; partial)",

@@ -244,7 +244,7 @@ def create_app(
     *,
     queue_time_limit_s: float | None = None,
     max_queued: int = 100_000,
-    cache_s: float = 0.0,
+    cache: bool = False,
     token: str | None = None,
 ) -> FastAPI:
     """The application. Arguments that are None come from the public server's environment variables."""
@@ -253,7 +253,7 @@ def create_app(
     if queue_time_limit_s is None:
         queue_time_limit_s = float(environment.get("MAX_QUEUE_WORK_LIFE_TIME", DEFAULT_QUEUE_TIME_LIMIT_S))
     queue = JobQueue(redis_uri or environment.get("REDIS_URI", "redis://127.0.0.1:6379/0"), max_queued=max_queued)
-    broker = Broker(queue, limits, queue_time_limit_s=queue_time_limit_s, cache_s=cache_s)
+    broker = Broker(queue, limits, queue_time_limit_s=queue_time_limit_s, cache=cache)
     server = JudgeServer(broker)
 
     @contextlib.asynccontextmanager
