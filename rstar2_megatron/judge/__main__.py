@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
     parser.add_argument("--max-queued", type=int, default=100_000, help="jobs that may wait; more get 429")
     parser.add_argument(
-        "--cache", action="store_true", help="a result answers a client's identical stateless calls for 10 minutes"
+        "--cache", action="store_true", help="a client's identical stateless calls get one result for 10 minutes"
     )
     parser.add_argument(
         "--require-isolation", choices=LEVELS, default=os.environ.get("JUDGE_REQUIRE_ISOLATION", "partial"),
