@@ -44,9 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-chars", type=int, help="output returned (MAX_STDOUT_ERROR_LENGTH; 1000)")
     parser.add_argument("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
     parser.add_argument("--max-queued", type=int, default=100_000, help="jobs that may wait; more get 429")
-    parser.add_argument(
-        "--cache", action="store_true", help="a client's identical stateless calls get one result for 10 minutes"
-    )
+    parser.add_argument("--cache", action="store_true", help="identical stateless calls of a client get one result (10 min)")
     parser.add_argument(
         "--require-isolation", choices=LEVELS, default=os.environ.get("JUDGE_REQUIRE_ISOLATION", "partial"),
         help="level below which no worker starts (JUDGE_REQUIRE_ISOLATION; partial)",

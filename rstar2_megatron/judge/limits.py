@@ -27,7 +27,7 @@ _ENVIRONMENT = {"MAX_EXECUTION_TIME": "time_limit_s", "MAX_MEMORY": "memory_mb",
 LEVELS = ("minimal", "partial", "full")  # of isolation
 # A call that waits for a core ends after so many time limits at the latest: see sandbox/process_tree.py.
 WALL_FACTOR = 8
-OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
+OPTION_NAMES = tuple(_ENVIRONMENT.values())
 
 
 def default_permits() -> int:
@@ -132,17 +132,17 @@ class Submission(NamedTuple):
                 raise FieldError((*place, name), "must be a string")
         return cls(**given)
 
-
-def batch_from_wire(fields: Any) -> tuple[str | None, list[Submission]]:
-    """Id and submissions of a batch. Raises FieldError."""
-    if not isinstance(fields, dict) or fields.get("type", "batch") != "batch":
-        raise FieldError(("type",), "must be batch")
-    sub_id, items = fields.get("sub_id"), fields.get("submissions")
-    if not isinstance(sub_id, str | None):
-        raise FieldError(("sub_id",), "must be a string")
-    if not isinstance(items, list) or not items:
-        raise FieldError(("submissions",), "must be a list with at least one submission")
-    return sub_id, [Submission.from_wire(item, ("submissions", i)) for i, item in enumerate(items)]
+    @classmethod
+    def batch_from_wire(cls, fields: Any) -> tuple[str | None, list[Submission]]:
+        """Id and submissions of a batch. Raises FieldError."""
+        if not isinstance(fields, dict) or fields.get("type", "batch") != "batch":
+            raise FieldError(("type",), "must be batch")
+        sub_id, items = fields.get("sub_id"), fields.get("submissions")
+        if not isinstance(sub_id, str | None):
+            raise FieldError(("sub_id",), "must be a string")
+        if not isinstance(items, list) or not items:
+            raise FieldError(("submissions",), "must be a list with at least one submission")
+        return sub_id, [cls.from_wire(item, ("submissions", i)) for i, item in enumerate(items)]
 
 
 def check_text(submission: Submission) -> None:
@@ -177,8 +177,8 @@ def check_session(options: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return fields
 
 
-def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Path -> base64 of each file of `options.files`: text, or {"base64": ...}. Raises ValueError.
+def check_files(options: Mapping[str, Any], kind: str) -> dict[str, dict[str, str]]:
+    """The field files of a job, none without files: path -> base64. Given as text, or {"base64": ...}. Raises ValueError.
 
     The JSON text of such a dictionary is accepted too, because the public server's options are strings.
     """
@@ -200,7 +200,7 @@ def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
     size = sum(map(len, checked.values())) * 3 // 4
     if size > _FILES_BYTES:
         raise ValueError(f"files: {size} bytes together, at most {_FILES_BYTES}")
-    return checked
+    return {"files": checked} if checked else {}
 
 
 def _checked_path(path: str) -> str:

@@ -21,15 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rstar2_megatron.judge.limits import (
-    LEVELS,
-    MEGABYTE,
-    CallLimits,
-    FieldError,
-    Submission,
-    batch_from_wire,
-    check_session_name,
-)
+from rstar2_megatron.judge.limits import LEVELS, MEGABYTE, CallLimits, FieldError, Submission, check_session_name
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
 from rstar2_megatron.judge.server.broker import Broker, Ticket, encodable
 
@@ -278,7 +270,7 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
     @app.post("/judge/batch")
     @app.post("/judge/long-batch")
     async def batch(request: Request) -> Response:
-        sub_id, submissions = await _read(request, batch_from_wire)
+        sub_id, submissions = await _read(request, Submission.batch_from_wire)
         answers = await server.answers(request, submissions)
         body = b'{"sub_id":%s,"results":[%s]}' % (orjson.dumps(encodable(sub_id or uuid.uuid4().hex)), b",".join(answers))
         return Response(body, media_type=_JSON)
@@ -295,6 +287,6 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
     @app.post("/run/stream")
     async def run_stream(request: Request) -> Response:
         """Results as JSON lines, each as it is ready, with its index in the batch."""
-        _, submissions = await _read(request, batch_from_wire)
+        _, submissions = await _read(request, Submission.batch_from_wire)
         tickets = await server.broker.submit(submissions, client_name(request))
         return StreamingResponse(server.stream(tickets), media_type="application/x-ndjson")

@@ -21,8 +21,9 @@ from rstar2_megatron.judge.limits import MEGABYTE, CallLimits, Submission, check
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Sender, until_redis_answers
 from rstar2_megatron.judge.scheduling import ReplyCoalescing
-from rstar2_megatron.judge.server.math_answers import MathJudge
+from rstar2_megatron.judge.server import math_answers
 from rstar2_megatron.judge.tasks import cancel_and_wait
+from rstar2_megatron.reward.pool import GraderPool
 
 log = logging.getLogger(__name__)
 _OUTPUT_CEILING = MEGABYTE
@@ -64,16 +65,15 @@ class Broker:
         self.outcomes: Counter[str] = Counter()
         self._sender = Sender(queue, self.name)
         self._withdrawing: tuple[list[str], asyncio.Task[set[str]]] | None = None  # keys of the next request
-        self._math = MathJudge()
-        self._grading: set[asyncio.Task[None]] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._graders = GraderPool(num_workers=2, timeout_s=5.0)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())]
+        self._tasks |= {asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())}
 
     async def stop(self) -> None:
-        await cancel_and_wait(*self._tasks, *self._grading, *self._sender.tasks)
-        await asyncio.to_thread(self._math.close)
+        await cancel_and_wait(*self._tasks, *self._sender.tasks)
+        await asyncio.to_thread(self._graders.close)
         await self.queue.close()
 
     # ---------------------------------------------------------------------------------------- requests
@@ -114,12 +114,12 @@ class Broker:
             return ticket
         if submission.type == "math":
             ticket.key = f"math {uuid.uuid4().hex}"
-            self._grade(submission, ticket)
+            task = asyncio.create_task(self._grade(ticket, submission.solution, submission.expected_output or ""))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         else:
-            request = {**submission._asdict(), "sub_id": sub_id, "limits": limits._asdict(), **session}
+            request = {**submission._asdict(), "sub_id": sub_id, "limits": limits._asdict(), **session, **files}
             del request["options"]
-            if files:
-                request["files"] = files
             ticket.key = f"{client}/{self._job_name(request, submission.sub_id)}"
             ticket.payload = orjson.dumps({**request, "queued_at": time.time()})
             ticket.longest_s = limits.longest_s(submission.type)
@@ -138,14 +138,9 @@ class Broker:
         content = {**request, "sub_id": None} if is_cached else request
         return f"k{hashlib.blake2b(orjson.dumps(content), digest_size=16).hexdigest()}{place}"
 
-    def _grade(self, submission: Submission, ticket: Ticket) -> None:
-        async def grade() -> None:
-            result = await self._math.grade(ticket.sub_id, submission.solution, submission.expected_output or "")
-            self._settle(ticket.key, orjson.dumps(result))
-
-        task = asyncio.create_task(grade())
-        self._grading.add(task)
-        task.add_done_callback(self._grading.discard)
+    async def _grade(self, ticket: Ticket, solution: str, expected: str) -> None:
+        result = await math_answers.grade(self._graders, ticket.sub_id, solution, expected)
+        self._settle(ticket.key, orjson.dumps(result))
 
     async def wait(self, ticket: Ticket) -> bytes:
         """The result JSON of a ticket. Bounded by its limits."""
