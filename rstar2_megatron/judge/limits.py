@@ -192,23 +192,21 @@ def check_files(options: Mapping[str, Any], kind: str) -> dict[str, dict[str, st
         raise ValueError(f'files: give {{"path": "text" or {{"base64": ...}}}}, at most {_MOST_FILES}')
     if files and kind == "math":
         raise ValueError("files: not for submissions of type math")
-    checked = {_checked_path(path): _content(path, content) for path, content in files.items()}
-    parts = sorted(PurePosixPath(path).parts for path in checked)
-    for one, other in itertools.pairwise(parts):
+    checked, places = {}, []
+    for path, content in files.items():
+        place = PurePosixPath(path)
+        size = len(path.encode("utf-8", "surrogatepass"))
+        if not place.parts or place.is_absolute() or ".." in place.parts or _NO_PATH.search(path) or size > 255:
+            raise ValueError(f"files: {path!r} is not a path below the working directory")
+        checked[path] = _content(path, content)
+        places.append(place.parts)
+    for one, other in itertools.pairwise(sorted(places)):
         if other[: len(one)] == one:
             raise ValueError(f"files: {'/'.join(one)!r} and {'/'.join(other)!r} cannot both be written")
     size = sum(map(len, checked.values())) * 3 // 4
     if size > _FILES_BYTES:
         raise ValueError(f"files: {size} bytes together, at most {_FILES_BYTES}")
     return {"files": checked} if checked else {}
-
-
-def _checked_path(path: str) -> str:
-    plain = PurePosixPath(path)
-    size = len(path.encode("utf-8", "surrogatepass"))
-    if not plain.parts or plain.is_absolute() or ".." in plain.parts or _NO_PATH.search(path) or size > 255:
-        raise ValueError(f"files: {path!r} is not a path below the working directory")
-    return path
 
 
 def _content(path: str, content: Any) -> str:

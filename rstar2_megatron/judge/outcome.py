@@ -33,18 +33,8 @@ REASONS = {
 }
 
 
-_OPTIONAL: dict[str, Any] = {
-    "cost": 0.0,
-    "stdout": "",
-    "stderr": "",
-    "exit_code": None,
-    "signal": None,
-    "truncated": False,
-    "peak_memory_bytes": None,
-    "queue_seconds": None,
-    "worker": None,
-    "session": None,
-}
+_NONE_BY_DEFAULT = ("exit_code", "signal", "peak_memory_bytes", "queue_seconds", "worker", "session")
+_OPTIONAL: dict[str, Any] = {"cost": 0.0, "stdout": "", "stderr": "", "truncated": False, **dict.fromkeys(_NONE_BY_DEFAULT)}
 
 
 def make_result(sub_id: str | None, outcome: Outcome, **fields: Any) -> dict[str, Any]:

@@ -110,11 +110,10 @@ class JudgeClient:
         """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
 
         `files` are written to its working directory. Calls with the same `session` (choose a unique name) share one live
-        interpreter from the first call until `close_session`, and run in the order they are sent. When the judge
-        loses the interpreter, the next call ends as SESSION_LOST, an infrastructure outcome, and its program does not
-        run. With `replay` at every call, the judge first runs the session's earlier calls again in a new interpreter;
-        SESSION_LOST then means that one of them gave another output. When a program ends its own interpreter (memory,
-        os._exit), `result.session` is "lost" and the next call opens a new one.
+        interpreter until `close_session`, and run in the order they are sent. When the judge has lost the interpreter, the
+        next call ends as SESSION_LOST, an infrastructure outcome, and its program does not run. With `replay` at every call
+        the judge first tries to rebuild it from the earlier calls (docs/judge.md). When a program ends its own interpreter
+        (memory, os._exit), `result.session` is "lost" and the next call opens a new one.
         """
         self._counts["calls"] += 1
         try:
@@ -257,10 +256,8 @@ class JudgeClient:
 
     def take_counters(self) -> dict[str, float]:
         """What `counters` has gained since the last call of this method."""
-        now = self.counters
-        gained = {name: value - self._taken.get(name, 0.0) for name, value in now.items()}
-        self._taken = now
-        return gained
+        before, self._taken = self._taken, self.counters
+        return {name: value - before.get(name, 0.0) for name, value in self._taken.items()}
 
     async def close(self) -> None:
         """Close the connections. Safe to call twice."""
@@ -272,13 +269,8 @@ class JudgeClient:
     @classmethod
     def of(cls, base_url: str, settings: CodeJudgeSettings) -> JudgeClient:
         """With the limits of a run's settings."""
-        return cls(
-            base_url,
-            time_limit_s=settings.time_limit_s,
-            request_timeout_s=settings.request_timeout_s,
-            max_outage_s=settings.max_outage_s,
-            max_concurrency=settings.max_concurrency,
-        )
+        names = ("time_limit_s", "request_timeout_s", "max_outage_s", "max_concurrency")
+        return cls(base_url, **{name: getattr(settings, name) for name in names})
 
     async def __aenter__(self) -> JudgeClient:
         return self

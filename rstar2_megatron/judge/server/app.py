@@ -44,8 +44,7 @@ def client_name(request: Request) -> str:
 
 async def _read(request: Request, form: Callable[[Any], T]) -> T:
     """`form` of the JSON in the body. Raises HTTPException, FieldError."""
-    length = request.headers.get("content-length", "")
-    length_bytes = int(length) if length.isdigit() else 0
+    length_bytes = int(request.headers.get("content-length", 0))
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S + length_bytes / _BODY_BYTES_PER_S):

@@ -26,7 +26,6 @@ from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.reward.pool import GraderPool
 
 log = logging.getLogger(__name__)
-_OUTPUT_CEILING = MEGABYTE
 _GRACE_S = 15.0 + 2 * HEARTBEAT_TTL_S  # beyond the time limits of a call that runs twice
 _CHECK_S = 5.0
 _PREPARED_AT_ONCE = 64  # submissions of a batch between two turns of the event loop
@@ -56,7 +55,7 @@ class Broker:
         """With `cache`, identical stateless calls of a client are one job while its answer is kept."""
         self.queue = queue
         self.limits = limits
-        self._ceiling = limits._replace(output_chars=_OUTPUT_CEILING)
+        self._ceiling = limits._replace(output_chars=MEGABYTE)
         self.cache = cache
         self.queue_time_limit_s = queue_time_limit_s
         self.name = uuid.uuid4().hex
@@ -87,8 +86,7 @@ class Broker:
                 tickets[-1].queue_time_limit_s = LONG_QUEUE_TIME_LIMIT_S if long else self.queue_time_limit_s
                 if len(tickets) % _PREPARED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # other requests go on meanwhile
-            jobs = [(t.key, t.payload) for t in tickets if t.payload and not t.answer.done()]
-            if jobs:
+            if jobs := [(t.key, t.payload) for t in tickets if t.payload and not t.answer.done()]:
                 await self._sender.send(jobs)
         except BaseException:
             self._forget(tickets)
@@ -178,8 +176,7 @@ class Broker:
 
     async def abandon(self, tickets: list[Ticket]) -> None:
         """The client has disconnected: cancel the jobs that nobody else waits for."""
-        gone = self._forget(tickets)
-        if gone:
+        if gone := self._forget(tickets):
             try:
                 await self.queue.cancel(gone)
             except (RedisError, OSError) as error:
@@ -277,5 +274,4 @@ def outcome_of(answer: bytes) -> str:
 
 
 def _failure(sub_id: str, outcome: Outcome, why: str) -> bytes:
-    session = "lost" if outcome is Outcome.SESSION_LOST else None
-    return orjson.dumps(make_result(sub_id, outcome, stderr=why, session=session))
+    return orjson.dumps(make_result(sub_id, outcome, stderr=why, session="lost" if outcome is Outcome.SESSION_LOST else None))
