@@ -47,7 +47,7 @@ def sample(
     depend on timing.
 
     Raises SamplesError when `out` was made with other settings or problems, ValueError for problems that cannot be
-    sampled (no room in the context, a trajectory that never fits the KV cache), EngineLost, ServiceError, GraderLost.
+    sampled (no room in the context, a trajectory that never fits the KV cache), EngineLost, JudgeServiceError, GraderLost.
     SIGINT ends it with KeyboardInterrupt, SIGTERM with asyncio.CancelledError, both after everything is stopped.
     """
     file = SampleFile(out, settings.identity)

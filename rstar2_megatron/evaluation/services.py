@@ -103,7 +103,7 @@ class Services:
 async def running_services(settings: SamplingSettings, problems: Sequence[Problem], logs: Path) -> AsyncIterator[Services]:
     """Start everything, and stop it at the end. SIGTERM cancels the task that entered, in the main thread.
 
-    Raises ValueError for a problem whose prompt leaves no room in the context, EngineLost, ServiceError.
+    Raises ValueError for a problem whose prompt leaves no room in the context, EngineLost, JudgeServiceError.
     """
     if threading.current_thread() is threading.main_thread():
         task = asyncio.current_task()

@@ -27,7 +27,7 @@ _ENVIRONMENT = {"MAX_EXECUTION_TIME": "time_limit_s", "MAX_MEMORY": "memory_mb",
 LEVELS = ("minimal", "partial", "full")  # of isolation
 # A call that waits for a core ends after so many time limits at the latest: see sandbox/process_tree.py.
 WALL_FACTOR = 8
-OPTION_NAMES = ("time_limit_s", "memory_mb", "output_chars")
+OPTION_NAMES = tuple(_ENVIRONMENT.values())
 
 
 def default_permits() -> int:
@@ -132,17 +132,17 @@ class Submission(NamedTuple):
                 raise FieldError((*place, name), "must be a string")
         return cls(**given)
 
-
-def batch_from_wire(fields: Any) -> tuple[str | None, list[Submission]]:
-    """Id and submissions of a batch. Raises FieldError."""
-    if not isinstance(fields, dict) or fields.get("type", "batch") != "batch":
-        raise FieldError(("type",), "must be batch")
-    sub_id, items = fields.get("sub_id"), fields.get("submissions")
-    if not isinstance(sub_id, str | None):
-        raise FieldError(("sub_id",), "must be a string")
-    if not isinstance(items, list) or not items:
-        raise FieldError(("submissions",), "must be a list with at least one submission")
-    return sub_id, [Submission.from_wire(item, ("submissions", i)) for i, item in enumerate(items)]
+    @classmethod
+    def batch_from_wire(cls, fields: Any) -> tuple[str | None, list[Submission]]:
+        """Id and submissions of a batch. Raises FieldError."""
+        if not isinstance(fields, dict) or fields.get("type", "batch") != "batch":
+            raise FieldError(("type",), "must be batch")
+        sub_id, items = fields.get("sub_id"), fields.get("submissions")
+        if not isinstance(sub_id, str | None):
+            raise FieldError(("sub_id",), "must be a string")
+        if not isinstance(items, list) or not items:
+            raise FieldError(("submissions",), "must be a list with at least one submission")
+        return sub_id, [cls.from_wire(item, ("submissions", i)) for i, item in enumerate(items)]
 
 
 def check_text(submission: Submission) -> None:
@@ -177,8 +177,8 @@ def check_session(options: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return fields
 
 
-def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Path -> base64 of each file of `options.files`: text, or {"base64": ...}. Raises ValueError.
+def check_files(options: Mapping[str, Any], kind: str) -> dict[str, dict[str, str]]:
+    """The field files of a job, none without files: path -> base64. Given as text, or {"base64": ...}. Raises ValueError.
 
     The JSON text of such a dictionary is accepted too, because the public server's options are strings.
     """
@@ -192,23 +192,21 @@ def check_files(options: Mapping[str, Any], kind: str) -> dict[str, str]:
         raise ValueError(f'files: give {{"path": "text" or {{"base64": ...}}}}, at most {_MOST_FILES}')
     if files and kind == "math":
         raise ValueError("files: not for submissions of type math")
-    checked = {_checked_path(path): _content(path, content) for path, content in files.items()}
-    parts = sorted(PurePosixPath(path).parts for path in checked)
-    for one, other in itertools.pairwise(parts):
+    checked, places = {}, []
+    for path, content in files.items():
+        place = PurePosixPath(path)
+        size = len(path.encode("utf-8", "surrogatepass"))
+        if not place.parts or place.is_absolute() or ".." in place.parts or _NO_PATH.search(path) or size > 255:
+            raise ValueError(f"files: {path!r} is not a path below the working directory")
+        checked[path] = _content(path, content)
+        places.append(place.parts)
+    for one, other in itertools.pairwise(sorted(places)):
         if other[: len(one)] == one:
             raise ValueError(f"files: {'/'.join(one)!r} and {'/'.join(other)!r} cannot both be written")
     size = sum(map(len, checked.values())) * 3 // 4
     if size > _FILES_BYTES:
         raise ValueError(f"files: {size} bytes together, at most {_FILES_BYTES}")
-    return checked
-
-
-def _checked_path(path: str) -> str:
-    plain = PurePosixPath(path)
-    size = len(path.encode("utf-8", "surrogatepass"))
-    if not plain.parts or plain.is_absolute() or ".." in plain.parts or _NO_PATH.search(path) or size > 255:
-        raise ValueError(f"files: {path!r} is not a path below the working directory")
-    return path
+    return {"files": checked} if checked else {}
 
 
 def _content(path: str, content: Any) -> str:

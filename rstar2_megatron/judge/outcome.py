@@ -33,45 +33,20 @@ REASONS = {
 }
 
 
-def make_result(
-    sub_id: str | None,
-    outcome: Outcome,
-    *,
-    cost: float = 0.0,
-    stdout: str = "",
-    stderr: str = "",
-    exit_code: int | None = None,
-    signal: int | None = None,
-    truncated: bool = False,
-    peak_memory_bytes: int | None = None,
-    queue_seconds: float | None = None,
-    worker: str | None = None,
-    session: str | None = None,
-    success: bool | None = None,
-) -> dict[str, Any]:
+_NONE_BY_DEFAULT = ("exit_code", "signal", "peak_memory_bytes", "queue_seconds", "worker", "session")
+_OPTIONAL: dict[str, Any] = {"cost": 0.0, "stdout": "", "stderr": "", "truncated": False, **dict.fromkeys(_NONE_BY_DEFAULT)}
+
+
+def make_result(sub_id: str | None, outcome: Outcome, **fields: Any) -> dict[str, Any]:
     """A SubmissionResult. `run_success` is exit code 0; `success` adds the comparison with expected_output.
 
-    `session` is None for a stateless call, "new" when the call opened its session, "kept" when the session was open, and
-    "lost" when it ended with this call.
+    `fields` are `success` and those of `_OPTIONAL`; for `session` see JudgeResult. Raises TypeError for others.
     """
-    run_success = outcome is Outcome.OK
-    return {
-        "sub_id": sub_id,
-        "success": run_success if success is None else success,
-        "run_success": run_success,
-        "cost": cost,
-        "stdout": stdout,
-        "stderr": stderr,
-        "reason": REASONS.get(outcome, ""),
-        "outcome": str(outcome),
-        "exit_code": exit_code,
-        "signal": signal,
-        "truncated": truncated,
-        "peak_memory_bytes": peak_memory_bytes,
-        "queue_seconds": queue_seconds,
-        "worker": worker,
-        "session": session,
-    }
+    is_ok = outcome is Outcome.OK
+    result = {"sub_id": sub_id, "success": is_ok, **_OPTIONAL, **fields}
+    if len(result) != len(_OPTIONAL) + 2:
+        raise TypeError(f"a result has no field {', '.join(fields.keys() - _OPTIONAL.keys() - {'success'})}")
+    return result | {"run_success": is_ok, "reason": REASONS.get(outcome, ""), "outcome": str(outcome)}
 
 
 _OUTCOME_OF_REASON = {reason: outcome for outcome, reason in REASONS.items() if outcome is not Outcome.SESSION_LOST}
@@ -81,17 +56,17 @@ class JudgeResult(NamedTuple):
     """One call's result, from our server or the public one."""
 
     outcome: Outcome
-    stdout: str
-    stderr: str
-    exit_code: int | None  # None from the public server
-    seconds: float  # wall time, measured by the server
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int | None = None  # None from the public server
+    seconds: float = 0.0  # wall time, measured by the server
     reason: str = ""  # '', worker_timeout, queue_timeout, internal_error, invalid_input
     success: bool = False  # run_success, and stdout as expected where expected_output was given
     truncated: bool = False
     signal: int | None = None
     peak_memory_bytes: int | None = None
     queue_seconds: float | None = None
-    session: str | None = None  # "new", "kept", or "lost" (it ended with this call); None without a session
+    session: str | None = None  # "new": this call opened it; "kept": it was open; "lost": it ended with this call; None: none
 
     @property
     def ok(self) -> bool:
@@ -105,25 +80,11 @@ class JudgeResult(NamedTuple):
     @classmethod
     def from_wire(cls, fields: dict[str, Any]) -> JudgeResult:
         """From a SubmissionResult; the public server's lacks our extra fields."""
-        reason = fields.get("reason") or ""
-        run_success = bool(fields.get("run_success"))
         if "outcome" in fields:
             outcome = Outcome(fields["outcome"])
-        elif reason:
-            outcome = _OUTCOME_OF_REASON.get(reason, Outcome.INTERNAL_ERROR)
+        elif fields.get("reason"):
+            outcome = _OUTCOME_OF_REASON.get(fields["reason"], Outcome.INTERNAL_ERROR)
         else:
-            outcome = Outcome.OK if run_success else Outcome.ERROR
-        return cls(
-            outcome=outcome,
-            stdout=fields.get("stdout") or "",
-            stderr=fields.get("stderr") or "",
-            exit_code=fields.get("exit_code"),
-            seconds=float(fields.get("cost") or 0.0),
-            reason=reason,
-            success=bool(fields.get("success")),
-            truncated=bool(fields.get("truncated")),
-            signal=fields.get("signal"),
-            peak_memory_bytes=fields.get("peak_memory_bytes"),
-            queue_seconds=fields.get("queue_seconds"),
-            session=fields.get("session"),
-        )
+            outcome = Outcome.OK if fields.get("run_success") else Outcome.ERROR
+        told = {name: fields[name] for name in cls._fields if fields.get(name) is not None}
+        return cls(**told | {"outcome": outcome, "seconds": float(fields.get("cost") or 0.0)})

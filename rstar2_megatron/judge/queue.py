@@ -132,16 +132,10 @@ class JobQueue:
             answers.append((key.decode(), body))
         return answers, many and len(more) < _READ_AT_ONCE
 
-    async def cached(self, names: list[str]) -> list[bytes | None]:
-        """The kept result of each named program, or None."""
-        return list(await self.redis.mget([f"{self.prefix}cache:{name}" for name in names])) if names else []
-
-    async def remember(self, results: list[tuple[str, bytes]], seconds: float) -> None:
-        """Keep the results of named programs for `seconds`."""
-        async with self.redis.pipeline(transaction=False) as pipeline:
-            for name, result in results:
-                pipeline.set(f"{self.prefix}cache:{name}", result, px=round(seconds * 1000))
-            await pipeline.execute()
+    async def forget_answers(self, keys: list[str]) -> None:
+        """Drop the kept answers of jobs: the next call with such a key runs."""
+        if keys:
+            await self.redis.delete(*(f"{self.prefix}done:{key}" for key in keys))
 
     async def status(self) -> dict[str, Any]:
         """Number of waiting jobs, and the information that each live worker has published."""

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Collection
 from typing import Any
 
-_AGAIN_S = 0.5
-
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks until all of them have ended. Their results and exceptions are dropped.
@@ -19,5 +17,5 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
+        _, pending = await asyncio.wait(pending, timeout=0.5)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -73,7 +73,7 @@ def search_problems(
     """Search every problem that has no finished tree in `out`/NAME.jsonl yet. Returns the plans and spoiled problems.
 
     Raises SamplesError for files of other settings or a broken row, ValueError for problems that do not fit the context,
-    EngineLost, ServiceError, GraderLost. SIGINT ends it with KeyboardInterrupt, SIGTERM with asyncio.CancelledError, both
+    EngineLost, JudgeServiceError, GraderLost. SIGINT ends it with KeyboardInterrupt, SIGTERM with asyncio.CancelledError, both
     after everything is stopped.
     """
     return _Session(problems, sampling, out).all(plans(search, compare=compare), search, compare)

@@ -80,14 +80,12 @@ class Batches:
             result.add_done_callback(end_if_nobody_waits)
 
     async def _send(self, batch: list[Waiting]) -> None:
-        error: BaseException = BrokenBatch("the answer ended early")
+        error: Exception = BrokenBatch("the answer ended early")
         try:
-            if len(batch) == 1 or not self.supported:
-                await asyncio.gather(*(self._send_alone(*waiting) for waiting in batch))
-            else:
-                await self._send_together(batch)
-        except asyncio.CancelledError:
-            raise
+            if len(batch) == 1:
+                await self._send_alone(*batch[0])
+            elif not (self.supported and await self._send_together(batch)):
+                await asyncio.gather(*(self._send([waiting]) for waiting in batch))
         except Exception as raised:
             error = raised
         finally:
@@ -96,30 +94,28 @@ class Batches:
                     result.set_exception(error)
 
     async def _send_alone(self, submission: dict[str, Any], result: asyncio.Future[dict[str, Any]]) -> None:
-        try:
-            async with self._open_session().post(f"{self._url}/run", json=submission) as response:
-                await _check(response)
-                fields = await response.json()
-            if not result.done():
-                result.set_result(fields)
-        except Exception as error:
-            if not result.done():
-                result.set_exception(error)
+        async with self._open_session().post(f"{self._url}/run", json=submission) as response:
+            await _check(response)
+            fields = await response.json()
+        if not result.done():
+            result.set_result(fields)
 
-    async def _send_together(self, batch: list[Waiting]) -> None:
+    async def _send_together(self, batch: list[Waiting]) -> bool:
+        """False when each call has to be sent alone."""
         body = {"type": "batch", "submissions": [submission for submission, _ in batch]}
         async with self._open_session().post(f"{self._url}/run/stream", json=body) as response:
+            if response.status == _NOT_VALID:  # an invalid submission must not fail the others
+                return False
             if response.status in _NO_SUCH_ROUTE:
                 self.supported = False
-            elif response.status != _NOT_VALID:  # an invalid submission must not fail the others
-                await _check(response)
-                async for line in _lines(response):
-                    answer = json.loads(line)
-                    result = batch[answer["index"]][1]
-                    if not result.done():
-                        result.set_result(answer["result"])
-                return
-        await asyncio.gather(*(self._send_alone(*waiting) for waiting in batch))
+                return False
+            await _check(response)
+            async for line in _lines(response):
+                answer = json.loads(line)
+                result = batch[answer["index"]][1]
+                if not result.done():
+                    result.set_result(answer["result"])
+        return True
 
     async def close(self) -> None:
         for task in list(self._sending):

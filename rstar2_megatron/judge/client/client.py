@@ -12,9 +12,9 @@ import os
 import random
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 
@@ -84,13 +84,12 @@ class JudgeClient:
             self._headers["Authorization"] = f"Bearer {token}"
         if client_id:
             self._headers["X-Client-Id"] = client_id
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(int, calls=0, retries=0, outages=0, outage_seconds=0)
         self._taken: dict[str, float] = {}  # `counters` at the last `take_counters`
-        self._outage_seconds = 0.0
         self._down_since: float | None = None
         self._session: aiohttp.ClientSession | None = None
         self._ping: asyncio.Task[bool] | None = None
-        self._gate: asyncio.Semaphore | None = None
+        self._gate = asyncio.Semaphore(max_concurrency)
         self._batches = Batches(self._open, self.base_url, batch_size, batch_window_s)
         self._sessions: dict[str, bool] = {}  # name -> whether the judge has opened it
 
@@ -111,37 +110,28 @@ class JudgeClient:
         """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
 
         `files` are written to its working directory. Calls with the same `session` (choose a unique name) share one live
-        interpreter from the first call until `close_session`, and run in the order they are sent. When the judge
-        loses the interpreter, the next call ends as SESSION_LOST, an infrastructure outcome, and its program does not
-        run. With `replay` at every call, the judge first runs the session's earlier calls again in a new interpreter;
-        SESSION_LOST then means that one of them gave another output. When a program ends its own interpreter (memory,
-        os._exit), `result.session` is "lost" and the next call opens a new one.
+        interpreter until `close_session`, and run in the order they are sent. When the judge has lost the interpreter, the
+        next call ends as SESSION_LOST, an infrastructure outcome, and its program does not run. With `replay` at every call
+        the judge first tries to rebuild it from the earlier calls (docs/judge.md). When a program ends its own interpreter
+        (memory, os._exit), `result.session` is "lost" and the next call opens a new one.
         """
+        self._counts["calls"] += 1
         try:
             (code + stdin).encode()
         except UnicodeEncodeError as error:  # a lone surrogate, which no request can carry
-            self._counts.update(("calls", f"outcome_{Outcome.ERROR}"))
+            self._counts[f"outcome_{Outcome.ERROR}"] += 1
             return JudgeResult(Outcome.ERROR, "", f"UnicodeEncodeError: {error}\n", 1, 0.0)
-        submission: dict[str, Any] = {
-            "sub_id": uuid.uuid4().hex,
-            "type": kind,
-            "solution": code,
-            "input": stdin,
-            "options": {"time_limit_s": str(self.time_limit_s), **(options or {})},
-        }
+        asked: dict[str, Any] = {"time_limit_s": str(self.time_limit_s), **(options or {})}
+        if files:
+            asked["files"] = {path: _wire_content(content) for path, content in files.items()}
+        if session is not None:
+            is_open = self._sessions.setdefault(session, False)
+            asked |= {"session": session, "session_must_exist": str(is_open).lower()}
+            if replay:
+                asked["session_replay"] = "true"
+        submission = {"sub_id": uuid.uuid4().hex, "type": kind, "solution": code, "input": stdin, "options": asked}
         if expected_output is not None:
             submission["expected_output"] = expected_output
-        if files:
-            submission["options"]["files"] = {path: _wire_content(content) for path, content in files.items()}
-        if session is not None:
-            submission["options"]["session"] = session
-            is_open = self._sessions.setdefault(session, False)
-            submission["options"]["session_must_exist"] = str(is_open).lower()
-            if replay:
-                submission["options"]["session_replay"] = "true"
-        self._counts["calls"] += 1
-        if self._gate is None:
-            self._gate = asyncio.Semaphore(self.max_concurrency)
         async with self._gate:
             result = await self._persist(submission)
             if result.outcome is Outcome.INTERNAL_ERROR and not (session and self._sessions.get(session)):
@@ -203,7 +193,13 @@ class JudgeClient:
         try:
             fields = await self._batches.run(submission)
         except RefusedBatch as refusal:
-            self._refuse(refusal)
+            if refusal.status < 500 and refusal.status not in _RETRIED_STATUS:
+                raise JudgeRejected(f"{self.base_url}/run: {refusal}") from refusal
+            if refusal.status >= 500:
+                self._down()
+            asked = refusal.headers.get("Retry-After", "")
+            wait_s = min(float(asked), 10.0) if asked.replace(".", "", 1).isdigit() else 0.0
+            raise _TryAgain(f"http_{refusal.status}", str(refusal), wait_s) from refusal
         except (TimeoutError, BrokenBatch, aiohttp.ClientError) as error:
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, TimeoutError) and await self._answers_ping():
@@ -230,16 +226,6 @@ class JudgeClient:
         except (TimeoutError, aiohttp.ClientError):
             return False
 
-    def _refuse(self, refusal: RefusedBatch) -> NoReturn:
-        """Raise _TryAgain or JudgeRejected for a status other than 200."""
-        if refusal.status >= 500 or refusal.status in _RETRIED_STATUS:
-            if refusal.status >= 500:
-                self._down()
-            asked = refusal.headers.get("Retry-After", "")
-            wait_s = min(float(asked), 10.0) if asked.replace(".", "", 1).isdigit() else 0.0
-            raise _TryAgain(f"http_{refusal.status}", str(refusal), wait_s)
-        raise JudgeRejected(f"{self.base_url}/run: {refusal}")
-
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(
@@ -259,22 +245,19 @@ class JudgeClient:
 
     def _up(self) -> None:
         if self._down_since is not None:
-            self._outage_seconds += time.monotonic() - self._down_since
+            self._counts["outage_seconds"] += time.monotonic() - self._down_since
             self._down_since = None
 
     @property
     def counters(self) -> dict[str, float]:
         """calls, retries, outages, outage_seconds, failed_KIND, outcome_NAME since this client was made."""
         running = 0.0 if self._down_since is None else time.monotonic() - self._down_since
-        totals: dict[str, float] = {"calls": 0, "retries": 0, "outages": 0}
-        return {**totals, **self._counts, "outage_seconds": self._outage_seconds + running}
+        return {**self._counts, "outage_seconds": self._counts["outage_seconds"] + running}
 
     def take_counters(self) -> dict[str, float]:
         """What `counters` has gained since the last call of this method."""
-        now = self.counters
-        gained = {name: value - self._taken.get(name, 0.0) for name, value in now.items()}
-        self._taken = now
-        return gained
+        before, self._taken = self._taken, self.counters
+        return {name: value - before.get(name, 0.0) for name, value in self._taken.items()}
 
     async def close(self) -> None:
         """Close the connections. Safe to call twice."""
@@ -286,13 +269,8 @@ class JudgeClient:
     @classmethod
     def of(cls, base_url: str, settings: CodeJudgeSettings) -> JudgeClient:
         """With the limits of a run's settings."""
-        return cls(
-            base_url,
-            time_limit_s=settings.time_limit_s,
-            request_timeout_s=settings.request_timeout_s,
-            max_outage_s=settings.max_outage_s,
-            max_concurrency=settings.max_concurrency,
-        )
+        names = ("time_limit_s", "request_timeout_s", "max_outage_s", "max_concurrency")
+        return cls(base_url, **{name: getattr(settings, name) for name in names})
 
     async def __aenter__(self) -> JudgeClient:
         return self

@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 
 from rstar2_megatron.services.owned_directory import make_owned_directory
-from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import terminate_tree
+from rstar2_megatron.services.process import start_child, terminate_tree
+
+_START_TIMEOUT_S = 60.0
 
 
 class JudgeServiceError(RuntimeError):
-    """The service did not start; the message holds the end of its log."""
+    """The judge did not start (the message holds the end of its log), does not answer, or its port is taken."""
 
 
 class JudgeService:
@@ -34,7 +35,6 @@ class JudgeService:
         workers: int = 2,
         time_limit_s: float = 4.0,
         memory_mb: int = 512,
-        start_timeout_s: float = 60.0,
         log_path: str | Path | None = None,
         extra_arguments: tuple[str, ...] = (),
     ) -> None:
@@ -43,7 +43,6 @@ class JudgeService:
         if redis_uri:
             self.arguments += ["--redis-uri", redis_uri]
         self.arguments += extra_arguments
-        self.start_timeout_s = start_timeout_s
         self.log_path = Path(log_path) if log_path else None
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -53,7 +52,7 @@ class JudgeService:
 
     def begin(self) -> None:
         """Start without waiting."""
-        self._deadline = time.monotonic() + self.start_timeout_s
+        self._deadline = time.monotonic() + _START_TIMEOUT_S
         if self.log_path is None:
             self._directory = make_owned_directory("rstar2-judge-start-")
             self.log_path = self._directory / "judge.log"
@@ -62,15 +61,7 @@ class JudgeService:
         command = [sys.executable, "-m", "rstar2_megatron.judge", "all", *self.arguments]
         command += ["--port-file", str(self._port_file)]
         with self.log_path.open("ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=Path(__file__).resolve().parents[3],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            self.process = start_child(command, output)
 
     @property
     def _port_file(self) -> Path:

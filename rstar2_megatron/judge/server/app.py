@@ -19,42 +19,20 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from redis.exceptions import RedisError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rstar2_megatron.judge.limits import (
-    LEVELS,
-    MEGABYTE,
-    CallLimits,
-    FieldError,
-    Submission,
-    batch_from_wire,
-    check_session_name,
-)
+from rstar2_megatron.judge.limits import LEVELS, MEGABYTE, CallLimits, FieldError, Submission, check_session_name
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
 from rstar2_megatron.judge.server.broker import Broker, Ticket, encodable
 
-DEFAULT_QUEUE_TIME_LIMIT_S = 50.0  # below the 60 s after which known clients give up
+_QUEUE_TIME_LIMIT_S = 50.0  # below the 60 s after which known clients give up
 _OPEN_ROUTES = ("/ping", "/health", "/ready")
 _JSON = "application/json"
 _LARGEST_BODY = 64 * MEGABYTE
 _LARGE_BODY = MEGABYTE // 4  # bytes from which a body is parsed in a thread
 _BODY_S, _BODY_BYTES_PER_S = 15.0, MEGABYTE  # time to send a body: this, and its size at this speed
+_GONE = "the client closed its connection"
 T = TypeVar("T")
-
-
-class _ClientGone(Exception):
-    """The client closed its connection before its answer was there."""
-
-
-class _Metrics:
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.calls = Counter("judge_calls", "Calls answered", ["outcome"], registry=self.registry)
-        self.requests = Histogram("judge_request_seconds", "Time of a request", ["route"], registry=self.registry)
-        self.queued = Gauge("judge_queued", "Jobs that wait", registry=self.registry)
-        self.slots = Gauge("judge_slots", "Execution slots of live workers", registry=self.registry)
-        self.sessions = Gauge("judge_sessions", "Open sessions of live workers", registry=self.registry)
-        self.rejected = Counter("judge_rejected", "Requests refused, queue full", registry=self.registry)
-        self.abandoned = Counter("judge_abandoned", "Requests whose client left", registry=self.registry)
 
 
 def client_name(request: Request) -> str:
@@ -65,16 +43,15 @@ def client_name(request: Request) -> str:
 
 
 async def _read(request: Request, form: Callable[[Any], T]) -> T:
-    """`form` of the JSON in the body. Raises HTTPException, FieldError, _ClientGone."""
-    length = request.headers.get("content-length", "")
-    length_bytes = int(length) if length.isdigit() else 0
+    """`form` of the JSON in the body. Raises HTTPException, FieldError."""
+    length_bytes = int(request.headers.get("content-length", 0))
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S + length_bytes / _BODY_BYTES_PER_S):
             while length_bytes <= _LARGEST_BODY and len(body) <= _LARGEST_BODY:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise _ClientGone
+                    raise HTTPException(499, _GONE)
                 body += message.get("body", b"")
                 if not message.get("more_body"):
                     break
@@ -99,10 +76,7 @@ def _json(body: bytearray) -> Any:
 
 
 def _without_output(result: bytes) -> bytes:
-    fields = orjson.loads(result)
-    fields.pop("stdout", None)
-    fields.pop("stderr", None)
-    return orjson.dumps(fields)
+    return orjson.dumps({name: value for name, value in orjson.loads(result).items() if name not in ("stdout", "stderr")})
 
 
 class JudgeServer:
@@ -110,71 +84,57 @@ class JudgeServer:
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self.metrics = _Metrics()
+        self.registry = CollectorRegistry()
+        self.calls = Counter("judge_calls", "Calls answered", ["outcome"], registry=self.registry)
+        self.requests = Histogram("judge_request_seconds", "Time of a request", ["route"], registry=self.registry)
+        self.queued = Gauge("judge_queued", "Jobs that wait", registry=self.registry)
+        self.slots = Gauge("judge_slots", "Execution slots of live workers", registry=self.registry)
+        self.sessions = Gauge("judge_sessions", "Open sessions of live workers", registry=self.registry)
+        self.rejected = Counter("judge_rejected", "Requests refused, queue full", registry=self.registry)
+        self.abandoned = Counter("judge_abandoned", "Requests whose client left", registry=self.registry)
         self._abandoning: set[asyncio.Future[None]] = set()
 
-    async def answers(self, request: Request, submissions: list[Submission], *, long: bool) -> list[bytes]:
-        """Result JSON of each submission, in order. Raises _ClientGone, QueueFull."""
-        tickets = await self.broker.submit(submissions, client_name(request), long=long)
+    async def answers(self, request: Request, submissions: list[Submission]) -> list[bytes]:
+        """Result JSON of each submission, in order, as the request's route wants it. Raises QueueFull, HTTPException."""
+        route = request.scope["route"].path
+        tickets = await self.broker.submit(submissions, client_name(request), long=route.endswith("/long-batch"))
+        everything = asyncio.gather(*map(self.broker.wait, tickets))
         leaves = asyncio.ensure_future(_until_client_leaves(request))
-        everything = asyncio.ensure_future(self._wait_all(tickets))
         try:
             waits: list[asyncio.Future[Any]] = [leaves, everything]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not everything.done():
-                raise _ClientGone
-            return everything.result()
+                raise HTTPException(499, _GONE)
+            answers = everything.result()
+            return answers if route.startswith("/run") else [_without_output(answer) for answer in answers]
         finally:
             leaves.cancel()
             everything.cancel()
             self._abandon(tickets)
 
-    async def _wait_all(self, tickets: list[Ticket]) -> list[bytes]:
-        return await asyncio.gather(*map(self.broker.wait, tickets))
-
-    def _abandon(self, tickets: list[Ticket]) -> None:
-        """Cancel unanswered tickets, in a task of its own: the request's task may be cancelled."""
-        if any(not ticket.answer.done() for ticket in tickets):
-            self.metrics.abandoned.inc()
-            task = asyncio.ensure_future(self.broker.abandon(tickets))
-            self._abandoning.add(task)
-            task.add_done_callback(self._abandoning.discard)
-
-    async def stream(self, request: Request, tickets: list[Ticket]) -> AsyncIterator[bytes]:
-        """Yield JSON lines {"index", "result"} in order of completion."""
+    async def stream(self, tickets: list[Ticket]) -> AsyncIterator[bytes]:
+        """Yield JSON lines {"index", "result"} in order of completion. Starlette cancels it when the client leaves."""
 
         async def one(index: int, ticket: Ticket) -> bytes:
             return b'{"index":%d,"result":%s}\n' % (index, await self.broker.wait(ticket))
 
-        async def leave() -> bytes:
-            await _until_client_leaves(request)
-            return b""
-
-        pending = {asyncio.ensure_future(one(index, ticket)) for index, ticket in enumerate(tickets)}
-        leaves = asyncio.ensure_future(leave())
-        tasks = list(pending)
+        pending = {asyncio.ensure_future(one(*numbered)) for numbered in enumerate(tickets)}
         try:
-            while pending and not leaves.done():
-                done, rest = await asyncio.wait([*pending, leaves], return_when=asyncio.FIRST_COMPLETED)
-                pending &= rest
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 yield b"".join(task.result() for task in done)
         finally:
-            for task in (*tasks, leaves):
+            for task in pending:
                 task.cancel()
             self._abandon(tickets)
 
-    async def single(self, request: Request, *, output: bool) -> Response:
-        submission = await _read(request, Submission.from_wire)
-        (answer,) = await self.answers(request, [submission], long=False)
-        return Response(answer if output else _without_output(answer), media_type=_JSON)
-
-    async def batch(self, request: Request, *, output: bool, long: bool) -> Response:
-        sub_id, submissions = await _read(request, batch_from_wire)
-        answers = await self.answers(request, submissions, long=long)
-        if not output:
-            answers = [_without_output(answer) for answer in answers]
-        body = b'{"sub_id":%s,"results":[%s]}' % (orjson.dumps(encodable(sub_id or uuid.uuid4().hex)), b",".join(answers))
-        return Response(body, media_type=_JSON)
+    def _abandon(self, tickets: list[Ticket]) -> None:
+        """Cancel unanswered tickets, in a task of its own: the request's task may be cancelled."""
+        if any(not ticket.answer.done() for ticket in tickets):
+            self.abandoned.inc()
+            task = asyncio.ensure_future(self.broker.abandon(tickets))
+            self._abandoning.add(task)
+            task.add_done_callback(self._abandoning.discard)
 
     async def status(self) -> dict[str, Any]:
         """State of the queue and the workers; `isolation` is the weakest level of all workers."""
@@ -192,16 +152,16 @@ class JudgeServer:
             "queue_time_limit_s": self.broker.queue_time_limit_s,
         }
 
-    async def exposition(self) -> bytes:
+    async def metrics(self) -> Response:
         """Prometheus text."""
         for outcome, count in self.broker.outcomes.items():
-            self.metrics.calls.labels(outcome).inc(count)
+            self.calls.labels(outcome).inc(count)
         self.broker.outcomes.clear()
-        told = await self.broker.queue.status()
-        self.metrics.queued.set(told["queue"])
-        self.metrics.slots.set(sum(w["slots"] for w in told["workers"].values()))
-        self.metrics.sessions.set(sum(w["sessions"] for w in told["workers"].values()))
-        return generate_latest(self.metrics.registry)
+        status = await self.status()
+        self.queued.set(status["queue"])
+        self.slots.set(status["num_workers"])
+        self.sessions.set(status["sessions"])
+        return PlainTextResponse(generate_latest(self.registry))
 
 
 async def _until_client_leaves(request: Request) -> None:
@@ -209,33 +169,27 @@ async def _until_client_leaves(request: Request) -> None:
         pass
 
 
-def _guard(app: FastAPI, server: JudgeServer, token: str | None) -> None:
+def _guard(inner: ASGIApp, server: JudgeServer, token: str | None) -> ASGIApp:
+    """ASGI middleware that checks the token and measures request times."""
     owners = {f"Bearer {one}".encode(): one.rpartition(":")[0] or "token" for one in (token or "").split(",")}
 
-    class Guard:
-        """ASGI middleware that checks the token and measures request times."""
-
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] != "http":
-                await self.inner(scope, receive, send)
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await inner(scope, receive, send)
+            return
+        if token and scope["path"] not in _OPEN_ROUTES:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            named = [name for one, name in owners.items() if hmac.compare_digest(given, one)]
+            if not named:
+                await JSONResponse({"detail": "missing or wrong bearer token"}, 401)(scope, receive, send)
                 return
-            if token and scope["path"] not in _OPEN_ROUTES:
-                given = dict(scope["headers"]).get(b"authorization", b"")
-                named = [name for one, name in owners.items() if hmac.compare_digest(given, one)]
-                if not named:
-                    refusal = JSONResponse({"detail": "missing or wrong bearer token"}, 401)
-                    await refusal(scope, receive, send)
-                    return
-                scope["judge.owner"] = named[0]
-            started = time.monotonic()
-            await self.inner(scope, receive, send)
-            route = getattr(scope.get("route"), "path", "other")
-            server.metrics.requests.labels(route).observe(time.monotonic() - started)
+            scope["judge.owner"] = named[0]
+        started = time.monotonic()
+        await inner(scope, receive, send)
+        route = getattr(scope.get("route"), "path", "other")
+        server.requests.labels(route).observe(time.monotonic() - started)
 
-    app.add_middleware(Guard)
+    return guarded
 
 
 def create_app(
@@ -244,16 +198,14 @@ def create_app(
     *,
     queue_time_limit_s: float | None = None,
     max_queued: int = 100_000,
-    cache_s: float = 0.0,
+    cache: bool = False,
     token: str | None = None,
 ) -> FastAPI:
     """The application. Arguments that are None come from the public server's environment variables."""
-    environment = os.environ
-    limits = limits or CallLimits.from_environment()
     if queue_time_limit_s is None:
-        queue_time_limit_s = float(environment.get("MAX_QUEUE_WORK_LIFE_TIME", DEFAULT_QUEUE_TIME_LIMIT_S))
-    queue = JobQueue(redis_uri or environment.get("REDIS_URI", "redis://127.0.0.1:6379/0"), max_queued=max_queued)
-    broker = Broker(queue, limits, queue_time_limit_s=queue_time_limit_s, cache_s=cache_s)
+        queue_time_limit_s = float(os.environ.get("MAX_QUEUE_WORK_LIFE_TIME", _QUEUE_TIME_LIMIT_S))
+    queue = JobQueue(redis_uri or os.environ.get("REDIS_URI", "redis://127.0.0.1:6379/0"), max_queued=max_queued)
+    broker = Broker(queue, limits or CallLimits.from_environment(), queue_time_limit_s=queue_time_limit_s, cache=cache)
     server = JudgeServer(broker)
 
     @contextlib.asynccontextmanager
@@ -263,7 +215,7 @@ def create_app(
         await broker.stop()
 
     app = FastAPI(title="Code Judge", lifespan=lifespan)
-    _guard(app, server, token or environment.get("JUDGE_TOKEN"))
+    app.add_middleware(_guard, server=server, token=token or os.environ.get("JUDGE_TOKEN"))
     _add_errors(app, server)
     _add_routes(app, server)
     return app
@@ -272,7 +224,7 @@ def create_app(
 def _add_errors(app: FastAPI, server: JudgeServer) -> None:
     @app.exception_handler(QueueFull)
     async def full(*_: Any) -> Response:
-        server.metrics.rejected.inc()
+        server.rejected.inc()
         return JSONResponse({"detail": "the queue is full"}, 429, {"Retry-After": "1"})
 
     @app.exception_handler(RedisError)
@@ -284,10 +236,6 @@ def _add_errors(app: FastAPI, server: JudgeServer) -> None:
         """The error and its place, without the value: it may be long, or not encodable."""
         detail = {"type": "value_error", "loc": ("body", *error.place), "msg": error.why}
         return JSONResponse({"detail": [detail]}, 422)
-
-    @app.exception_handler(_ClientGone)
-    async def gone(*_: Any) -> Response:
-        return Response(status_code=499)
 
 
 def _add_routes(app: FastAPI, server: JudgeServer) -> None:
@@ -303,35 +251,28 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """Redis answers and at least one worker is alive."""
-        try:
-            slots = (await server.status())["num_workers"]
-        except RedisError as error:
-            return JSONResponse({"status": f"Redis: {error}"}, 503)
+        slots = (await server.status())["num_workers"]
         return JSONResponse({"status": "ok" if slots else "no worker"}, 200 if slots else 503)
 
-    @app.get("/status")
-    async def status() -> dict[str, Any]:
-        return await server.status()
+    app.add_api_route("/status", server.status)
+    app.add_api_route("/metrics", server.metrics)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(await server.exposition())
+    @app.post("/run")
+    @app.post("/judge")
+    async def single(request: Request) -> Response:
+        submission = await _read(request, Submission.from_wire)
+        (answer,) = await server.answers(request, [submission])
+        return Response(answer, media_type=_JSON)
 
-    def add_calls(verb: str, *, output: bool) -> None:
-        @app.post(f"/{verb}")
-        async def single(request: Request) -> Response:
-            return await server.single(request, output=output)
-
-        @app.post(f"/{verb}/batch")
-        async def batch(request: Request) -> Response:
-            return await server.batch(request, output=output, long=False)
-
-        @app.post(f"/{verb}/long-batch")
-        async def long_batch(request: Request) -> Response:
-            return await server.batch(request, output=output, long=True)
-
-    add_calls("run", output=True)
-    add_calls("judge", output=False)
+    @app.post("/run/batch")
+    @app.post("/run/long-batch")
+    @app.post("/judge/batch")
+    @app.post("/judge/long-batch")
+    async def batch(request: Request) -> Response:
+        sub_id, submissions = await _read(request, Submission.batch_from_wire)
+        answers = await server.answers(request, submissions)
+        body = b'{"sub_id":%s,"results":[%s]}' % (orjson.dumps(encodable(sub_id or uuid.uuid4().hex)), b",".join(answers))
+        return Response(body, media_type=_JSON)
 
     @app.delete("/session/{name}")
     async def end_session(name: str) -> Response:
@@ -345,6 +286,6 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
     @app.post("/run/stream")
     async def run_stream(request: Request) -> Response:
         """Results as JSON lines, each as it is ready, with its index in the batch."""
-        _, submissions = await _read(request, batch_from_wire)
+        _, submissions = await _read(request, Submission.batch_from_wire)
         tickets = await server.broker.submit(submissions, client_name(request))
-        return StreamingResponse(server.stream(request, tickets), media_type="application/x-ndjson")
+        return StreamingResponse(server.stream(tickets), media_type="application/x-ndjson")

@@ -154,7 +154,7 @@ def test_a_session_that_must_be_open_and_is_not(run: Run, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[JudgeService]:
-    extra = ("--sessions", "2", "--session-ttl-s", "1.5", "--queue-time-limit-s", "20", "--cache-s", "60")
+    extra = ("--sessions", "2", "--session-ttl-s", "1.5", "--queue-time-limit-s", "20", "--cache")
     with JudgeService(workers=2, time_limit_s=5.0, extra_arguments=extra) as service:
         yield service
 
@@ -201,6 +201,9 @@ async def test_only_results_of_identical_stateless_calls_are_cached(small: Judge
         results = [await client.run(slow, options={"time_limit_s": "0.3"}) for _ in range(2)]
         assert results[0].stdout != results[1].stdout  # a limit is no property of the program
         await client.close_session(name)
+    body = {"submissions": [{"type": "python", "solution": program, "input": "y", "sub_id": name} for name in ("a", "b")]}
+    one, other = httpx.post(f"{small.url}/run/batch", json=body, trust_env=False).json()["results"]
+    assert (one.pop("sub_id"), other.pop("sub_id")) == ("a", "b") and one == other
 
 
 async def test_a_worker_that_dies_takes_its_sessions_along(small: JudgeService, name: str) -> None:
