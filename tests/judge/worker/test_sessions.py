@@ -43,6 +43,13 @@ async def test_names_files_and_functions_live_on(client: JudgeClient, name: str)
     await client.close_session(name)
 
 
+async def test_a_session_whose_program_ended_it_is_gone_for_other_clients_too(client: JudgeClient, name: str) -> None:
+    ended = await client.run("import os; os._exit(3)", session=name)
+    assert (ended.exit_code, ended.session) == (3, "lost")
+    client.expect_session(name)
+    assert (await client.run("1", session=name)).outcome is Outcome.SESSION_LOST
+
+
 async def test_sessions_do_not_see_each_other(client: JudgeClient, name: str) -> None:
     await client.run("secret = 1; open('file', 'w').close()", session=name)
     other = await client.run("import os; os.listdir('.'), 'secret' in globals()", session=name + "b")
