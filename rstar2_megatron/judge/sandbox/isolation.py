@@ -86,6 +86,7 @@ def enter_namespaces(layers: IsolationLayers) -> None:
     """In the launcher: new namespaces for the zygote that is forked next, and for its descendants."""
     wanted = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     uid, gid = os.geteuid(), os.getegid()
+    why_missing = None
     try:
         if uid != 0:
             raise PermissionError(1, "not root")
@@ -99,11 +100,9 @@ def enter_namespaces(layers: IsolationLayers) -> None:
             Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
             layers.in_user_namespace = True
         except OSError as error:
-            for layer in _NAMESPACES:
-                layers.record(layer, f"{as_root}; {error}")
-            return
+            why_missing = f"{as_root}; {error}"
     for layer in _NAMESPACES:
-        layers.record(layer)
+        layers.record(layer, why_missing)
 
 
 def choose_uids(layers: IsolationLayers, slots: int, owner: int) -> None:
@@ -165,7 +164,6 @@ def _pivot_into_view() -> dict[str, str]:
         if source.is_symlink():
             (new / name).symlink_to(os.readlink(source))
         elif source.is_dir():
-            (new / name).mkdir()
             linux.bind_read_only(str(source), str(new / name))
     covered: dict[str, str] = {}
     for path, source in interpreter.items():
@@ -174,19 +172,12 @@ def _pivot_into_view() -> dict[str, str]:
             places.append(Path(_UNCOVERED) / str(len(covered)))
             covered[str(path)] = str(places[-1])
         for place in places:
-            target = new / place.relative_to("/")
-            target.mkdir(parents=True, exist_ok=True)
-            linux.bind_read_only(str(old / source.relative_to("/")), str(target))
+            linux.bind_read_only(f"/old{source}", f"/new{place}")
     for name in ("etc", "dev", "proc", "tmp"):
         (new / name).mkdir(exist_ok=True)
     for name in _SYSTEM_FILES:
-        source, target = old / name, new / name
-        if source.is_dir():
-            target.mkdir()
-            linux.bind_read_only(str(source), str(target))
-        elif source.is_file():
-            target.touch()
-            linux.bind_read_only(str(source.resolve()), str(target))
+        if (old / name).exists():
+            linux.bind_read_only(str((old / name).resolve()), str(new / name))
     (new / "etc/passwd").write_text("root:x:0:0::/:/bin/false\n")
     for name in _DEVICES:
         (new / "dev" / name).touch()
@@ -250,8 +241,8 @@ def _try_in_child(layers: IsolationLayers, layer: str, attempt: Callable[[], byt
         os.write(writer, told)
         os._exit(0)
     os.close(writer)
-    told = os.read(reader, 1 << 16)
-    os.close(reader)
+    with open(reader, "rb") as file:
+        told = file.read()
     os.waitpid(child, 0)
     if told[:1] == b"\0":
         layers.record(layer)

@@ -73,8 +73,9 @@ def unshare_step(flags: int) -> Step:
     return f"unshare({flags:#x})", 0, _libc.unshare, (flags,)
 
 
-def setns_step(fd: int, kind: int) -> Step:
-    return "setns", 0, _libc.setns, (fd, kind)
+def return_step(name: str, kind: int) -> Step:
+    """Return to the namespace `name` of /proc/self/ns that this process has now."""
+    return "setns", 0, _libc.setns, (os.open(f"/proc/self/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind)
 
 
 def mount_step(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> Step:
@@ -95,7 +96,11 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def bind_read_only(source: str, target: str) -> None:
-    """Bind `source` with everything mounted below it on `target`, read-only and without set-uid."""
+    """Bind `source` with everything mounted below it on `target`, which is made, read-only and without set-uid."""
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL))
     mount(source, target, None, MS_BIND | MS_REC)
     attributes = 0x1 | 0x2 | 0x4  # RDONLY, NOSUID, NODEV
     at_fdcwd, at_recursive, request = -100, 0x8000, struct.pack("<QQQQ", attributes, 0, 0, 0)

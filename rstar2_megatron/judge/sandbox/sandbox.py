@@ -19,7 +19,6 @@ from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.judge.sandbox.process_tree import children
 
 WARMUPS = 12  # Python 3.11 specialises what has run 8 times
-_SET_BY_CALL = (resource.RLIMIT_CPU, resource.RLIMIT_AS)
 _CHANNEL = 3  # a live interpreter's descriptor of the socket that delivers its cells
 _MOST_TOLD = 4096  # bytes of a failure; every pipe holds as many
 
@@ -65,17 +64,15 @@ class Sandbox:
         # a live interpreter, which is forked only once, makes its own
         self.new_directory = [] if live else isolation.directory_steps(layers, slot, self.usual_limits)
         if self.new_directory:
-            own = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-            self.new_directory.insert(0, linux.setns_step(own, linux.CLONE_NEWNS))
+            self.new_directory.insert(0, linux.return_step("mnt", linux.CLONE_NEWNS))
         self.steps = self._steps(self.usual_limits)
         with open("/proc/self/statm") as file:  # a call starts with the same
             self.address_space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         self.before_fork, self.after_fork = oom_score_steps()
         self.namespaced = "pid_namespace" in layers.active
         if self.namespaced:
-            own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             self.before_fork.append(linux.unshare_step(linux.CLONE_NEWPID))
-            self.after_fork.append(linux.setns_step(own, linux.CLONE_NEWPID))
+            self.after_fork.append(linux.return_step("pid", linux.CLONE_NEWPID))
         # Everything that is the same for all calls is done here, once.
         self.counter = snippet.make_streams()
         sys.argv[:] = [snippet.FILE_NAME]
@@ -175,10 +172,9 @@ class Sandbox:
         Calls then inherit the interpreter's specialised code and caches, and do not write (and so copy) those pages
         themselves. Done in each call parent, because pages shared by all of them cost more to copy.
         """
-        rlimits = [(kind, resource.getrlimit(kind)) for kind in _SET_BY_CALL]
-        cpu_s, memory = (most for _, (_, most) in rlimits)
-        prepared = self.usual_limits, self.steps
-        self.usual_limits = self.usual_limits._replace(directory=sys.path[0])
+        rlimits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS)}
+        (_, cpu_s), (_, memory) = rlimits.values()
+        prepared = self.steps
         self.steps = [("no system call", -1, linux.system_call, (-1,))] * 10
         limits = tuple(self.usual_limits)
         with snippet.descriptors_of_a_call():
@@ -186,9 +182,9 @@ class Sandbox:
                 program = ("python", source, None, False, limits, cpu_s, memory - self.address_space)
                 self._enter(program, (0, 1, 2))
                 self._run(program, {"__name__": "__main__"})
-        for kind, limit in rlimits:
+        for kind, limit in rlimits.items():
             resource.setrlimit(kind, limit)
-        self.usual_limits, self.steps = prepared
+        self.steps = prepared
 
     def end_orphans(self) -> None:
         """Without a PID namespace: kill a call's orphans, which have become children of this process."""

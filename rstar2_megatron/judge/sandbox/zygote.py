@@ -94,16 +94,21 @@ class Forker:
 
     def reap(self) -> None:
         """Reap dead children; kill their orphans."""
-        with contextlib.suppress(ChildProcessError):  # no children
-            while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                if pid == self.library_pid:
-                    os._exit(1)  # nothing works without it: the worker ends and is restarted
-                slot = self.slots.pop(pid, None)
-                # A dead slot leaves its call parent, a dead call parent its call: each is found when its parent is reaped.
-                for orphan in set(children(os.getpid())) - {*self.slots, self.library_pid}:
-                    os.kill(orphan, signal.SIGKILL)
-                if slot is not None:
-                    self.on_end(slot)
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.library_pid:
+                os._exit(1)  # nothing works without it: the worker ends and is restarted
+            slot = self.slots.pop(pid, None)
+            # A dead slot leaves its call parent, a dead call parent its call: each is found when its parent is reaped.
+            for orphan in set(children(os.getpid())) - {*self.slots, self.library_pid}:
+                os.kill(orphan, signal.SIGKILL)
+            if slot is not None:
+                self.on_end(slot)
 
     def on_end(self, slot: int) -> None:
         """A slot's process has ended."""
