@@ -57,6 +57,7 @@ class Runner:
     """Runs the jobs of one slot one after another: watches and ends their processes."""
 
     resident_at_start: int  # bytes of memory that each process of a call inherits
+    directory = isolation.CALL_DIRECTORY  # working directory
     # Of the running call:
     limits: CallLimits
     supervision: Supervision
@@ -98,26 +99,26 @@ class Runner:
         kills, reached = (now - before for now, before in zip(self.group.shortage(), self.shortage_before))
         return None if not kills else Outcome.MEMORY if reached else Outcome.QUEUE_TIMEOUT
 
-    def _make_directory(self) -> str:
+    def _make_directory(self) -> None:
         if "private_tmpfs" in self.layers.active:
-            return isolation.CALL_DIRECTORY
+            return
         import tempfile  # here: with full isolation no call needs what it imports
 
-        directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
+        self.directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
         if self.layers.uid_base is not None:
-            os.chown(directory, self.layers.uid_base + self.slot, -1)
-        return directory
+            os.chown(self.directory, self.layers.uid_base + self.slot, -1)
 
-    def _remove_directory(self, directory: str) -> None:
-        if directory != isolation.CALL_DIRECTORY:
+    def _remove_directory(self) -> None:
+        if self.directory != isolation.CALL_DIRECTORY:
             import shutil  # here, as tempfile above
 
-            shutil.rmtree(directory, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _start(
-        self, job: dict[str, Any], directory: str, cpu_seconds: int, start: Callable[[Program, tuple[int, ...]], Any]
-    ) -> None:
-        """Begin the job's program by `start`, with a new standard input and new pipes."""
+    def _start(self, job: dict[str, Any], cpu_seconds: int, start: Callable[[Program, tuple[int, ...]], Any]) -> None:
+        """Begin the job's program by `start`, with a new standard input and new pipes.
+
+        The kernel ends it after `cpu_seconds` (-1: never), should the watch on its wall time fail.
+        """
         limits = self.limits
         has_input = bool(job.get("input"))
         if has_input:
@@ -127,7 +128,7 @@ class Runner:
         out_reader, out_writer = os.pipe()
         err_reader, err_writer = os.pipe()
         descriptors = (stdin, out_writer, err_writer)
-        sandbox_limits = isolation.SandboxLimits.of(limits, directory)
+        sandbox_limits = isolation.SandboxLimits.of(limits, self.directory)
         memory_bytes = limits.memory_mb * MEGABYTE
         program = Program(job["type"], job["solution"], job.get("files"), has_input, sandbox_limits, cpu_seconds, memory_bytes)
         try:
@@ -139,10 +140,7 @@ class Runner:
         self.out, self.err = Output(out_reader, kept), Output(err_reader, kept)
 
     def _watch(self, ends: tuple[int, ...]) -> Outcome | None:
-        """Wait until one of the descriptors `ends` becomes readable.
-
-        Returns the reason to end the call, or None when it has ended by itself.
-        """
+        """Wait until one of the descriptors `ends` becomes readable (None), or there is a reason to end the call."""
         supervision = self.supervision
         cancellation = -1 if self.worker is None else self.worker.fileno()
         poller = select.poll()
@@ -255,11 +253,11 @@ class CallRunner(Runner):
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         limits = self.limits = CallLimits.from_dict(job["limits"])
         self._prepare_group()
-        directory = self._make_directory()
+        self._make_directory()
         try:
             started = time.monotonic()
             parent = self.library if uses_libraries(job) else self.small
-            self._start(job, directory, int(limits.time_limit_s) + 2, parent.start)
+            self._start(job, int(limits.time_limit_s) + 2, parent.start)
             self.resident_at_start = parent.resident_at_start
             limit_s = limits.usual_s(job["type"])
             self.supervision = Supervision(lambda: parent.pid, started, limit_s, self.group, self._tell_demotion)
@@ -273,7 +271,7 @@ class CallRunner(Runner):
                 end = parent.take_end()
             cost = time.monotonic() - started
         finally:
-            self._remove_directory(directory)
+            self._remove_directory()
         if self.group is not None:
             self.group.set_share(Share.NO_CALL)
         self.out.close()

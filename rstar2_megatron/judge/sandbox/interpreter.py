@@ -1,8 +1,7 @@
 """A session's live interpreter: one isolated process that runs cell after cell. Runs in a slot process.
 
-Between two cells all processes of the session are stopped (by the freezer of its control group, else by SIGSTOP), so that
-an idle session uses no CPU. A cell that passes its time limit is interrupted as by Ctrl-C, and the session keeps its names.
-An interpreter that cannot be interrupted ends, and the session with it.
+Between two cells all processes of the session are stopped, by the freezer of its control group, else by SIGSTOP: see
+docs/judge.md ("Sessions").
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class SessionRunner(Runner):
     pid = 0
     end = -1  # a descriptor that becomes readable when the process ends
     channel: socket.socket
-    directory = ""
 
     def __init__(self, *slot: Any) -> None:
         super().__init__(*slot)
@@ -75,7 +73,7 @@ class SessionRunner(Runner):
         return self._result(job, verdict, End(code, peak_memory_bytes, failure), cost, session)
 
     def _open(self, job: dict[str, Any]) -> None:
-        self.directory = self._make_directory()
+        self._make_directory()
         self.channel, theirs = socket.socketpair()
 
         def start(program: Program, descriptors: tuple[int, ...]) -> None:
@@ -87,7 +85,7 @@ class SessionRunner(Runner):
 
             self.pid = self.sandbox.fork(begin)
 
-        self._start(job, self.directory, -1, start)  # no limit of CPU time: it serves many calls
+        self._start(job, -1, start)  # no limit of CPU time: it serves many calls
         theirs.close()
         self.end = os.pidfd_open(self.pid)
         self.channel.settimeout(_SEND_S)
@@ -176,7 +174,7 @@ class SessionRunner(Runner):
         for fd in (self.out.fd, self.err.fd, self.end):
             os.close(fd)
         self.channel.close()
-        self._remove_directory(self.directory)
+        self._remove_directory()
         self.pid = 0
         return os.waitstatus_to_exitcode(status) if ended_itself else -signal.SIGKILL
 

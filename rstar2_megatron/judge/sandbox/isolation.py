@@ -105,8 +105,8 @@ def enter_namespaces(layers: IsolationLayers) -> None:
         layers.record(layer, why_missing)
 
 
-def choose_uids(layers: IsolationLayers, slots: int, owner: int) -> None:
-    """One uid for each slot, in a range derived from the launcher's process id, so that two services differ."""
+def choose_uids(layers: IsolationLayers, slots: int) -> None:
+    """In the launcher: one uid for each slot, in a range derived from its process id, so that two services differ."""
     if os.geteuid() != 0:
         layers.record("own_uid", f"not root: calls run as uid {os.geteuid()}")
         layers.notes["process_limit"] = "one uid for all slots: the limit is shared between them"
@@ -115,7 +115,7 @@ def choose_uids(layers: IsolationLayers, slots: int, owner: int) -> None:
         layers.record("own_uid", "root without the right to make namespaces: only one uid is mapped")
         return
     mapped = max(int(line.split()[0]) + int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
-    base = 1_000_000_000 + (owner % 1_000_000) * 1000 if mapped > 2_100_000_000 else 20_000 + (owner * 64) % 30_000
+    base = 1_000_000_000 + (os.getpid() % 1_000_000) * 1000 if mapped > 2_100_000_000 else 20_000 + (os.getpid() * 64) % 30_000
     if base + slots > mapped:
         layers.record("own_uid", f"uids up to {mapped} only: calls run as uid 0")
         return

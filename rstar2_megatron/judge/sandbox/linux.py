@@ -235,8 +235,6 @@ def landlock_steps(directory: str, readable: Sequence[str] | None, version: int,
             (f"landlock_add_rule {path}", 0, system_call, (_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0)),
             (f"close {path}", 0, _libc.close, (opened,)),
         ]
-    return [
-        *steps,
-        ("landlock_restrict_self", 0, system_call, (_SYS_LANDLOCK_RESTRICT, ruleset, 0)),
-        ("close the ruleset", 0, _libc.close, (ruleset,)),
-    ]
+    steps.append(("landlock_restrict_self", 0, system_call, (_SYS_LANDLOCK_RESTRICT, ruleset, 0)))
+    steps.append(("close the ruleset", 0, _libc.close, (ruleset,)))
+    return steps

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-_READ_SIZE = 1 << 16
-
 
 class Output:
     """One output stream of the call, kept up to a limit."""
@@ -16,14 +14,17 @@ class Output:
         self.limit = limit  # bytes that are kept
         self.parts: list[bytes] = []
         self.size = 0  # bytes that were written
+        os.set_blocking(fd, False)  # a program that has the slot's uid may read its own output between poll() and read()
 
     @property
     def is_too_much(self) -> bool:
         return self.size > self.limit
 
     def read(self) -> bool:
-        """Read once. False at the end of the stream."""
-        data = os.read(self.fd, _READ_SIZE)
+        """Read once. False at the end of the stream, and when nothing is there."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.fd, 1 << 16)
         if not self.is_too_much:
             self.parts.append(data)
         self.size += len(data)
@@ -31,10 +32,8 @@ class Output:
 
     def drain(self) -> None:
         """Read what is in the pipe, without waiting for writers that may live on."""
-        os.set_blocking(self.fd, False)
-        with contextlib.suppress(BlockingIOError):
-            while not self.is_too_much and self.read():
-                pass
+        while not self.is_too_much and self.read():
+            pass
 
     def close(self) -> None:
         """Read the rest and close the pipe."""

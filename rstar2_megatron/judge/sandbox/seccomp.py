@@ -90,8 +90,7 @@ CALL_RULES = [
 def compile_filter(default: int, rules: Iterable[Rule], architecture: str | None = None) -> bytes:
     """The kernel's program (classic BPF) for `rules`. Names that the architecture or libseccomp lacks get `default`.
 
-    `architecture` as libseccomp names it ("aarch64"); None is this machine's. Maps libseccomp into this process. Raises
-    OSError.
+    `architecture` as libseccomp names it ("aarch64"); None: this machine's. Maps libseccomp into this process. Raises OSError.
     """
     try:
         library = ctypes.CDLL("libseccomp.so.2")

@@ -39,7 +39,6 @@ from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import children, leave_priority
 from rstar2_megatron.services.parent_death import die_with_parent
 
-_SCRATCH = "rstar2-judge-"
 _WITHOUT_CPU_GROUPS = "each process of a call weighs as one call, by its niceness"
 _SOON_S = 0.2  # a slot that ends this soon after its start probably cannot start
 
@@ -95,10 +94,9 @@ class Forker:
     def reap(self) -> None:
         """Reap dead children; kill their orphans."""
         while True:
-            try:
+            pid = 0
+            with contextlib.suppress(ChildProcessError):
                 pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
             if pid == 0:
                 return
             if pid == self.library_pid:
@@ -247,10 +245,9 @@ def import_standard_library() -> None:
 
 def import_libraries() -> None:
     """Import numpy, sympy, and what sympy imports at its first use, which takes 0.1 s."""
-    import numpy
     import sympy
 
-    del numpy
+    __import__("numpy")
     x = sympy.symbols("x")
     str(sympy.solve(x**2 - 5 * x + 3, x))
     str(sympy.integrate(x * sympy.sin(x), x))
@@ -285,9 +282,8 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     linux.raise_open_files()
     layers = IsolationLayers()
     tree = _make_groups(layers, slots + sessions, min(100, max(1, slots * 3 // 16)))
-    owner = os.getpid()
     isolation.enter_namespaces(layers)
-    isolation.choose_uids(layers, slots + sessions, owner)
+    isolation.choose_uids(layers, slots + sessions)
     scratch_reader, scratch_writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -313,7 +309,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
 
     from rstar2_megatron.services.owned_directory import make_owned_directory
 
-    scratch = str(make_owned_directory(_SCRATCH))
+    scratch = str(make_owned_directory("rstar2-judge-"))
     os.chmod(scratch, 0o711)
     os.write(scratch_writer, scratch.encode())
     os.close(scratch_writer)
