@@ -12,6 +12,7 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 import struct
 import time
@@ -21,12 +22,12 @@ from typing import Any, NoReturn
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.sandbox import isolation, linux
-from rstar2_megatron.judge.sandbox.call_parent import CallParent
+from rstar2_megatron.judge.sandbox.call_parent import CallParent, End
 from rstar2_megatron.judge.sandbox.cgroup import Share, SlotGroup
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
-from rstar2_megatron.judge.sandbox.output import SHORTAGES, Output, outcome_of_failure, report
+from rstar2_megatron.judge.sandbox.output import Output, shorten
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, resident_bytes
-from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
+from rstar2_megatron.judge.sandbox.sandbox import Program
 from rstar2_megatron.judge.sandbox.snippet import receive_exactly
 
 LENGTH = struct.Struct("<I")
@@ -55,6 +56,15 @@ def _decoded(literal: tuple[str, str]) -> str:
 class Runner:
     """Runs the jobs of one slot one after another: watches and ends their processes."""
 
+    resident_at_start: int  # bytes of memory that each process of a call inherits
+    directory = isolation.CALL_DIRECTORY  # working directory
+    # Of the running call:
+    limits: CallLimits
+    supervision: Supervision
+    out: Output
+    err: Output
+    shortage_before: tuple[int, int]  # of the group
+
     def __init__(
         self, layers: IsolationLayers, slot: int, group: SlotGroup | None, scratch: str, worker: socket.socket | None = None
     ) -> None:
@@ -75,41 +85,41 @@ class Runner:
     def close(self) -> None:
         """End processes that live on between calls."""
 
-    def _prepare_group(self, limits: CallLimits) -> tuple[int, int]:
-        """Give the control group a call's limit and share. Returns its shortages of memory so far."""
-        if self.group is None:
-            return 0, 0
-        self.group.set_share(Share.NEW)
-        self.group.set_limit((limits.memory_mb + limits.disk_mb + 32) * MEGABYTE)
-        return self.group.shortage()
+    def _prepare_group(self) -> None:
+        """Give the control group the call's limit and share."""
+        if self.group is not None:
+            self.group.set_share(Share.NEW)
+            self.group.set_limit((self.limits.memory_mb + self.limits.disk_mb + 32) * MEGABYTE)
+            self.shortage_before = self.group.shortage()
 
-    def _killed_for_memory(self, before: tuple[int, int]) -> Outcome | None:
+    def _killed_for_memory(self) -> Outcome | None:
         """The outcome of a call that the kernel killed for lack of memory: QUEUE_TIMEOUT when others had used it up."""
-        kills, reached = before if self.group is None else self.group.shortage()
-        if kills == before[0]:
+        if self.group is None:
             return None
-        return Outcome.MEMORY if reached > before[1] else Outcome.QUEUE_TIMEOUT
+        kills, reached = (now - before for now, before in zip(self.group.shortage(), self.shortage_before))
+        return None if not kills else Outcome.MEMORY if reached else Outcome.QUEUE_TIMEOUT
 
-    def _make_directory(self) -> str:
+    def _make_directory(self) -> None:
         if "private_tmpfs" in self.layers.active:
-            return isolation.CALL_DIRECTORY
+            return
         import tempfile  # here: with full isolation no call needs what it imports
 
-        directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
+        self.directory = tempfile.mkdtemp(prefix="call-", dir=self.scratch)
         if self.layers.uid_base is not None:
-            os.chown(directory, self.layers.uid_base + self.slot, -1)
-        return directory
+            os.chown(self.directory, self.layers.uid_base + self.slot, -1)
 
-    def _remove_directory(self, directory: str) -> None:
-        if directory != isolation.CALL_DIRECTORY:
+    def _remove_directory(self) -> None:
+        if self.directory != isolation.CALL_DIRECTORY:
             import shutil  # here, as tempfile above
 
-            shutil.rmtree(directory, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _start(
-        self, job: dict[str, Any], limits: CallLimits, directory: str, start: Callable[[Program, Descriptors], Any]
-    ) -> tuple[Output, Output]:
-        """Begin the job's program by `start`, with new pipes. Returns the outputs, stdout and stderr."""
+    def _start(self, job: dict[str, Any], cpu_seconds: int, start: Callable[[Program, tuple[int, ...]], Any]) -> None:
+        """Begin the job's program by `start`, with a new standard input and new pipes.
+
+        The kernel ends it after `cpu_seconds` (-1: never), should the watch on its wall time fail.
+        """
+        limits = self.limits
         has_input = bool(job.get("input"))
         if has_input:
             stdin = linux.memory_file(job["input"].encode("utf-8", "surrogatepass"))
@@ -117,44 +127,24 @@ class Runner:
             stdin = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         out_reader, out_writer = os.pipe()
         err_reader, err_writer = os.pipe()
-        program = Program(
-            job["type"],
-            job["solution"],
-            job.get("files"),
-            has_input,
-            isolation.SandboxLimits.of(limits, directory),
-            self._cpu_seconds(limits),
-            limits.memory_mb * MEGABYTE,
-        )
+        descriptors = (stdin, out_writer, err_writer)
+        sandbox_limits = isolation.SandboxLimits.of(limits, self.directory)
+        memory_bytes = limits.memory_mb * MEGABYTE
+        program = Program(job["type"], job["solution"], job.get("files"), has_input, sandbox_limits, cpu_seconds, memory_bytes)
         try:
-            start(program, Descriptors(stdin, out_writer, err_writer))
+            start(program, descriptors)
         finally:
-            for fd in (out_writer, err_writer, stdin):
+            for fd in descriptors:
                 os.close(fd)
         kept = limits.output_limit_mb * MEGABYTE
-        return Output(out_reader, kept), Output(err_reader, kept)
+        self.out, self.err = Output(out_reader, kept), Output(err_reader, kept)
 
-    def _cpu_seconds(self, limits: CallLimits) -> int:
-        """CPU time after which the kernel ends the process, should the watch on its wall time fail."""
-        return int(limits.time_limit_s) + 2
-
-    def _watch(
-        self,
-        ends: tuple[int, ...],
-        out: Output,
-        err: Output,
-        limits: CallLimits,
-        supervision: Supervision,
-        resident_at_start: int,
-    ) -> Outcome | None:
-        """Wait until one of the descriptors `ends` becomes readable.
-
-        `resident_at_start` is the memory that each of its processes inherited, in bytes. Returns the reason to end the
-        call, or None when it has ended by itself.
-        """
+    def _watch(self, ends: tuple[int, ...]) -> Outcome | None:
+        """Wait until one of the descriptors `ends` becomes readable (None), or there is a reason to end the call."""
+        supervision = self.supervision
         cancellation = -1 if self.worker is None else self.worker.fileno()
         poller = select.poll()
-        streams = {out.fd: out, err.fd: err}
+        streams = {stream.fd: stream for stream in (self.out, self.err)}
         for fd in (*ends, cancellation):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
@@ -165,8 +155,8 @@ class Runner:
                 return verdict
             if now >= supervision.next_look:
                 supervision.look(now)
-                most = limits.memory_mb * MEGABYTE * 1.5
-                if self.group is None and memory_used(supervision.find_pid(), resident_at_start) > most:
+                most = self.limits.memory_mb * MEGABYTE * 1.5
+                if self.group is None and memory_used(supervision.find_pid(), self.resident_at_start) > most:
                     return Outcome.MEMORY
                 if not reads_streams:
                     reads_streams = True
@@ -188,6 +178,55 @@ class Runner:
         if self.worker is not None:
             with contextlib.suppress(OSError):
                 self.worker.sendall(DEMOTED)
+
+    def _result(
+        self, job: dict[str, Any], verdict: Outcome | None, end: End, cost: float, session: str | None = None
+    ) -> dict[str, Any]:
+        """A SubmissionResult. `verdict` is the reason why the call was ended, `cost` its wall time in seconds."""
+        stdout, stderr = self.out.text(), self.err.text()
+        ended_by = -end.code if end.code < 0 else None
+        if end.failure:
+            verdict = Outcome.INVALID_INPUT if end.failure.startswith("files: ") else Outcome.INTERNAL_ERROR
+            stderr = end.failure
+        elif verdict is Outcome.QUEUE_TIMEOUT:
+            stderr += self.supervision.starved(cost)
+        elif verdict is None and (killed := self._killed_for_memory()):
+            verdict = killed
+            if killed is Outcome.QUEUE_TIMEOUT:
+                stderr += "This node's calls together used up the judge's memory: lower --workers or --memory-mb.\n"
+        elif verdict is None:
+            if end.code == 0:
+                verdict = Outcome.OK
+            elif ended_by == signal.SIGXCPU:
+                verdict = Outcome.TIMEOUT
+            elif ended_by is not None:
+                verdict = Outcome.KILLED
+            elif "MemoryError" in stderr[stderr.rstrip().rfind("\n") + 1 :]:
+                verdict = Outcome.MEMORY
+            else:
+                verdict = Outcome.ERROR
+        if session and verdict is Outcome.QUEUE_TIMEOUT:  # clients would send a cell again that has partly run
+            verdict = Outcome.INTERNAL_ERROR
+        if session == "lost":
+            stderr += "\nThe interpreter has ended: names of earlier calls are gone.\n"
+        expected = job.get("expected_output")
+        shown_out, cut_out = shorten(stdout, self.limits.output_chars)
+        shown_err, cut_err = shorten(stderr, self.limits.output_chars)
+        return make_result(
+            job.get("sub_id"),
+            verdict,
+            cost=cost,
+            stdout=shown_out,
+            stderr=shown_err,
+            exit_code=end.code if ended_by is None else 128 + ended_by,
+            signal=ended_by,
+            truncated=cut_out or cut_err,
+            peak_memory_bytes=end.peak_memory_bytes,
+            queue_seconds=job.get("queue_seconds"),
+            worker=job.get("worker"),
+            session=session,
+            success=verdict is Outcome.OK and (expected is None or stdout.strip() == expected.strip()),
+        )
 
 
 def memory_used(pid: int, resident_at_start: int) -> int:
@@ -212,78 +251,55 @@ class CallRunner(Runner):
         self.library = library
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        limits = CallLimits.from_dict(job["limits"])
-        before = self._prepare_group(limits)
-        directory = self._make_directory()
+        limits = self.limits = CallLimits.from_dict(job["limits"])
+        self._prepare_group()
+        self._make_directory()
         try:
-            return self._run(job, limits, directory, before)
+            started = time.monotonic()
+            parent = self.library if uses_libraries(job) else self.small
+            self._start(job, int(limits.time_limit_s) + 2, parent.start)
+            self.resident_at_start = parent.resident_at_start
+            limit_s = limits.usual_s(job["type"])
+            self.supervision = Supervision(lambda: parent.pid, started, limit_s, self.group, self._tell_demotion)
+            # The call must not outlive this function, whatever is raised.
+            verdict: Outcome | None = Outcome.INTERNAL_ERROR
+            try:
+                verdict = self._watch((parent.fileno(),))
+            finally:
+                if verdict is not None:
+                    parent.end_call()
+                end = parent.take_end()
+            cost = time.monotonic() - started
         finally:
-            self._remove_directory(directory)
-
-    def _run(self, job: dict[str, Any], limits: CallLimits, directory: str, before: tuple[int, int]) -> dict[str, Any]:
-        started = time.monotonic()
-        parent = self.library if uses_libraries(job) else self.small
-        out, err = self._start(job, limits, directory, parent.start)
-        limit_s = limits.usual_s(job["type"])
-        supervision = Supervision(lambda: parent.pid, started, limit_s, self.group, self._tell_demotion)
-        # The call must not outlive this function, whatever is raised.
-        verdict: Outcome | None = Outcome.INTERNAL_ERROR
-        try:
-            verdict = self._watch((parent.fileno(),), out, err, limits, supervision, parent.resident_at_start)
-        finally:
-            if verdict is not None:
-                parent.end_call()
-            end = parent.take_end()
-        cost = time.monotonic() - started
+            self._remove_directory()
         if self.group is not None:
             self.group.set_share(Share.NO_CALL)
-        out.close()
-        err.close()
-        killed = verdict is None and self._killed_for_memory(before)
-        code = os.waitstatus_to_exitcode(end.status)
-        stderr = err.text() + (supervision.starved(cost) if verdict is Outcome.QUEUE_TIMEOUT else "")
-        if killed:
-            verdict, stderr = killed, stderr + SHORTAGES[killed]
-        if end.failure:
-            verdict, stderr = outcome_of_failure(end.failure), end.failure
-        return report(
-            job, limits, code, verdict, cost=cost, stdout=out.text(), stderr=stderr, peak_memory_bytes=end.peak_memory_bytes
-        )
+        self.out.close()
+        self.err.close()
+        return self._result(job, verdict, end, cost)
 
 
-def send_message(sock: socket.socket, body: bytes) -> None:
+def send_message(sock: socket.socket, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
     sock.sendall(LENGTH.pack(len(body)) + body)
-
-
-def receive_message(sock: socket.socket) -> bytes:
-    """The next message. An empty one is a cancellation for the slot, DEMOTED for the worker."""
-    (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
-    return receive_exactly(sock, size)
 
 
 def serve_slot(sock: socket.socket, runner: Runner) -> NoReturn:
     """Run jobs until the worker closes the socket or a call parent dies."""
     try:
         while True:
-            body = receive_message(sock)
-            if not body:  # a cancellation that came after the end of its call
+            (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
+            if size == 0:  # a cancellation that came after the end of its call
                 continue
-            send_message(sock, json.dumps(_run(runner, json.loads(body))).encode())
+            job = json.loads(receive_exactly(sock, size))
+            try:
+                result = runner.run(job)
+            except (EOFError, ConnectionError):  # the call parent has died: the zygote replaces this slot
+                raise
+            except Exception as error:  # a fault of the sandbox, not of the program
+                told = {name: job.get(name) for name in ("sub_id", "queue_seconds", "worker")}
+                result = make_result(outcome=Outcome.INTERNAL_ERROR, stderr=f"{type(error).__name__}: {error}", **told)
+            send_message(sock, result)
     except (EOFError, OSError):
         runner.close()
         os._exit(0)
-
-
-def _run(runner: Runner, job: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return runner.run(job)
-    except EOFError:  # the call parent has died: the zygote replaces this slot
-        raise
-    except Exception as error:  # a fault of the sandbox, not of the program
-        return make_result(
-            job.get("sub_id"),
-            Outcome.INTERNAL_ERROR,
-            stderr=f"{type(error).__name__}: {error}",
-            queue_seconds=job.get("queue_seconds"),
-            worker=job.get("worker"),
-        )

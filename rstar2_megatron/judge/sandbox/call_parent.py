@@ -18,7 +18,7 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
 from rstar2_megatron.judge.sandbox.process_tree import end_group, resident_bytes
-from rstar2_megatron.judge.sandbox.sandbox import WARMUPS, Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.sandbox import WARMUPS, Program, Sandbox
 
 _HELLO = struct.Struct("<q")  # resident bytes at the start
 _PID = struct.Struct("<i")
@@ -33,30 +33,26 @@ _HAS_ENDED = "the call parent has ended"
 class End(NamedTuple):
     """How a call's process ended."""
 
-    status: int  # as os.waitpid
+    code: int  # exit code, negative for a signal
     peak_memory_bytes: int
     failure: str  # why the program did not begin; "" when it did
 
 
 class Connection(NamedTuple):
-    """One end of the connection between a slot and a call parent: a socket for messages, a pipe for process ids.
+    """One end of the connection between a slot and a call parent: the descriptors of a socket and of a pipe.
 
     The slot reads a process id only when it needs one; a message would wake it for each call.
     """
 
-    messages: socket.socket
+    messages: int
     pids: int  # writing end in the call parent, reading end in the slot
-
-    def close(self) -> None:
-        self.messages.close()
-        os.close(self.pids)
 
 
 def make_connection() -> tuple[Connection, Connection]:
     """The slot's end and the call parent's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reader, writer = os.pipe2(os.O_CLOEXEC)
-    return Connection(ours, reader), Connection(theirs, writer)
+    return Connection(ours.detach(), reader), Connection(theirs.detach(), writer)
 
 
 def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> NoReturn:
@@ -67,7 +63,7 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
     linux.adopt_orphans()
     sandbox = Sandbox(layers, slot)
     _warm_up()
-    messages, pids = connection
+    messages, pids = socket.socket(fileno=connection.messages), connection.pids
     messages.send(_HELLO.pack(resident_bytes(os.getpid())))
     buffer = bytearray(_LARGEST_MESSAGE)  # allocated once, not in each call
 
@@ -83,8 +79,10 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
             sandbox.end_orphans()
         end = _END.pack(status, usage.ru_maxrss)
         if status:
-            _drop_unread(messages)
-            end += sandbox.failure.take().encode()
+            # A child that was ended before it read its program must not leave the program to the next child.
+            with contextlib.suppress(BlockingIOError):
+                messages.recv(1, socket.MSG_DONTWAIT)
+            end += sandbox.failure().encode()
         messages.send(end)
         sandbox.make_directory()
     os._exit(0)
@@ -95,7 +93,7 @@ def _warm_up() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = Program("python", "", None, False, SandboxLimits.of(CallLimits(), "/"), 0, 0)
     for _ in range(WARMUPS):
-        _send(ours, program, Descriptors(0, 1, 2))
+        _send(ours, program, (0, 1, 2))
         _, received = _receive(theirs, bytearray(_LARGEST_MESSAGE))
         for fd in received[:3]:
             os.close(fd)
@@ -103,15 +101,14 @@ def _warm_up() -> None:
     theirs.close()
 
 
-def _send(messages: socket.socket, program: Program, descriptors: Descriptors) -> None:
+def _send(messages: socket.socket, program: Program, descriptors: tuple[int, ...]) -> None:
     body = marshal.dumps((*program[:4], tuple(program.limits), *program[5:]))
-    fds = [fd for fd in descriptors if fd >= 0]
     if len(body) <= _LARGEST_MESSAGE:
-        socket.send_fds(messages, [body], fds)
+        socket.send_fds(messages, [body], descriptors)
         return
     file = linux.memory_file(body)
     try:
-        socket.send_fds(messages, [b"\0"], [*fds, file])
+        socket.send_fds(messages, [b"\0"], [*descriptors, file])
     finally:
         os.close(file)
 
@@ -126,17 +123,14 @@ def _receive(messages: socket.socket, buffer: bytearray) -> tuple[tuple[Any, ...
         return marshal.loads(file.read()), fds[:3]
 
 
-def _drop_unread(messages: socket.socket) -> None:
-    """A child that was ended before it read its program must not leave the program to the next child."""
-    with contextlib.suppress(BlockingIOError):
-        messages.recv(1, socket.MSG_DONTWAIT)
-
-
 class CallParent:
-    """The slot's end: starts one call at a time and receives its end. EOFError when the call parent has died."""
+    """The slot's end: starts one call at a time and receives its end.
+
+    All but `fileno` raise EOFError or ConnectionError when the call parent has died.
+    """
 
     def __init__(self, connection: Connection) -> None:
-        self._messages, self._pids = connection
+        self._messages, self._pids = socket.socket(fileno=connection.messages), connection.pids
         self.resident_at_start: int = _HELLO.unpack(self._receive())[0]
         self._pid = 0
 
@@ -144,13 +138,10 @@ class CallParent:
         """Becomes readable when the call has ended."""
         return self._messages.fileno()
 
-    def start(self, program: Program, descriptors: Descriptors) -> None:
+    def start(self, program: Program, descriptors: tuple[int, ...]) -> None:
         """Send the program. Returns before the call's process exists."""
         self._pid = 0
-        try:
-            _send(self._messages, program, descriptors)
-        except ConnectionError:
-            raise EOFError(_HAS_ENDED) from None
+        _send(self._messages, program, descriptors)
 
     @property
     def pid(self) -> int:
@@ -167,7 +158,7 @@ class CallParent:
         told = self._receive()
         _ = self.pid  # read it, or the next call would get this id
         status, peak_kb = _END.unpack_from(told)
-        return End(status, peak_kb * 1024, told[_END.size :].decode())
+        return End(os.waitstatus_to_exitcode(status), peak_kb * 1024, told[_END.size :].decode())
 
     def end_call(self) -> None:
         """Kill the call's process and its process group. A call that has ended is no error.
@@ -181,10 +172,7 @@ class CallParent:
         end_group(pid)
 
     def _receive(self) -> bytes:
-        try:
-            message = self._messages.recv(1 << 13)
-        except ConnectionError:
-            message = b""
+        message = self._messages.recv(1 << 13)
         if not message:
             raise EOFError(_HAS_ENDED)
         return message

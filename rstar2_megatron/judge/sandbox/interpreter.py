@@ -1,8 +1,7 @@
 """A session's live interpreter: one isolated process that runs cell after cell. Runs in a slot process.
 
-Between two cells all processes of the session are stopped (by the freezer of its control group, else by SIGSTOP), so that
-an idle session uses no CPU. A cell that passes its time limit is interrupted as by Ctrl-C, and the session keeps its names.
-An interpreter that cannot be interrupted ends, and the session with it.
+Between two cells all processes of the session are stopped, by the freezer of its control group, else by SIGSTOP: see
+docs/judge.md ("Sessions").
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.call import Runner
-from rstar2_megatron.judge.sandbox.output import SHORTAGES, Output, outcome_of_failure, report
+from rstar2_megatron.judge.sandbox.call_parent import End
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, end_group, family, leave_priority, resident_bytes, usage_of
-from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program, Sandbox
+from rstar2_megatron.judge.sandbox.sandbox import Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
 
 _INTERRUPT_S = 1.0  # how long an interrupted cell may take to come back
@@ -36,9 +35,6 @@ class SessionRunner(Runner):
     pid = 0
     end = -1  # a descriptor that becomes readable when the process ends
     channel: socket.socket
-    out: Output
-    err: Output
-    directory = ""
 
     def __init__(self, *slot: Any) -> None:
         super().__init__(*slot)
@@ -46,83 +42,53 @@ class SessionRunner(Runner):
         self.resident_at_start = resident_bytes(os.getpid())
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        limits = CallLimits.from_dict(job["limits"])
+        self.limits = CallLimits.from_dict(job["limits"])
         started = time.monotonic()
-        state = "kept"
+        session = "kept" if self.pid else "new"
         if not self.pid:
-            state = "new"
-            self._open(job, limits)
-        before = self._prepare_group(limits)
+            self._open(job)
+        self._prepare_group()
         for stream in (self.out, self.err):
             stream.drain()
             stream.clear()  # output after the end of the last cell belongs to no call
-        supervision = Supervision(
-            lambda: self.pid, started, limits.time_limit_s, self.group, self._tell_demotion, usage_of(self.pid).cpu_s
-        )
+        limit_s, cpu_before_s = self.limits.time_limit_s, usage_of(self.pid).cpu_s
+        self.supervision = Supervision(lambda: self.pid, started, limit_s, self.group, self._tell_demotion, cpu_before_s)
         self._continue()
-        code = 0
         verdict = self._send(job)
         if verdict is None:
-            ends = (self.end, self.channel.fileno())
-            verdict = self._watch(ends, self.out, self.err, limits, supervision, self.resident_at_start)
-        supervision.promote()
-        done = self._collect(0.0 if verdict is None else self._interrupt())
+            verdict = self._watch((self.end, self.channel.fileno()))
+        self.supervision.promote()
+        if verdict is not None:
+            self._interrupt()
+        code = self._collect()
         self._stop()
         cost = time.monotonic() - started
         for stream in (self.out, self.err):
             stream.drain()
-        stderr = self.err.text()
-        if verdict is Outcome.QUEUE_TIMEOUT:  # clients would send a cell again that has partly run
-            verdict, stderr = Outcome.INTERNAL_ERROR, stderr + supervision.starved(cost)
-        peak_memory_bytes = _peak_memory_bytes(self.pid)
-        killed = self._killed_for_memory(before)
-        if done is None or killed:
-            state = "lost"
-            code = self._finish()
-            if verdict is None and killed:
-                verdict = Outcome.MEMORY if killed is Outcome.MEMORY else Outcome.INTERNAL_ERROR
-                stderr += SHORTAGES[killed]
-            elif failure := self.sandbox.failure.take():
-                verdict, stderr = outcome_of_failure(failure), failure
-            elif verdict is None and code == 0:  # os._exit(0), or bytes on the channel that the program wrote
-                code = 1
-            stderr += "\nThe interpreter has ended: names of earlier calls are gone.\n"
-        else:
-            code = done
-        return report(
-            job,
-            limits,
-            code,
-            verdict,
-            cost=cost,
-            stdout=self.out.text(),
-            stderr=stderr,
-            peak_memory_bytes=peak_memory_bytes,
-            session=state,
-        )
+        peak_memory_bytes, failure = _peak_memory_bytes(self.pid), ""
+        if code is None or self._killed_for_memory():
+            session = "lost"
+            code = self._finish() or 1  # 0: after os._exit(0), or bytes on the channel that the program wrote
+            failure = self.sandbox.failure()
+        return self._result(job, verdict, End(code, peak_memory_bytes, failure), cost, session)
 
-    def _open(self, job: dict[str, Any], limits: CallLimits) -> None:
-        self.directory = self._make_directory()
+    def _open(self, job: dict[str, Any]) -> None:
+        self._make_directory()
         self.channel, theirs = socket.socketpair()
 
-        def start(program: Program, descriptors: Descriptors) -> None:
-            descriptors = descriptors._replace(channel=theirs.fileno())
-
+        def start(program: Program, descriptors: tuple[int, ...]) -> None:
             def begin() -> NoReturn:
                 if self.group is not None:
                     self.group.join()
                 leave_priority()
-                self.sandbox.become(program, descriptors)
+                self.sandbox.become(program, (*descriptors, theirs.fileno()))
 
             self.pid = self.sandbox.fork(begin)
 
-        self.out, self.err = self._start(job, limits, self.directory, start)
+        self._start(job, -1, start)  # no limit of CPU time: it serves many calls
         theirs.close()
         self.end = os.pidfd_open(self.pid)
         self.channel.settimeout(_SEND_S)
-
-    def _cpu_seconds(self, limits: CallLimits) -> int:
-        return -1  # it serves many calls
 
     def _send(self, job: dict[str, Any]) -> Outcome | None:
         """Send the cell. Returns KILLED when the interpreter does not read it."""
@@ -139,26 +105,24 @@ class SessionRunner(Runner):
             os.close(stdin)
         return None
 
-    def _interrupt(self) -> float:
-        """Interrupt the cell as Ctrl-C does. Returns the seconds to wait for its end."""
+    def _interrupt(self) -> None:
+        """Interrupt the cell as Ctrl-C does, and wait for its end."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGINT)
-        return _INTERRUPT_S
+        deadline = time.monotonic() + _INTERRUPT_S
+        poller = select.poll()
+        for fd in (self.channel.fileno(), self.out.fd, self.err.fd):
+            poller.register(fd, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            ready = [fd for fd, _ in poller.poll(left * 1000 + 1)]
+            if self.channel.fileno() in ready:
+                return
+            for stream in (self.out, self.err):  # a full pipe would block the cell
+                if stream.fd in ready and not stream.read():
+                    poller.unregister(stream.fd)
 
-    def _collect(self, wait_s: float) -> int | None:
+    def _collect(self) -> int | None:
         """The exit code that the interpreter sent, or None when it sent none and must be ended."""
-        if wait_s:
-            deadline = time.monotonic() + wait_s
-            poller = select.poll()
-            for fd in (self.channel.fileno(), self.out.fd, self.err.fd):
-                poller.register(fd, select.POLLIN)
-            while (left := deadline - time.monotonic()) > 0:
-                ready = [fd for fd, _ in poller.poll(left * 1000 + 1)]
-                if self.channel.fileno() in ready:
-                    break
-                for stream in (self.out, self.err):  # a full pipe would block the cell
-                    if stream.fd in ready and not stream.read():
-                        poller.unregister(stream.fd)
         self.channel.setblocking(False)
         try:
             told = self.channel.recv(CELL_DONE.size + 1)
@@ -210,7 +174,7 @@ class SessionRunner(Runner):
         for fd in (self.out.fd, self.err.fd, self.end):
             os.close(fd)
         self.channel.close()
-        self._remove_directory(self.directory)
+        self._remove_directory()
         self.pid = 0
         return os.waitstatus_to_exitcode(status) if ended_itself else -signal.SIGKILL
 

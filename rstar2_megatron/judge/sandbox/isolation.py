@@ -40,18 +40,9 @@ ENVIRONMENT = {
     "MPLBACKEND": "Agg",
 }
 # The level `full` needs all of these; landlock is extra, because the file system is already read-only.
-REQUIRED_LAYERS = (
-    "own_uid",
-    "pid_namespace",
-    "network_namespace",
-    "ipc_namespace",
-    "private_root",
-    "private_tmpfs",
-    "memory_cgroup",
-    "process_limit",
-    "seccomp",
-    "clean_environment",
-)
+_NAMESPACES = ("pid_namespace", "network_namespace", "ipc_namespace")
+_ROOT = ("private_root", "private_tmpfs")
+_REQUIRED = {"own_uid", *_NAMESPACES, *_ROOT, "memory_cgroup", "process_limit", "seccomp", "clean_environment"}
 _SYSTEM_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _SYSTEM_FILES = ("etc/ld.so.cache", "etc/localtime", "etc/alternatives", "etc/mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -64,7 +55,7 @@ class IsolationLayers:
     """The active layers. `missing` maps each other layer to the reason."""
 
     def __init__(self) -> None:
-        self.active: list[str] = []
+        self.active: set[str] = set()
         self.missing: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.uid_base: int | None = None  # slot i runs as uid_base + i
@@ -73,87 +64,75 @@ class IsolationLayers:
         self.landlock = 0
         self.covered: dict[str, str] = {}  # interpreter's directory -> its second mount
 
-    def activate(self, layer: str) -> None:
-        self.missing.pop(layer, None)
-        if layer not in self.active:
-            self.active.append(layer)
-
-    def record_missing(self, layer: str, why: object) -> None:
-        if layer in self.active:
-            self.active.remove(layer)
-        self.missing[layer] = str(why)
+    def record(self, layer: str, why_missing: object = None) -> None:
+        """A layer is active, or missing for a reason."""
+        if why_missing is None:
+            self.active.add(layer)
+        else:
+            self.active.discard(layer)
+            self.missing[layer] = str(why_missing)
 
     @property
     def level(self) -> str:
-        if all(layer in self.active for layer in REQUIRED_LAYERS):
+        if self.active.issuperset(_REQUIRED):
             return "full"
-        return "partial" if all(set(wall) & set(self.active) for wall in _WALLS) else "minimal"
+        return "minimal" if any(self.active.isdisjoint(wall) for wall in _WALLS) else "partial"
 
     def report(self) -> dict[str, Any]:
-        return {
-            "level": self.level,
-            "active": sorted(self.active),
-            "missing": dict(sorted(self.missing.items())),
-            "notes": dict(sorted(self.notes.items())),
-        }
+        return {"level": self.level, "active": sorted(self.active), "missing": self.missing, "notes": self.notes}
 
 
 def enter_namespaces(layers: IsolationLayers) -> None:
     """In the launcher: new namespaces for the zygote that is forked next, and for its descendants."""
     wanted = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
-    namespaces = ("pid_namespace", "network_namespace", "ipc_namespace")
     uid, gid = os.geteuid(), os.getegid()
+    why_missing = None
     try:
         if uid != 0:
             raise PermissionError(1, "not root")
-        linux.unshare(wanted)
+        linux.do([linux.unshare_step(wanted)])
     except OSError as as_root:
         try:
-            linux.unshare(linux.CLONE_NEWUSER | wanted)
+            linux.do([linux.unshare_step(linux.CLONE_NEWUSER | wanted)])
             with contextlib.suppress(FileNotFoundError):
                 Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
             Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
             layers.in_user_namespace = True
         except OSError as error:
-            for layer in namespaces:
-                layers.record_missing(layer, f"{as_root}; {error}")
-            return
-    for layer in namespaces:
-        layers.activate(layer)
+            why_missing = f"{as_root}; {error}"
+    for layer in _NAMESPACES:
+        layers.record(layer, why_missing)
 
 
-def choose_uids(layers: IsolationLayers, slots: int, owner: int) -> None:
-    """One uid for each slot, in a range derived from the launcher's process id, so that two services differ."""
+def choose_uids(layers: IsolationLayers, slots: int) -> None:
+    """In the launcher: one uid for each slot, in a range derived from its process id, so that two services differ."""
     if os.geteuid() != 0:
-        layers.record_missing("own_uid", f"not root: calls run as uid {os.geteuid()} in a user namespace")
+        layers.record("own_uid", f"not root: calls run as uid {os.geteuid()}")
         layers.notes["process_limit"] = "one uid for all slots: the limit is shared between them"
         return
     if layers.in_user_namespace:
-        layers.record_missing("own_uid", "root without the right to make namespaces: only one uid is mapped")
+        layers.record("own_uid", "root without the right to make namespaces: only one uid is mapped")
         return
     mapped = max(int(line.split()[0]) + int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
-    if mapped > 2_100_000_000:
-        layers.uid_base = 1_000_000_000 + (owner % 1_000_000) * 1000
-    else:
-        layers.uid_base = 20_000 + (owner * 64) % 30_000
-    if layers.uid_base + slots > mapped:
-        layers.record_missing("own_uid", f"uids up to {mapped} only")
-        layers.uid_base = None
+    base = 1_000_000_000 + (os.getpid() % 1_000_000) * 1000 if mapped > 2_100_000_000 else 20_000 + (os.getpid() * 64) % 30_000
+    if base + slots > mapped:
+        layers.record("own_uid", f"uids up to {mapped} only: calls run as uid 0")
         return
-    layers.activate("own_uid")
+    layers.uid_base = base
+    layers.record("own_uid")
 
 
 def build_private_root(layers: IsolationLayers) -> None:
     """In the zygote: a read-only root file system that holds only system libraries and the interpreter."""
     try:
-        linux.unshare(linux.CLONE_NEWNS)
+        linux.do([linux.unshare_step(linux.CLONE_NEWNS)])
         linux.mount("none", "/", None, linux.MS_PRIVATE | linux.MS_REC)
         layers.covered = _pivot_into_view()
-        layers.activate("private_root")
+        layers.record("private_root")
     except OSError as error:
-        layers.record_missing("private_root", error)
-        layers.record_missing("private_tmpfs", error)
+        for layer in _ROOT:
+            layers.record(layer, error)
 
 
 def _interpreter_directories() -> list[Path]:
@@ -185,7 +164,6 @@ def _pivot_into_view() -> dict[str, str]:
         if source.is_symlink():
             (new / name).symlink_to(os.readlink(source))
         elif source.is_dir():
-            (new / name).mkdir()
             linux.bind_read_only(str(source), str(new / name))
     covered: dict[str, str] = {}
     for path, source in interpreter.items():
@@ -194,19 +172,12 @@ def _pivot_into_view() -> dict[str, str]:
             places.append(Path(_UNCOVERED) / str(len(covered)))
             covered[str(path)] = str(places[-1])
         for place in places:
-            target = new / place.relative_to("/")
-            target.mkdir(parents=True, exist_ok=True)
-            linux.bind_read_only(str(old / source.relative_to("/")), str(target))
+            linux.bind_read_only(f"/old{source}", f"/new{place}")
     for name in ("etc", "dev", "proc", "tmp"):
         (new / name).mkdir(exist_ok=True)
     for name in _SYSTEM_FILES:
-        source, target = old / name, new / name
-        if source.is_dir():
-            target.mkdir()
-            linux.bind_read_only(str(source), str(target))
-        elif source.is_file():
-            target.touch()
-            linux.bind_read_only(str(source.resolve()), str(target))
+        if (old / name).exists():
+            linux.bind_read_only(str((old / name).resolve()), str(new / name))
     (new / "etc/passwd").write_text("root:x:0:0::/:/bin/false\n")
     for name in _DEVICES:
         (new / "dev" / name).touch()
@@ -228,18 +199,16 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
     """In the zygote: find out which per-call layers work, by trying them in a child process."""
     try:
         layers.landlock = linux.landlock_version()
-        layers.activate("landlock")
-        if layers.landlock >= linux.LANDLOCK_SCOPE_VERSION:
-            layers.activate("landlock_scope")
-        else:
-            layers.record_missing("landlock_scope", f"landlock version {layers.landlock}: Linux 6.12 has it")
+        layers.record("landlock")
+        has_scope = layers.landlock >= linux.LANDLOCK_SCOPE_VERSION
+        layers.record("landlock_scope", None if has_scope else f"landlock version {layers.landlock}: Linux 6.12 has it")
     except OSError as error:
-        layers.record_missing("landlock", error)
-    layers.activate("clean_environment")
-    layers.activate("process_limit")
+        layers.record("landlock", error)
+    layers.record("clean_environment")
+    layers.record("process_limit")
     if "private_root" in layers.active:
         limits = SandboxLimits.of(CallLimits(), CALL_DIRECTORY)
-        layers.activate("private_tmpfs")  # until it fails: without it there are no steps to try
+        layers.record("private_tmpfs")  # until it fails: without it there are no steps to try
         _try_in_child(layers, "private_tmpfs", lambda: linux.do(directory_steps(layers, 0, limits)))
     told = _try_in_child(layers, "seccomp", _compile_and_try_filters)
     if told:
@@ -272,13 +241,13 @@ def _try_in_child(layers: IsolationLayers, layer: str, attempt: Callable[[], byt
         os.write(writer, told)
         os._exit(0)
     os.close(writer)
-    told = os.read(reader, 1 << 16)
-    os.close(reader)
+    with open(reader, "rb") as file:
+        told = file.read()
     os.waitpid(child, 0)
     if told[:1] == b"\0":
-        layers.activate(layer)
+        layers.record(layer)
         return told[1:]
-    layers.record_missing(layer, told.decode(errors="replace") or "the trial process died")
+    layers.record(layer, told.decode(errors="replace") or "the trial process died")
     return b""
 
 
@@ -325,7 +294,7 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
     """
     uid = None if layers.uid_base is None else layers.uid_base + slot
     steps: list[Step] = []
-    if {"private_tmpfs", "pid_namespace"} <= set(layers.active):
+    if {"private_tmpfs", "pid_namespace"} <= layers.active:
         flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
         steps.append(linux.mount_step("proc", "/proc", "proc", flags))
     steps.append(("chdir", None, os.chdir, (limits.directory,)))

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-system_call = _libc.syscall
+prctl, system_call = _libc.prctl, _libc.syscall
 _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
 
 CLONE_NEWNS = 0x00020000
@@ -45,64 +44,43 @@ _SYS_MOUNT_SETATTR = 442
 _SYS_LANDLOCK_CREATE = 444
 _SYS_LANDLOCK_ADD = 445
 _SYS_LANDLOCK_RESTRICT = 446
-_SYS_BY_MACHINE = {
-    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317, "sched_setattr": 314},
-    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277, "sched_setattr": 274},
-}
 MACHINE = os.uname().machine
+_SYS_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(MACHINE, -1)  # -1: the kernel answers that it has no such call
 
 # One system call of a call's process: its name for errors, its expected result, the function, its arguments.
 Step = tuple[str, object, Callable[..., object], tuple[Any, ...]]
 
 
+def _failed(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
 def _check(result: int, what: str) -> int:
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise _failed(what)
     return result
-
-
-def number(name: str) -> int:
-    try:
-        return _SYS_BY_MACHINE[MACHINE][name]
-    except KeyError:
-        raise OSError(38, f"{name}: not known for machine type {MACHINE}") from None
 
 
 def do(steps: Iterable[Step]) -> None:
     """Run prepared steps one after another. OSError when one does not return its expected result."""
     for what, result, call, arguments in steps:
         if call(*arguments) != result:
-            number = ctypes.get_errno()
-            raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-def nothing_step() -> Step:
-    """A step that always succeeds and changes nothing."""
-    return "nothing", -1, _libc.close, (-1,)
+            raise _failed(what)
 
 
 def unshare_step(flags: int) -> Step:
     return f"unshare({flags:#x})", 0, _libc.unshare, (flags,)
 
 
-def unshare(flags: int) -> None:
-    do([unshare_step(flags)])
-
-
-def setns_step(fd: int, kind: int) -> Step:
-    return "setns", 0, _libc.setns, (fd, kind)
+def return_step(name: str, kind: int) -> Step:
+    """Return to the namespace `name` of /proc/self/ns that this process has now."""
+    return "setns", 0, _libc.setns, (os.open(f"/proc/self/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind)
 
 
 def mount_step(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> Step:
-    arguments = (
-        source.encode(),
-        target.encode(),
-        None if fstype is None else fstype.encode(),
-        ctypes.c_ulong(flags),
-        data.encode() or None,
-    )
-    return f"mount {fstype or source} on {target}", 0, _libc.mount, arguments
+    what, kind = f"mount {fstype or source} on {target}", fstype and fstype.encode()
+    return what, 0, _libc.mount, (source.encode(), target.encode(), kind, ctypes.c_ulong(flags), data.encode() or None)
 
 
 def mount(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> None:
@@ -114,19 +92,20 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    _check(_libc.syscall(number("pivot_root"), new.encode(), old.encode()), "pivot_root")
+    _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root")
 
 
 def bind_read_only(source: str, target: str) -> None:
-    """Bind `source` with everything mounted below it on `target`, read-only and without set-uid."""
+    """Bind `source` with everything mounted below it on `target`, which is made, read-only and without set-uid."""
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL))
     mount(source, target, None, MS_BIND | MS_REC)
     attributes = 0x1 | 0x2 | 0x4  # RDONLY, NOSUID, NODEV
-    request = struct.pack("<QQQQ", attributes, 0, 0, 0)
-    at_fdcwd, at_recursive = -100, 0x8000
-    _check(
-        _libc.syscall(_SYS_MOUNT_SETATTR, at_fdcwd, target.encode(), at_recursive, request, len(request)),
-        f"mount_setattr {target}",
-    )
+    at_fdcwd, at_recursive, request = -100, 0x8000, struct.pack("<QQQQ", attributes, 0, 0, 0)
+    arguments = (at_fdcwd, target.encode(), at_recursive, request, len(request))
+    _check(system_call(_SYS_MOUNT_SETATTR, *arguments), f"mount_setattr {target}")
 
 
 def fork() -> int:
@@ -150,49 +129,22 @@ def memory_file(content: bytes) -> int:
     return fd
 
 
-class SharedNote:
-    """A page that a process shares with its children until they unmap it: what it holds was written before."""
-
-    _SIZE = 4096
-
-    def __init__(self) -> None:
-        read_write, shared_anonymous = 3, 0x21
-        size = ctypes.c_size_t(self._SIZE)
-        address = _libc.mmap(None, size, read_write, shared_anonymous, -1, ctypes.c_long(0))
-        if address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), "mmap of a shared page")
-        self._address = ctypes.c_void_p(address)
-
-    def write(self, text: str) -> None:
-        data = text.encode("utf-8", "backslashreplace")[: self._SIZE - 4]
-        ctypes.memmove(self._address, data + b"\0", len(data) + 1)
-
-    def take(self) -> str:
-        """The text, which is then cleared. Empty when none was written."""
-        text = ctypes.string_at(self._address).decode("utf-8", "replace")
-        ctypes.memset(self._address, 0, self._SIZE if text else 0)
-        return text
-
-    def unmap(self) -> None:
-        _libc.munmap(self._address, self._SIZE)
-
-
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process, so that it can kill and reap them."""
-    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
+    _check(prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
 
 
 def no_new_privileges() -> None:
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
+    _check(prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
 
 
 def drop_capabilities() -> None:
     """Empty all capability sets and the bounding set (needed where the uid did not change)."""
     for capability in range(41):
-        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+        if prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
     header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    _check(_libc.syscall(number("capset"), header, bytes(24)), "capset")
+    _check(_libc.capset(header, bytes(24)), "capset")
 
 
 USUAL_SLICE = 0.0  # the kernel's own choice
@@ -205,7 +157,7 @@ def set_slice(slice_s: float, niceness: int) -> None:
     Linux 6.12 only the niceness is set.
     """
     attributes = struct.pack("<IIQiIQQQ", 48, os.SCHED_OTHER, 0, niceness, 0, int(slice_s * 1e9), 0, 0)
-    _check(_libc.syscall(number("sched_setattr"), 0, attributes, 0), "sched_setattr")
+    _check(system_call(_SYS_SCHED_SETATTR, 0, attributes, 0), "sched_setattr")
 
 
 def raise_open_files() -> None:
@@ -215,17 +167,15 @@ def raise_open_files() -> None:
 
 
 def close_from_step(first: int) -> Step:
-    """Close every descriptor from `first` up."""
-    return "close_range", 0, _libc.syscall, (_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0)
+    return "close_range", 0, system_call, (_SYS_CLOSE_RANGE, first, 0xFFFFFFFF, 0)
 
 
 def close_all_but(kept: set[int]) -> None:
     """Close every descriptor above standard error that is not in `kept`."""
     first = 3
-    for fd in sorted(fd for fd in kept if fd >= 3):
-        if fd > first:
-            os.closerange(first, fd)
-        first = fd + 1
+    for fd in sorted(kept):
+        os.closerange(first, fd)
+        first = max(first, fd + 1)
     do([close_from_step(first)])
 
 
@@ -237,8 +187,8 @@ def collapse_heap() -> None:
     huge, madv_collapse = 2 << 20, 25
     with open("/proc/self/maps") as maps:
         regions = [line.split() for line in maps]
-    for extent, access, *_, name in (region if len(region) > 5 else [*region, ""] for region in regions):
-        if "w" not in access or name not in ("", "[heap]"):
+    for extent, access, _, _, _, *name in regions:
+        if "w" not in access or name not in ([], ["[heap]"]):
             continue
         start, end = (int(part, 16) for part in extent.split("-"))
         # one huge page at a time: a page without memory fails and stays as it is
@@ -255,7 +205,7 @@ LANDLOCK_SCOPE_VERSION = 6
 
 def landlock_version() -> int:
     """The kernel's landlock version. OSError without landlock."""
-    return _check(_libc.syscall(_SYS_LANDLOCK_CREATE, None, 0, 1), "landlock")
+    return _check(system_call(_SYS_LANDLOCK_CREATE, None, 0, 1), "landlock")
 
 
 def landlock_steps(directory: str, readable: Sequence[str] | None, version: int, free_fd: int) -> list[Step]:
@@ -275,18 +225,16 @@ def landlock_steps(directory: str, readable: Sequence[str] | None, version: int,
     size = 24 if version >= LANDLOCK_SCOPE_VERSION else 16 if version >= 4 else 8
     attributes = struct.pack("<QQQ", handled, 3, 3)[:size]  # files; TCP; abstract sockets and signals
     ruleset, opened = free_fd, free_fd + 1
-    call, flags = _libc.syscall, os.O_PATH | os.O_CLOEXEC
-    steps: list[Step] = [("landlock_create_ruleset", ruleset, call, (_SYS_LANDLOCK_CREATE, attributes, size, 0))]
+    flags = os.O_PATH | os.O_CLOEXEC
+    steps: list[Step] = [("landlock_create_ruleset", ruleset, system_call, (_SYS_LANDLOCK_CREATE, attributes, size, 0))]
     rules = [(path, reading if os.path.isdir(path) else _EXECUTE | _READ_FILE) for path in readable or ()]
     for path, rights in (*rules, (directory, handled), ("/dev/null", _WRITE_FILE | _READ_FILE)):
         rule = struct.pack("<Qi", rights & handled, opened)
         steps += [
             (f"open {path}", opened, _libc.open, (path.encode(), flags)),
-            (f"landlock_add_rule {path}", 0, call, (_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0)),
+            (f"landlock_add_rule {path}", 0, system_call, (_SYS_LANDLOCK_ADD, ruleset, 1, rule, 0)),
             (f"close {path}", 0, _libc.close, (opened,)),
         ]
-    return [
-        *steps,
-        ("landlock_restrict_self", 0, call, (_SYS_LANDLOCK_RESTRICT, ruleset, 0)),
-        ("close the ruleset", 0, _libc.close, (ruleset,)),
-    ]
+    steps.append(("landlock_restrict_self", 0, system_call, (_SYS_LANDLOCK_RESTRICT, ruleset, 0)))
+    steps.append(("close the ruleset", 0, _libc.close, (ruleset,)))
+    return steps

@@ -1,10 +1,7 @@
 """A call's processes as /proc shows them, its demotion, and the end of its time.
 
-A call that has used its slice of CPU is demoted: on a busy machine a call that begins later has the larger share of a core.
-
-A call ends at its time limit only when it has used the limit itself: by its CPU time, of which it may need half and some time
-to end, or by that and the time in which all its processes slept. Waits for a core count for nothing. With one core for eight
-calls each has its CPU time by five times the limit.
+docs/judge.md ("One call") tells when a call is demoted, and when it ends at its time limit. Waits for a core count for nothing:
+with one core for eight calls each has its CPU time by five times the limit.
 
 Sleep is estimated: looks come at random times, and each tells of the time since the last. The kernel's account of waits
 (`schedstat`) would blame a call for waits of children that end between two looks, and for time that the machine's host takes.

@@ -19,8 +19,8 @@ from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.judge.sandbox.process_tree import children
 
 WARMUPS = 12  # Python 3.11 specialises what has run 8 times
-_SET_BY_CALL = (resource.RLIMIT_CPU, resource.RLIMIT_AS)
 _CHANNEL = 3  # a live interpreter's descriptor of the socket that delivers its cells
+_MOST_TOLD = 4096  # bytes of a failure; every pipe holds as many
 
 
 class Program(NamedTuple):
@@ -33,21 +33,6 @@ class Program(NamedTuple):
     limits: SandboxLimits
     cpu_seconds: int  # -1: no limit
     memory_bytes: int  # of address space, beyond that at its start
-
-
-class Descriptors(NamedTuple):
-    """The descriptors that become 0, 1, 2 of a call's process, and 3 of a live interpreter."""
-
-    stdin: int
-    stdout: int
-    stderr: int
-    channel: int = -1
-
-
-def own_address_space() -> int:
-    """Bytes of address space of this process; a call starts with the same."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def oom_score_steps() -> tuple[list[Step], list[Step]]:
@@ -72,29 +57,28 @@ class Sandbox:
         self.layers = layers
         self.slot = slot
         self.live = live
-        self.free_fd = _CHANNEL + 1 if live else _CHANNEL
+        # A child tells by this pipe why it did not begin its program. It closes its own end, `failure_fd`, before the program.
+        self.failures, self.failure_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.failure_fd = _CHANNEL + live
         self.usual_limits = SandboxLimits.of(CallLimits(), isolation.CALL_DIRECTORY)
         # a live interpreter, which is forked only once, makes its own
         self.new_directory = [] if live else isolation.directory_steps(layers, slot, self.usual_limits)
         if self.new_directory:
-            own = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-            self.new_directory.insert(0, linux.setns_step(own, linux.CLONE_NEWNS))
+            self.new_directory.insert(0, linux.return_step("mnt", linux.CLONE_NEWNS))
         self.steps = self._steps(self.usual_limits)
-        self.address_space = own_address_space()
-        self.streams = snippet.Streams()
+        with open("/proc/self/statm") as file:  # a call starts with the same
+            self.address_space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         self.before_fork, self.after_fork = oom_score_steps()
         self.namespaced = "pid_namespace" in layers.active
         if self.namespaced:
-            own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             self.before_fork.append(linux.unshare_step(linux.CLONE_NEWPID))
-            self.after_fork.append(linux.setns_step(own, linux.CLONE_NEWPID))
+            self.after_fork.append(linux.return_step("pid", linux.CLONE_NEWPID))
         # Everything that is the same for all calls is done here, once.
-        self.counter = self.streams.use()
+        self.counter = snippet.make_streams()
         sys.argv[:] = [snippet.FILE_NAME]
         if not live:  # a live interpreter is forked only once
             self._warm_up()
         self.namespace = snippet.new_main_module()
-        self.failure = linux.SharedNote()  # why a child did not begin its program, which cannot write it
 
     def make_directory(self) -> None:
         """Make the next call's mount namespace with its working directory, and drop the last call's.
@@ -106,13 +90,14 @@ class Sandbox:
 
     def _steps(self, limits: SandboxLimits) -> list[Step]:
         is_made = not self.live and limits.disk_mb == self.usual_limits.disk_mb
+        free_fd = self.failure_fd + 1
         return [
-            linux.close_from_step(self.free_fd),
+            linux.close_from_step(free_fd),
             *([] if is_made else isolation.directory_steps(self.layers, self.slot, limits)),
             # A process group and not a session: where the kernel weighs sessions (autogroup), niceness has no effect
             # between calls in different sessions.
             ("setpgid", None, os.setpgid, (0, 0)),
-            *isolation.isolation_steps(self.layers, self.slot, limits, self.free_fd),
+            *isolation.isolation_steps(self.layers, self.slot, limits, free_fd),
         ]
 
     def fork(self, begin: Callable[[], Any]) -> int:
@@ -130,13 +115,17 @@ class Sandbox:
         return pid
 
     def become(self, program: tuple[Any, ...], descriptors: tuple[int, ...]) -> NoReturn:
-        """In the child: enter the isolation and run the program (a Program or its plain tuple). Ends this process."""
+        """In the child: enter the isolation and run the program (a Program or its plain tuple). Ends this process.
+
+        `descriptors` become 0, 1, 2, and a live interpreter's `_CHANNEL`.
+        """
         try:
-            self._enter(program, descriptors)
-            self.failure.unmap()
+            self._enter(program, (*descriptors, self.failure_writer))
+            os.close(self.failure_fd)
         except BaseException as error:
             with contextlib.suppress(BaseException):
-                self.failure.write(str(error) if isinstance(error, ValueError) else repr(error))
+                told = str(error) if isinstance(error, ValueError) else repr(error)
+                os.write(self.failure_fd, told.encode("utf-8", "backslashreplace")[:_MOST_TOLD])
             os._exit(1)
         code = 1
         try:
@@ -144,10 +133,17 @@ class Sandbox:
         finally:
             os._exit(code)
 
+    def failure(self) -> str:
+        """Why the last child, which has ended, did not begin its program; "" when it did."""
+        try:
+            return os.read(self.failures, _MOST_TOLD).decode("utf-8", "replace")
+        except BlockingIOError:
+            return ""
+
     def _enter(self, program: tuple[Any, ...], descriptors: tuple[int, ...]) -> None:
+        # No target is a later source: the pipe's writer is above 3, because its reader was opened first.
         for target, source in enumerate(descriptors):
-            if source >= 0:
-                os.dup2(source, target)
+            os.dup2(source, target)
         _, _, files, _, limits, cpu_s, memory_bytes = program
         memory = self.address_space + memory_bytes
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
@@ -176,28 +172,24 @@ class Sandbox:
         Calls then inherit the interpreter's specialised code and caches, and do not write (and so copy) those pages
         themselves. Done in each call parent, because pages shared by all of them cost more to copy.
         """
-        rlimits = [(kind, resource.getrlimit(kind)) for kind in _SET_BY_CALL]
-        cpu_s, memory = (most for _, (_, most) in rlimits)
-        prepared = self.usual_limits, self.steps
-        self.usual_limits = self.usual_limits._replace(directory=sys.path[0])
-        self.steps = [linux.nothing_step()] * 10
+        rlimits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS)}
+        (_, cpu_s), (_, memory) = rlimits.values()
+        prepared = self.steps
+        self.steps = [("no system call", -1, linux.system_call, (-1,))] * 10
         limits = tuple(self.usual_limits)
         with snippet.descriptors_of_a_call():
             for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * WARMUPS:
                 program = ("python", source, None, False, limits, cpu_s, memory - self.address_space)
                 self._enter(program, (0, 1, 2))
                 self._run(program, {"__name__": "__main__"})
-        for kind, limit in rlimits:
+        for kind, limit in rlimits.items():
             resource.setrlimit(kind, limit)
-        self.usual_limits, self.steps = prepared
+        self.steps = prepared
 
     def end_orphans(self) -> None:
         """Without a PID namespace: kill a call's orphans, which have become children of this process."""
         deadline = time.monotonic() + 5.0
-        while time.monotonic() < deadline:
-            orphans = children(os.getpid())
-            if not orphans:
-                return
+        while (orphans := children(os.getpid())) and time.monotonic() < deadline:
             for orphan in orphans:
                 with contextlib.suppress(OSError):
                     os.kill(orphan, signal.SIGKILL)

@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.linux import Step
@@ -38,7 +38,7 @@ getresuid getresgid getgroups setuid setgid setreuid setregid setresuid setresgi
 landlock_create_ruleset landlock_add_rule landlock_restrict_self
 """
 ALLOWED = _NAMES.split()
-NEEDED_BY_THE_SANDBOX = ("mount", "unshare", "setns", "seccomp", "sched_setattr", "memfd_create")
+NEEDED_BY_THE_SANDBOX = ("mount", "unshare", "setns", "sched_setattr", "memfd_create")
 
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _EPERM, _ENOSYS = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS))
@@ -46,55 +46,51 @@ _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 _BAD_ARCHITECTURE, _OPTIMIZE = 2, 8  # attributes of a filter
 _INT = 0xFFFFFFFF  # the kernel ignores the upper half of an argument of type int
 _NEW_NAMESPACES = 0x7E020000
-_F_NOTIFY, _PR_SET_SECCOMP, _AF_UNIX, _SOCK_DATAGRAM_OR_RAW, _SOCK_SEQPACKET = 1026, 22, 1, 2, 4
+_F_NOTIFY, _PR_SET_SECCOMP, _MODE_FILTER, _AF_UNIX, _SOCK_DATAGRAM_OR_RAW, _SOCK_SEQPACKET = 1026, 22, 2, 1, 2, 4
 
 
-class Argument(NamedTuple):
-    """A condition on a system call's argument: `value` after `mask`, or not equal to it (`mask` None)."""
+class Compare(ctypes.Structure):
+    """A condition on a system call's argument, as libseccomp's scmp_arg_cmp."""
 
-    position: int
-    value: int
-    mask: int | None = _INT
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+def _equal(position: int, value: int, mask: int = _INT) -> Compare:
+    """The argument is `value` after `mask`."""
+    return Compare(position, _MASKED_EQUAL, mask, value)
 
 
 class Rule(NamedTuple):
     name: str
     action: int
-    when: Argument | None = None
+    when: Compare | None = None
 
 
 INHERITED_RULES = [
     *(Rule(name, _ALLOW) for name in (*ALLOWED, *NEEDED_BY_THE_SANDBOX)),
-    Rule("clone", _ALLOW, Argument(0, 0, _NEW_NAMESPACES)),  # clone3's flags lie in memory: glibc falls back to clone
-    Rule("socketpair", _ALLOW, Argument(0, _AF_UNIX)),
-    Rule("prlimit64", _ALLOW, Argument(0, 0)),  # only its own limits, where other processes have the same uid
-    Rule("sched_setaffinity", _ALLOW, Argument(0, 0)),
+    Rule("clone", _ALLOW, _equal(0, 0, _NEW_NAMESPACES)),  # clone3's flags lie in memory: glibc falls back to clone
+    Rule("socketpair", _ALLOW, _equal(0, _AF_UNIX)),
+    Rule("prlimit64", _ALLOW, _equal(0, 0)),  # only its own limits, where other processes have the same uid
+    Rule("sched_setaffinity", _ALLOW, _equal(0, 0)),
     Rule("socket", _EPERM),
 ]
 CALL_RULES = [
-    *(Rule(name, _EPERM) for name in NEEDED_BY_THE_SANDBOX[:-1]),
+    *(Rule(name, _EPERM) for name in ("seccomp", *NEEDED_BY_THE_SANDBOX[:-1])),
     Rule("memfd_create", _ENOSYS),  # memory that no limit but a control group's counts
-    Rule("prctl", _EPERM, Argument(0, _PR_SET_SECCOMP)),
-    Rule("fcntl", _EPERM, Argument(1, _F_NOTIFY)),  # what the machine does in directories that calls can read
+    Rule("prctl", _EPERM, _equal(0, _PR_SET_SECCOMP)),
+    Rule("fcntl", _EPERM, _equal(1, _F_NOTIFY)),  # what the machine does in directories that calls can read
     # a datagram or packet socket can send to any name; a connected stream cannot
-    Rule("socketpair", _EPERM, Argument(1, _SOCK_DATAGRAM_OR_RAW, _SOCK_DATAGRAM_OR_RAW)),
-    Rule("socketpair", _EPERM, Argument(1, _SOCK_SEQPACKET, _SOCK_SEQPACKET)),
-    Rule("setpriority", _EPERM, Argument(0, 0, None)),  # only its own niceness
-    Rule("setpriority", _EPERM, Argument(1, 0, None)),
+    Rule("socketpair", _EPERM, _equal(1, _SOCK_DATAGRAM_OR_RAW, _SOCK_DATAGRAM_OR_RAW)),
+    Rule("socketpair", _EPERM, _equal(1, _SOCK_SEQPACKET, _SOCK_SEQPACKET)),
+    Rule("setpriority", _EPERM, Compare(0, _NOT_EQUAL, 0)),  # only its own niceness
+    Rule("setpriority", _EPERM, Compare(1, _NOT_EQUAL, 0)),
 ]
-
-
-class _Compare(ctypes.Structure):
-    """libseccomp's scmp_arg_cmp."""
-
-    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
 def compile_filter(default: int, rules: Iterable[Rule], architecture: str | None = None) -> bytes:
     """The kernel's program (classic BPF) for `rules`. Names that the architecture or libseccomp lacks get `default`.
 
-    `architecture` as libseccomp names it ("aarch64"); None is this machine's. Maps libseccomp
-    into this process. Raises OSError.
+    `architecture` as libseccomp names it ("aarch64"); None: this machine's. Maps libseccomp into this process. Raises OSError.
     """
     try:
         library = ctypes.CDLL("libseccomp.so.2")
@@ -113,20 +109,13 @@ def compile_filter(default: int, rules: Iterable[Rule], architecture: str | None
             number = library.seccomp_syscall_resolve_name(name.encode())
             if number == -1:
                 continue
-            compare = _Compare()
-            if when is not None and when.mask is None:
-                compare = _Compare(when.position, _NOT_EQUAL, when.value, 0)
-            elif when is not None:
-                compare = _Compare(when.position, _MASKED_EQUAL, when.mask, when.value)
-            arguments = (ctypes.c_uint32(action), number, int(when is not None), ctypes.byref(compare))
-            _check(library.seccomp_rule_add_array(context, *arguments), f"seccomp_rule_add {name}")
-        reader, writer = os.pipe()  # holds 64 KB; a program has at most 32
-        try:
-            _check(library.seccomp_export_bpf(context, writer), "seccomp_export_bpf")
-            return os.read(reader, 1 << 16)
-        finally:
-            os.close(reader)
-            os.close(writer)
+            conditions = (0, None) if when is None else (1, ctypes.byref(when))
+            added = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, *conditions)
+            _check(added, f"seccomp_rule_add {name}")
+        with open(os.memfd_create("filter"), "rb") as file:
+            _check(library.seccomp_export_bpf(context, file.fileno()), "seccomp_export_bpf")
+            file.seek(0)
+            return file.read()
     finally:
         library.seccomp_release(context)
 
@@ -154,5 +143,4 @@ class _Program(ctypes.Structure):
 
 def install_step(program: bytes) -> Step:
     """Filter this process and its descendants from then on. Needs no_new_privileges() first."""
-    filled: Any = ctypes.byref(_Program(len(program) // 8, program))
-    return "seccomp", 0, linux.system_call, (linux.number("seccomp"), 1, 0, filled)
+    return "seccomp", 0, linux.prctl, (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(program) // 8, program)))

@@ -11,11 +11,9 @@ import _ast
 import atexit
 import base64
 import contextlib
-import functools
 import io
 import json
 import linecache
-import operator
 import os
 import random
 import signal
@@ -32,7 +30,8 @@ FILE_NAME = "source.py"
 # Bytes of a cell's program, its files as JSON; its standard input is a descriptor.
 CELL_HEADER = struct.Struct("<II")
 CELL_DONE = struct.Struct("<i")  # its exit code
-_FUTURES = functools.reduce(operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+_replaced_streams: list[Any] = []  # kept alive: closing them would cost each call another 0.15 ms
+_FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)  # one bit each
 
 
 class CountingFile(io.FileIO):
@@ -63,54 +62,35 @@ def descriptors_of_a_call() -> Iterator[None]:
             os.close(fd)
 
 
-class Streams:
-    """Text streams over descriptors 0, 1 and 2, made once in the parent of all calls.
+def make_streams() -> CountingFile:
+    """Give this process, the parent of all calls, text streams over descriptors 0, 1 and 2. Returns stdout's file.
 
     Making them in each call would cost 0.3 ms. A stream tests at its creation whether it can seek, so the descriptors are
     of the same kind as in a call meanwhile: the null device and pipes.
     """
-
-    def __init__(self) -> None:
-        # Kept alive: closing the replaced streams would cost each call another 0.15 ms.
-        self._replaced = sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
-        with descriptors_of_a_call():
-            self.counter = CountingFile(1, "w", closefd=False)
-            self.stdin = _standard_input()
-            self.stdout = io.TextIOWrapper(io.BufferedWriter(self.counter), encoding="utf-8", errors="backslashreplace")
-            self.stderr = io.TextIOWrapper(
-                io.BufferedWriter(io.FileIO(2, "w", closefd=False)),
-                encoding="utf-8",
-                errors="backslashreplace",
-                line_buffering=True,
-            )
-
-    def use(self) -> CountingFile:
-        """Install them as this process's standard streams. Returns stdout's counter."""
-        sys.stdin = sys.__stdin__ = self.stdin  # type: ignore[misc]
-        sys.stdout = sys.__stdout__ = self.stdout  # type: ignore[misc]
-        sys.stderr = sys.__stderr__ = self.stderr  # type: ignore[misc]
-        return self.counter
+    _replaced_streams.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    with descriptors_of_a_call():
+        use_input()
+        counter = CountingFile(1, "w", closefd=False)
+        buffers = io.BufferedWriter(counter), io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+        out, err = (io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace") for buffer in buffers)
+        err.reconfigure(line_buffering=True)
+    sys.stdout = sys.__stdout__ = out  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = err  # type: ignore[misc]
+    return counter
 
 
 def use_input() -> None:
-    """Replace the stream of standard input when it is a file: `Streams` was made for the null device."""
-    sys.stdin = sys.__stdin__ = _standard_input()  # type: ignore[misc]
-
-
-def _standard_input() -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), encoding="utf-8", errors="replace")
-
-
-def compile_snippet(source: str, file_name: str = FILE_NAME) -> tuple[types.CodeType | None, types.CodeType | None]:
-    """The statements, and apart from them a last bare expression, whose value is shown unless a semicolon follows."""
-    return compile_by_line(source, file_name) or compile_by_tree(source, file_name)
+    """Make the stream of standard input anew: that of `make_streams` is for the null device, not for a file."""
+    file = io.BufferedReader(io.FileIO(0, "r", closefd=False))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(file, encoding="utf-8", errors="replace")  # type: ignore[misc]
 
 
 def compile_by_line(source: str, file_name: str) -> tuple[types.CodeType | None, types.CodeType | None] | None:
-    """Fast path: compile the last line separately, without an AST, at a third of the cost.
+    """The statements, and apart from them a last bare expression. None for errors, and where the slower way is needed.
 
-    It works when the last line is an expression and the lines above it are complete statements. None otherwise, also for
-    errors.
+    This fast path compiles the last line separately, without an AST, at a third of the cost. It works when that is an
+    expression and the lines above it are complete statements.
     """
     text = source.rstrip()
     start = text.rfind("\n") + 1
@@ -125,7 +105,7 @@ def compile_by_line(source: str, file_name: str) -> tuple[types.CodeType | None,
 
 
 def compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.CodeType | None]:
-    """Split off the last expression in the AST. Raises what `compile` raises."""
+    """As `compile_by_line`, by the AST; a semicolon hides a last expression. Raises what `compile` raises."""
     tree: Any = compile(source, file_name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     last = None
     if tree.body and isinstance(tree.body[-1], _ast.Expr) and not source.rstrip().endswith(";"):
@@ -171,7 +151,7 @@ def run_cell(source: str, namespace: dict[str, Any], counter: CountingFile, file
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     written_before = counter.written
     try:
-        statements, last = compile_snippet(source, file_name)
+        statements, last = compile_by_line(source, file_name) or compile_by_tree(source, file_name)
         if statements is not None:
             exec(statements, namespace)
         value = None if last is None else eval(last, namespace)
@@ -219,18 +199,18 @@ def reseed() -> None:
         numpy_random.seed(int.from_bytes(os.urandom(4), "little"))
 
 
-# -------------------------------------------------------------------------------------- live interpreters
-
-
-def write_files(files: dict[str, str] | None) -> None:
+def write_files(files: dict[str, str]) -> None:
     """Write a submission's files (path -> base64) to the working directory. ValueError names one that cannot be written."""
-    for path, content in (files or {}).items():
+    for path, content in files.items():
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             with open(path, "wb") as file:
                 file.write(base64.b64decode(content))
         except OSError as error:
             raise ValueError(f"files: {path!r} cannot be written: {error}") from None
+
+
+# -------------------------------------------------------------------------------------- live interpreters
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:

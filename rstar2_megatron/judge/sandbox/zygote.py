@@ -27,7 +27,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux
@@ -39,7 +39,6 @@ from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import children, leave_priority
 from rstar2_megatron.services.parent_death import die_with_parent
 
-_SCRATCH = "rstar2-judge-"
 _WITHOUT_CPU_GROUPS = "each process of a call weighs as one call, by its niceness"
 _SOON_S = 0.2  # a slot that ends this soon after its start probably cannot start
 
@@ -47,20 +46,25 @@ _SOON_S = 0.2  # a slot that ends this soon after its start probably cannot star
 class Forker:
     """Forks slot processes and reaps dead children."""
 
-    def __init__(self, layers: IsolationLayers, groups: list[SlotGroup | None], num_slots: int, scratch: str) -> None:
+    def __init__(self, layers: IsolationLayers, groups: Sequence[SlotGroup | None], num_slots: int, scratch: str) -> None:
         """The first `num_slots` of `groups` are for calls, the others for sessions."""
         self.layers = layers
         self.groups = groups
         self.num_slots = num_slots
         self.scratch = scratch
         self.slots: dict[int, int] = {}  # process id -> slot
-        self.others: set[int] = set()  # further children
+        self.library_pid = 0  # the zygote's further child
 
-    def fork_for(self, slot: int, serve: Callable[[SlotGroup | None], NoReturn], kept: set[int]) -> None:
-        """Start a process that serves a slot. It keeps only the descriptors `kept` and those of its control group."""
+    def fork_for(self, slot: int, serve: Callable[..., NoReturn], *descriptors: int) -> None:
+        """Start a process that calls `serve(slot, *descriptors)`.
+
+        It keeps only `descriptors`, which are closed here, and those of its control group.
+        """
         pid = os.fork()
         if pid:
             self.slots[pid] = slot
+            for fd in descriptors:
+                os.close(fd)
             return
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -68,8 +72,8 @@ class Forker:
         group = self.groups[slot]
         # Each call would copy and close the descriptors of all control groups, three for each slot and session: with
         # thousands of them that would be most of a call's cost.
-        linux.close_all_but(kept if group is None else kept | group.descriptors)
-        serve(group)
+        linux.close_all_but({*descriptors, *(group.descriptors if group else ())})
+        serve(slot, *descriptors)
 
     def loop(self, control: socket.socket, on_control: Callable[[], None]) -> NoReturn:
         """Serve `control` and reap dead children, for ever."""
@@ -90,17 +94,16 @@ class Forker:
     def reap(self) -> None:
         """Reap dead children; kill their orphans."""
         while True:
-            try:
+            pid = 0
+            with contextlib.suppress(ChildProcessError):
                 pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
             if pid == 0:
                 return
-            if pid in self.others:
+            if pid == self.library_pid:
                 os._exit(1)  # nothing works without it: the worker ends and is restarted
             slot = self.slots.pop(pid, None)
             # A dead slot leaves its call parent, a dead call parent its call: each is found when its parent is reaped.
-            for orphan in set(children(os.getpid())) - self.slots.keys() - self.others:
+            for orphan in set(children(os.getpid())) - {*self.slots, self.library_pid}:
                 os.kill(orphan, signal.SIGKILL)
             if slot is not None:
                 self.on_end(slot)
@@ -108,13 +111,14 @@ class Forker:
     def on_end(self, slot: int) -> None:
         """A slot's process has ended."""
 
-    def _serve_calls(self, connection: Connection, slot: int, group: SlotGroup | None) -> NoReturn:
+    def _serve_calls(self, slot: int, *connection: int) -> NoReturn:
         """In a call parent: it and its calls are in the slot's group."""
+        group = self.groups[slot]
         if group is not None:
             group.join()
         leave_priority()
-        linux.close_all_but({connection.messages.fileno(), connection.pids})
-        serve_calls(connection, self.layers, slot)
+        linux.close_all_but(set(connection))
+        serve_calls(Connection(*connection), self.layers, slot)
 
 
 class LibraryZygote(Forker):
@@ -125,7 +129,7 @@ class LibraryZygote(Forker):
 
     def serve(self, control: socket.socket) -> NoReturn:
         self.control = control
-        self.waiting: dict[int, list[int]] = {}  # for slots whose previous process has not ended yet
+        self.waiting: dict[int, Sequence[int]] = {}  # for slots whose previous process has not ended yet
         linux.adopt_orphans()
         import_libraries()
         control.send(b"ready")
@@ -144,21 +148,16 @@ class LibraryZygote(Forker):
             os.kill(last[0], signal.SIGKILL)
 
     def on_end(self, slot: int) -> None:
-        fds = self.waiting.pop(slot, None)
-        if fds is None:
-            return
-        if slot < self.num_slots:
-            connection = Connection(socket.socket(fileno=fds[0]), fds[1])
-            self.fork_for(slot, lambda group: self._serve_calls(connection, slot, group), set(fds))
-            connection.close()
-        else:
-            sock = socket.socket(fileno=fds[0])
-            self.fork_for(slot, lambda group: self._serve_session(sock, slot, group), set(fds))
-            sock.close()
+        descriptors = self.waiting.pop(slot, ())
+        if descriptors and slot < self.num_slots:
+            self.fork_for(slot, self._serve_calls, *descriptors)
+        elif descriptors:
+            self.fork_for(slot, self._serve_session, *descriptors)
 
-    def _serve_session(self, sock: socket.socket, slot: int, group: SlotGroup | None) -> NoReturn:
+    def _serve_session(self, slot: int, worker: int) -> NoReturn:
         linux.adopt_orphans()
-        serve_slot(sock, SessionRunner(self.layers, slot, group, self.scratch, sock))
+        sock = socket.socket(fileno=worker)
+        serve_slot(sock, SessionRunner(self.layers, slot, self.groups[slot], self.scratch, sock))
 
 
 class Zygote(Forker):
@@ -169,19 +168,17 @@ class Zygote(Forker):
         self.control = control
         self.started: dict[int, float] = {}  # time of the last start of each slot
         self.library, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
-        if pid == 0:
+        self.library_pid = os.fork()
+        if self.library_pid == 0:
             die_with_parent(signal.SIGKILL)
             control.close()
             self.library.close()
             LibraryZygote(self.layers, self.groups, self.num_slots, self.scratch).serve(theirs)
-        self.others.add(pid)
         theirs.close()
         make_forks_cheap()
         if not self.library.recv(16):
             raise RuntimeError("numpy and sympy could not be imported")
-        told = {"isolation": self.layers.report(), "cpp": cpp.compiler() is not None}
-        send_message(control, json.dumps(told).encode())
+        send_message(control, {"isolation": self.layers.report(), "cpp": cpp.compiler() is not None})
         for slot in range(self.num_slots):
             self.start_slot(slot)
         self.loop(control, self.open_session_slot)
@@ -192,43 +189,39 @@ class Zygote(Forker):
         if len(asked) < LENGTH.size:
             os._exit(0)
         ours, theirs = socket.socketpair()
-        self._to_library(LENGTH.unpack(asked)[0], ours.fileno())
-        ours.close()
-        self._to_worker(LENGTH.unpack(asked)[0], theirs)
+        self._hand_out(LENGTH.unpack(asked)[0], theirs, ours.detach())
 
     def start_slot(self, slot: int) -> None:
         self.started[slot] = time.monotonic()
         ours, theirs = socket.socketpair()
         library, its_end = make_connection()
-        kept = {ours.fileno(), library.messages.fileno(), library.pids}
-        self.fork_for(slot, lambda group: self._serve(ours, slot, group, library), kept)
-        self._to_library(slot, its_end.messages.fileno(), its_end.pids)
-        its_end.close()
-        self._to_worker(slot, theirs)
-        ours.close()
-        library.close()
+        self.fork_for(slot, self._serve, ours.detach(), *library)
+        self._hand_out(slot, theirs, *its_end)
 
-    def _serve(self, sock: socket.socket, slot: int, group: SlotGroup | None, library: Connection) -> NoReturn:
+    def _serve(self, slot: int, worker: int, *library: int) -> NoReturn:
         """In the slot's process: start its call parent, and serve."""
         small, its_end = make_connection()
         if os.fork() == 0:
             die_with_parent(signal.SIGKILL)
-            self._serve_calls(its_end, slot, group)
-        its_end.close()
-        parents = {"small": CallParent(small), "library": CallParent(library)}
-        serve_slot(sock, CallRunner(self.layers, slot, group, self.scratch, sock, **parents))
+            self._serve_calls(slot, *its_end)
+        for fd in its_end:
+            os.close(fd)
+        parents = {"small": CallParent(small), "library": CallParent(Connection(*library))}
+        sock = socket.socket(fileno=worker)
+        serve_slot(sock, CallRunner(self.layers, slot, self.groups[slot], self.scratch, sock, **parents))
 
     def on_end(self, slot: int) -> None:
         if time.monotonic() - self.started[slot] < _SOON_S:  # a slot that cannot start must not fill the log
             time.sleep(_SOON_S)
         self.start_slot(slot)
 
-    def _to_library(self, slot: int, *descriptors: int) -> None:
-        socket.send_fds(self.library, [LENGTH.pack(slot)], descriptors)
-
-    def _to_worker(self, slot: int, sock: socket.socket) -> None:
-        socket.send_fds(self.control, [json.dumps({"slot": slot}).encode().ljust(64)], [sock.fileno()])
-        sock.close()
+    def _hand_out(self, slot: int, worker: socket.socket, *library: int) -> None:
+        """Give the worker its end of a slot, and the library zygote its descriptors."""
+        socket.send_fds(self.library, [LENGTH.pack(slot)], library)
+        socket.send_fds(self.control, [json.dumps({"slot": slot}).encode().ljust(64)], [worker.fileno()])
+        worker.close()
+        for fd in library:
+            os.close(fd)
 
 
 def make_forks_cheap() -> None:
@@ -252,10 +245,9 @@ def import_standard_library() -> None:
 
 def import_libraries() -> None:
     """Import numpy, sympy, and what sympy imports at its first use, which takes 0.1 s."""
-    import numpy
     import sympy
 
-    del numpy
+    __import__("numpy")
     x = sympy.symbols("x")
     str(sympy.solve(x**2 - 5 * x + 3, x))
     str(sympy.integrate(x * sympy.sin(x), x))
@@ -263,15 +255,19 @@ def import_libraries() -> None:
     make_forks_cheap()
 
 
-def _run_zygote(
-    control: socket.socket, layers: IsolationLayers, groups: list[SlotGroup | None], slots: int, scratch: str
-) -> NoReturn:
-    die_with_parent(signal.SIGKILL)
-    isolation.build_private_root(layers)
-    isolation.choose_remaining_layers(layers)
-    isolation.raise_inherited_layers(layers)
-    import_standard_library()
-    Zygote(layers, groups, slots, scratch).serve(control)
+def _make_groups(layers: IsolationLayers, count: int, most: int) -> GroupTree | None:
+    """The control groups, as GroupTree; None where no memory groups can be made."""
+    try:
+        tree = GroupTree(count, most)
+    except OSError as error:
+        layers.record("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
+        layers.record("cpu_cgroup", f"{error}: {_WITHOUT_CPU_GROUPS}")
+        return None
+    layers.record("memory_cgroup")
+    layers.record("cpu_cgroup", tree.without_cpu and f"{tree.without_cpu}: {_WITHOUT_CPU_GROUPS}")
+    has_freezer = all(group.has_freezer for group in tree.slots)
+    layers.record("freezer", None if has_freezer else "no control groups of version 2, or Linux before 5.2")
+    return tree
 
 
 def launch(control_fd: int, slots: int, sessions: int) -> int:
@@ -285,36 +281,23 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     ]
     linux.raise_open_files()
     layers = IsolationLayers()
-    tree: GroupTree | None = None
-    groups: list[SlotGroup | None] = [None] * (slots + sessions)
-    try:
-        tree = GroupTree(slots + sessions, min(100, max(1, slots * 3 // 16)))
-        groups = list(tree.slots)
-        layers.activate("memory_cgroup")
-        if tree.without_cpu is None:
-            layers.activate("cpu_cgroup")
-        else:
-            layers.record_missing("cpu_cgroup", f"{tree.without_cpu}: {_WITHOUT_CPU_GROUPS}")
-        if all(group.has_freezer for group in tree.slots):
-            layers.activate("freezer")
-        else:
-            layers.record_missing("freezer", "no control groups of version 2, or Linux before 5.2")
-    except OSError as error:
-        layers.record_missing("memory_cgroup", f"{error}: limits on address space and a watch on resident memory")
-        layers.record_missing("cpu_cgroup", f"{error}: {_WITHOUT_CPU_GROUPS}")
-    owner = os.getpid()
+    tree = _make_groups(layers, slots + sessions, min(100, max(1, slots * 3 // 16)))
     isolation.enter_namespaces(layers)
-    isolation.choose_uids(layers, slots + sessions, owner)
-    if not layers.in_user_namespace and "own_uid" not in layers.active:
-        layers.notes["uid"] = f"calls run as uid {os.geteuid()}"
+    isolation.choose_uids(layers, slots + sessions)
     scratch_reader, scratch_writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(scratch_writer)
         try:
+            die_with_parent(signal.SIGKILL)
+            os.close(scratch_writer)
             scratch = os.read(scratch_reader, 4096).decode()
             os.close(scratch_reader)
-            _run_zygote(socket.socket(fileno=control_fd), layers, groups, slots, scratch)
+            isolation.build_private_root(layers)
+            isolation.choose_remaining_layers(layers)
+            isolation.raise_inherited_layers(layers)
+            import_standard_library()
+            groups = [None] * (slots + sessions) if tree is None else tree.slots
+            Zygote(layers, groups, slots, scratch).serve(socket.socket(fileno=control_fd))
         except BaseException as error:
             with contextlib.suppress(BaseException):
                 os.write(2, f"judge zygote: {error!r}\n".encode())
@@ -326,7 +309,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
 
     from rstar2_megatron.services.owned_directory import make_owned_directory
 
-    scratch = str(make_owned_directory(_SCRATCH))
+    scratch = str(make_owned_directory("rstar2-judge-"))
     os.chmod(scratch, 0o711)
     os.write(scratch_writer, scratch.encode())
     os.close(scratch_writer)

@@ -37,28 +37,28 @@ import os, random, time
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_connection, serve_calls
 from rstar2_megatron.judge.sandbox.isolation import SandboxLimits, IsolationLayers
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.sandbox.sandbox import Descriptors, Program
+from rstar2_megatron.judge.sandbox.sandbox import Program
 
 ours, theirs = make_connection()
 if os.fork() == 0:
-    ours.close()
+    for fd in ours: os.close(fd)
     serve_calls(theirs, IsolationLayers(), 0)
-theirs.close()
+for fd in theirs: os.close(fd)
 parent = CallParent(ours)
 null = os.open("/dev/null", os.O_RDONLY)
 
 def start(source):
     reader, writer = os.pipe()
     limits = SandboxLimits.of(CallLimits(), "/tmp")
-    parent.start(Program("python", source, None, False, limits, 10, 1 << 30), Descriptors(null, writer, writer))
+    parent.start(Program("python", source, None, False, limits, 10, 1 << 30), (null, writer, writer))
     os.close(writer)
     return reader
 
 def end(reader):
-    status = parent.take_end().status
+    code = parent.take_end().code
     output = os.read(reader, 1000)
     os.close(reader)
-    return status, output
+    return code, output
 
 ended = 0
 for number in range(3000):  # how many are ended in time depends on the machine's load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.judge.sandbox.output import Output
 from tests.judge.conftest import TIME_LIMIT_S, Run
 from tests.judge.sandbox.conftest import need
 
@@ -200,3 +202,14 @@ def test_flood_of_output_ends_the_call(run: Run) -> None:
     result = run("import os\nwhile True: os.write(1, bytes(65536))")
     assert (result["outcome"], result["run_success"]) == ("output_limit", False)
     assert len(result["stdout"]) <= 1000
+
+
+def test_a_program_that_reads_its_own_output_holds_nobody_up() -> None:
+    """As it can where it has the slot's uid: what poll() has told is gone at the slot's read()."""
+    reader, writer = os.pipe()
+    output = Output(reader, 100)
+    assert output.read() is False
+    os.write(writer, b"word")
+    output.close()
+    assert output.text() == "word"
+    os.close(writer)

@@ -100,7 +100,7 @@ def test_the_service_has_a_limit_below_the_machines_memory(tree: GroupTree, own_
     group = tree.slots[0]
     group.set_limit(own_mb * MB)
     runner = Runner(IsolationLayers(), 0, group, "")
-    before = group.shortage()
+    runner.shortage_before = group.shortage()
     pid = os.fork()
     if pid == 0:
         group.join()
@@ -108,4 +108,4 @@ def test_the_service_has_a_limit_below_the_machines_memory(tree: GroupTree, own_
         os._exit(len(filled) & 1)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    assert runner._killed_for_memory(before) is outcome
+    assert runner._killed_for_memory() is outcome
