@@ -284,14 +284,19 @@ def send_message(sock: socket.socket, content: dict[str, Any]) -> None:
     sock.sendall(LENGTH.pack(len(body)) + body)
 
 
+def receive_message(sock: socket.socket) -> dict[str, Any] | None:
+    """The next message; None for an empty one, which cancels the running call."""
+    (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
+    return json.loads(receive_exactly(sock, size)) if size else None
+
+
 def serve_slot(sock: socket.socket, runner: Runner) -> NoReturn:
     """Run jobs until the worker closes the socket or a call parent dies."""
     try:
         while True:
-            (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
-            if size == 0:  # a cancellation that came after the end of its call
+            job = receive_message(sock)
+            if job is None:  # a cancellation that came after the end of its call
                 continue
-            job = json.loads(receive_exactly(sock, size))
             try:
                 result = runner.run(job)
             except (EOFError, ConnectionError):  # the call parent has died: the zygote replaces this slot

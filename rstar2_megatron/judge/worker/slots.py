@@ -107,7 +107,7 @@ class SlotPool:
         ours.settimeout(timeout_s)
         self._control = ours
         try:
-            self.description = json.loads(await asyncio.to_thread(receive_message, ours))
+            self.description = await asyncio.to_thread(receive_message, ours) or {}
             ours.setblocking(False)
             asyncio.get_running_loop().add_reader(ours.fileno(), self._on_control)
             async with asyncio.timeout(timeout_s):
