@@ -107,7 +107,8 @@ class SlotPool:
         ours.settimeout(timeout_s)
         self._control = ours
         try:
-            self.description = await asyncio.to_thread(receive_message, ours) or {}
+            told = await asyncio.to_thread(receive_message, ours)
+            self.description = told or {}
             ours.setblocking(False)
             asyncio.get_running_loop().add_reader(ours.fileno(), self._on_control)
             async with asyncio.timeout(timeout_s):
