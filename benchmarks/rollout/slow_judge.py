@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.judge.client.service import CodeJudgeService
 from rstar2_megatron.settings.sections.environment import CodeJudgeSettings
 
 _START_S = 10.0

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.judge.client.service import CodeJudgeService
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.build import make_agent_loop

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.queue import JobQueue
+from rstar2_megatron.judge.queue import JobQueue, cancel_and_wait
 from rstar2_megatron.judge.sandbox import linux
-from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import end_child, is_loopback, listen
@@ -92,7 +91,8 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
         name=arguments.name,
     )
     await worker.start()
-    print(f"judge worker {worker.name}: {worker.pool.count} slots, isolation {worker.level}", flush=True)
+    level = worker.pool.description["isolation"]["level"]
+    print(f"judge worker {worker.name}: {worker.pool.count} slots, isolation {level}", flush=True)
     await _until(stop, asyncio.ensure_future(worker.run()), lambda: worker.stop(arguments.drain_s))
 
 

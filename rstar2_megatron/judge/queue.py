@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -66,13 +66,8 @@ class JobQueue:
         self.max_queued = max_queued
         self._leased = 0  # jobs so far; decides which kind of call is next
         # This pool waits for a free connection; the plain one raises when all are in use.
-        pool = redis.BlockingConnectionPool.from_url(
-            uri,
-            socket_timeout=_COMMAND_TIMEOUT_S,
-            socket_connect_timeout=3.0,
-            max_connections=_CONNECTIONS,
-            timeout=_COMMAND_TIMEOUT_S,
-        )
+        seconds = {"socket_timeout": _COMMAND_TIMEOUT_S, "socket_connect_timeout": 3.0, "timeout": _COMMAND_TIMEOUT_S}
+        pool = redis.BlockingConnectionPool.from_url(uri, max_connections=_CONNECTIONS, **seconds)
         self.redis: Any = redis.Redis.from_pool(pool)
         self._scripts = {name: self.redis.register_script(text) for name, text in scripts.ALL.items()}
 
@@ -242,6 +237,20 @@ async def until_redis_answers(what: str, step: Callable[[], Awaitable[T]], stop:
         pause_s = min(pause_s * 2, 1.0)
 
 
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks until all of them have ended. Their results and exceptions are dropped.
+
+    One cancellation is not enough for a task that talks to Redis: redis-py sends by `asyncio.wait_for`, which before Python
+    3.12 returns the result and forgets the cancellation when both arrive together. The task would go on for ever.
+    """
+    pending: Collection[asyncio.Future[Any]] = tasks
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.5)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class Sender:
     """Puts jobs into the queue. Collects requests while a round trip is in flight, and sends them in the next one."""
 
@@ -277,18 +286,17 @@ class Sender:
 
     async def _send_together(self, requests: list[Request]) -> None:
         jobs = [job for part, _ in requests for job in part]
+        refusal: QueueFull | None = None
         try:
             await until_redis_answers("enqueue", lambda: self._queue.enqueue(self._reply, jobs))
-        except QueueFull:
-            if len(requests) == 1:
-                raise
-            for request in requests:  # some requests may fit alone
-                try:
+        except QueueFull as full:
+            if len(requests) > 1:  # some requests may fit alone
+                for request in requests:
                     await self._send_together([request])
-                except QueueFull as full:
-                    if not request[1].done():
-                        request[1].set_exception(full)
-            return
+                return
+            refusal = full
         for _, done in requests:
-            if not done.done():
+            if not done.done() and refusal is not None:
+                done.set_exception(refusal)
+            elif not done.done():
                 done.set_result(None)

@@ -21,7 +21,7 @@ from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
-from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.judge.client.service import CodeJudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
 from rstar2_megatron.records.model_format import write_format

@@ -11,9 +11,8 @@ from typing import Any
 import orjson
 
 from rstar2_megatron.judge.limits import CallLimits, Submission
-from rstar2_megatron.judge.queue import JobQueue, LeasedJob
+from rstar2_megatron.judge.queue import JobQueue, LeasedJob, cancel_and_wait
 from rstar2_megatron.judge.server.broker import Broker, Ticket
-from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.judge.worker.worker import Worker
 from rstar2_megatron.services.redis_server import RedisServer
 

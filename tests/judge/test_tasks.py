@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.queue import JobQueue
+from rstar2_megatron.judge.queue import JobQueue, cancel_and_wait
 from rstar2_megatron.judge.server.broker import Broker
-from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.services.redis_server import RedisServer
 
 

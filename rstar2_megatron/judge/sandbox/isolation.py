@@ -68,6 +68,7 @@ class IsolationLayers:
         """A layer is active, or missing for a reason."""
         if why_missing is None:
             self.active.add(layer)
+            self.missing.pop(layer, None)
         else:
             self.active.discard(layer)
             self.missing[layer] = str(why_missing)

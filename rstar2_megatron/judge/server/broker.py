@@ -19,11 +19,9 @@ from redis.exceptions import RedisError
 
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits, Submission, check_files, check_session, check_text
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Sender, until_redis_answers
+from rstar2_megatron.judge.queue import HEARTBEAT_TTL_S, LOST, POISON, JobQueue, Sender, cancel_and_wait, until_redis_answers
 from rstar2_megatron.judge.scheduling import Rate, reply_pause_s
-from rstar2_megatron.judge.server import math_answers
-from rstar2_megatron.judge.tasks import cancel_and_wait
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.pool import GRADER_TIMEOUT, GraderLost, GraderPool
 
 log = logging.getLogger(__name__)
 _GRACE_S = 15.0 + 2 * HEARTBEAT_TTL_S  # beyond the time limits of a call that runs twice
@@ -137,7 +135,20 @@ class Broker:
         return f"k{hashlib.blake2b(orjson.dumps(content), digest_size=16).hexdigest()}{place}"
 
     async def _grade(self, ticket: Ticket, solution: str, expected: str) -> None:
-        result = await math_answers.grade(self._graders, ticket.sub_id, solution, expected)
+        """Settle a submission of type math: `success` is the verdict, `stdout` its reason (correct, wrong, ungradable, ...).
+
+        `solution` is a whole response with its box inside `<answer>`, or the bare answer.
+        """
+        boxed = solution if "<answer>" in solution else f"<answer>\\boxed{{{solution}}}</answer>"
+        started = time.monotonic()
+        try:
+            verdict = await self._graders.grade(boxed, [expected])
+        except GraderLost as error:
+            self._fail(ticket.key, Outcome.INTERNAL_ERROR, str(error))
+            return
+        outcome = Outcome.TIMEOUT if verdict.detail == GRADER_TIMEOUT else Outcome.OK
+        cost, success = time.monotonic() - started, verdict.reward == 1.0
+        result = make_result(ticket.sub_id, outcome, cost=cost, stdout=f"{verdict.detail}\n", success=success)
         self._settle(ticket.key, orjson.dumps(result))
 
     async def wait(self, ticket: Ticket) -> bytes:

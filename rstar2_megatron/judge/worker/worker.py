@@ -20,9 +20,8 @@ from redis.exceptions import RedisError
 
 from rstar2_megatron.judge.limits import CallLimits, default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
-from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, until_redis_answers
+from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, cancel_and_wait, until_redis_answers
 from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, FreeList, Permit, PrefetchedJobs
-from rstar2_megatron.judge.tasks import cancel_and_wait
 from rstar2_megatron.judge.worker.sessions import Call, SessionGone, Sessions
 from rstar2_megatron.judge.worker.slots import Slot, SlotDied, SlotPool
 
@@ -69,10 +68,6 @@ class Worker:
         await self.pool.check_isolation(self.require_isolation)
         await until_redis_answers("heartbeat", self._heartbeat)
 
-    @property
-    def level(self) -> str:
-        return str(self.pool.description["isolation"]["level"])
-
     def information(self) -> dict[str, Any]:
         """The fields of this worker in /status."""
         return {
@@ -89,10 +84,8 @@ class Worker:
 
     async def run(self) -> None:
         """Lease and run jobs until cancelled; after `stop()` finished jobs are still acknowledged."""
-        helpers = [
-            asyncio.create_task(helper())
-            for helper in (self._send_heartbeats, self._receive_cancellations, self._wait_for_jobs)
-        ]
+        loops = (self._send_heartbeats, self._receive_cancellations, self._wait_for_jobs)
+        helpers = [asyncio.create_task(loop()) for loop in loops]
         self.pool.free.on_free = self.permits.on_free = self._begin_jobs
         self._wake.set()
         try:
@@ -110,8 +103,7 @@ class Worker:
         if not self.prefetched:
             self._wake.set()
         elif self._exchange_later is None:  # no hurry: further answers may travel with it
-            later = asyncio.get_running_loop().call_later(ROUND_TRIP_S, self._wake.set)
-            self._exchange_later = later
+            self._exchange_later = asyncio.get_running_loop().call_later(ROUND_TRIP_S, self._wake.set)
 
     def _begin(self, job: LeasedJob) -> None:
         self.permits.take()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rstar2_megatron.judge.client.code_judge import CodeJudgeService
+from rstar2_megatron.judge.client.service import CodeJudgeService
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs

@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.code_judge import CodeJudgeService
-from rstar2_megatron.judge.client.service import JudgeServiceError
+from rstar2_megatron.judge.client.service import CodeJudgeService, JudgeServiceError
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
