@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import psutil
 
 from benchmarks.judge.bare import bare_fork_cpu_ms
@@ -207,8 +208,8 @@ def serving(
     try:
         deadline = time.monotonic() + 60
         while not (port_file.exists() and ready()):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not ready after 60 s: {commands}")
+            if time.monotonic() > deadline or any(process.poll() is not None for process in started):
+                raise RuntimeError(f"ended, or not ready after 60 s: {commands}")
             time.sleep(0.02)
         assert redis.process is not None
         pids = [process.pid for process in (*started, redis.process)]
@@ -227,7 +228,12 @@ def service_without_sandbox() -> Iterator[tuple[str, Tree]]:
         serve = ["rstar2_megatron.judge", "serve", "--redis-uri", redis.uri, "--port-file", str(port_file)]
         echo = ["benchmarks.judge.echo_worker", redis.uri]
         commands = [[sys.executable, "-m", *words] for words in (serve, echo)]
-        with serving(redis, port_file, commands, lambda: True) as served:
+
+        def ready() -> bool:
+            url = json.loads(port_file.read_text())["url"]
+            return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+
+        with serving(redis, port_file, commands, ready) as served:
             yield served
 
 

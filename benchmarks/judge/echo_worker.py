@@ -49,7 +49,7 @@ async def main(uri: str) -> None:
     stop = asyncio.Event()
     on_signals(stop.set)
     die_with_parent()
-    worker = Worker(JobQueue(uri), slots=32)
+    worker = Worker(JobQueue(uri), slots=32, require_isolation="minimal")
     worker.pool = EchoPool(32)
     await worker.start()
     running = asyncio.create_task(worker.run())

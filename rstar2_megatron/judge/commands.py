@@ -74,7 +74,7 @@ async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:
         workers = _Workers(arguments, uri, arguments.drain_s)
         try:
             await workers.wait_until_ready(stop)
-            await _until(stop, asyncio.ensure_future(workers.keep_running()), workers.stop)
+            await _until(stop, asyncio.ensure_future(workers.keep_running()))
         finally:
             await workers.stop()
         return
@@ -116,7 +116,8 @@ async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
             await workers.wait_until_ready(stop)
             if not stop.is_set():
                 _announce(arguments, sock, uri)
-            await _until(stop, asyncio.ensure_future(workers.keep_running(redis_server)), workers.stop)
+            await _until(stop, asyncio.ensure_future(workers.keep_running(redis_server)))
+            await workers.stop()
     finally:
         if workers is not None:
             await workers.stop()
@@ -126,11 +127,14 @@ async def run_all(arguments: argparse.Namespace, limits: CallLimits) -> None:
             Path(arguments.port_file).unlink(missing_ok=True)
 
 
-async def _until(stop: asyncio.Event, work: asyncio.Future[None], before_its_end: Callable[[], Awaitable[None]]) -> None:
+async def _until(
+    stop: asyncio.Event, work: asyncio.Future[None], before_its_end: Callable[[], Awaitable[None]] | None = None
+) -> None:
     """Wait until `work` has ended or `stop` is set, then end it. Raises what has ended it."""
     both: list[asyncio.Future[Any]] = [work, asyncio.ensure_future(stop.wait())]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    await before_its_end()
+    if before_its_end is not None:
+        await before_its_end()
     await cancel_and_wait(*both)
     if not work.cancelled():
         work.result()

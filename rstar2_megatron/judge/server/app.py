@@ -98,7 +98,7 @@ class JudgeServer:
         """Result JSON of each submission, in order, as the request's route wants it. Raises QueueFull, HTTPException."""
         route = request.scope["route"].path
         tickets = await self.broker.submit(submissions, client_name(request), long=route.endswith("/long-batch"))
-        everything = asyncio.gather(*map(self.broker.wait, tickets))
+        everything = asyncio.ensure_future(self._wait_all(tickets))
         leaves = asyncio.ensure_future(_until_client_leaves(request))
         try:
             waits: list[asyncio.Future[Any]] = [leaves, everything]
@@ -111,6 +111,9 @@ class JudgeServer:
             leaves.cancel()
             everything.cancel()
             self._abandon(tickets)
+
+    async def _wait_all(self, tickets: list[Ticket]) -> list[bytes]:
+        return await asyncio.gather(*map(self.broker.wait, tickets))
 
     async def stream(self, tickets: list[Ticket]) -> AsyncIterator[bytes]:
         """Yield JSON lines {"index", "result"} in order of completion. Starlette cancels it when the client leaves."""

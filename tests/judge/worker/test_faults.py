@@ -280,9 +280,10 @@ async def test_worker_processes_share_a_nodes_slots_and_replace_each_other() -> 
             assert [(await call).stdout for call in calls] == [f"{n}\n" for n in range(6)]
 
 
-def test_sigterm_leaves_nothing() -> None:
-    before = set(Path("/tmp").glob("rstar2-*"))
-    with JudgeService(workers=2) as service:
+def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    """No process, directory or group, and no word of error: neither of the call that ends, nor of the workers."""
+    before, log = set(Path("/tmp").glob("rstar2-*")), tmp_path / "judge.log"
+    with JudgeService(workers=2, log_path=log) as service:
         family = processes(service)
         owner = next(p.pid for p in family if "zygote" in " ".join(command_line(p)))
         assert len(family) >= 6
@@ -290,6 +291,7 @@ def test_sigterm_leaves_nothing() -> None:
         with pytest.raises(httpx.ReadTimeout):
             body = {"type": "python", "solution": "import time; time.sleep(60)"}
             httpx.post(f"{service.url}/run", json=body, timeout=0.3, trust_env=False)
+    assert "ERROR" not in log.read_text()
     assert not any(p.is_running() and p.status() != "zombie" for p in family)
     assert set(Path("/tmp").glob("rstar2-*")) <= before
     assert not list(Path("/sys/fs/cgroup").glob(f"*/**/rstar2-judge-{owner}"))
