@@ -19,7 +19,6 @@ from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from redis.exceptions import RedisError
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rstar2_megatron.judge.limits import LEVELS, MEGABYTE, CallLimits, FieldError, Submission, check_session_name
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
@@ -172,11 +171,11 @@ async def _until_client_leaves(request: Request) -> None:
         pass
 
 
-def _guard(inner: ASGIApp, server: JudgeServer, token: str | None) -> ASGIApp:
+def _guard(inner: Any, server: JudgeServer, token: str | None) -> Any:
     """ASGI middleware that checks the token and measures request times."""
     owners = {f"Bearer {one}".encode(): one.rpartition(":")[0] or "token" for one in (token or "").split(",")}
 
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await inner(scope, receive, send)
             return
