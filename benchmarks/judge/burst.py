@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 from redis import Redis
 
-from benchmarks.judge.calls import Tree, quantile, serving
+from benchmarks.judge.calls import Tree, alive_workers, quantile, serving
 from benchmarks.judge.programs import in_public_template, program
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient
@@ -82,13 +82,8 @@ def service(workers: int) -> Iterator[tuple[str, Tree]]:
         commands = [[sys.executable, "-m", JUDGE, *serve]]
         # ip-netns-exec would hide the control groups.
         commands += [["nsenter", f"--net=/run/netns/{n}", sys.executable, "-m", JUDGE, *work] for n in names]
-        with serving(redis, port_file, commands, lambda: len(_alive(redis)) >= workers) as served:
+        with serving(redis, port_file, commands, lambda: len(alive_workers(redis)) >= workers) as served:
             yield served
-
-
-def _alive(redis: RedisServer) -> list[Any]:
-    with Redis(port=redis.port) as client:
-        return list(client.scan_iter("*alive:*"))
 
 
 def expected(number: int) -> str:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import psutil
+from redis import Redis
 
 from benchmarks.judge.bare import bare_fork_cpu_ms
 from benchmarks.judge.programs import BARE_CASES, program
@@ -199,6 +199,12 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
     }
 
 
+def alive_workers(redis: RedisServer) -> list[Any]:
+    """The heartbeats of the workers that use this Redis."""
+    with Redis(port=redis.port) as client:
+        return list(client.scan_iter("*alive:*"))
+
+
 @contextlib.contextmanager
 def serving(
     redis: RedisServer, port_file: Path, commands: list[list[str]], ready: Callable[[], bool]
@@ -228,12 +234,7 @@ def service_without_sandbox() -> Iterator[tuple[str, Tree]]:
         serve = ["rstar2_megatron.judge", "serve", "--redis-uri", redis.uri, "--port-file", str(port_file)]
         echo = ["benchmarks.judge.echo_worker", redis.uri]
         commands = [[sys.executable, "-m", *words] for words in (serve, echo)]
-
-        def ready() -> bool:
-            url = json.loads(port_file.read_text())["url"]
-            return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
-
-        with serving(redis, port_file, commands, ready) as served:
+        with serving(redis, port_file, commands, lambda: bool(alive_workers(redis))) as served:
             yield served
 
 

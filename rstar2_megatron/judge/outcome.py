@@ -32,7 +32,6 @@ REASONS = {
     Outcome.INVALID_INPUT: "invalid_input",
 }
 
-
 _NONE_BY_DEFAULT = ("exit_code", "signal", "peak_memory_bytes", "queue_seconds", "worker", "session")
 _OPTIONAL: dict[str, Any] = {"cost": 0.0, "stdout": "", "stderr": "", "truncated": False, **dict.fromkeys(_NONE_BY_DEFAULT)}
 

@@ -258,15 +258,19 @@ class Sender:
         self._queue = queue
         self._reply = reply
         self._unsent: deque[Request] = deque()
-        self.task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def send(self, jobs: Jobs) -> None:
         """Put jobs into the queue. Raises QueueFull, RedisError."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unsent.append((jobs, done))
-        if self.task is None or self.task.done():
-            self.task = asyncio.create_task(self._send_all())
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._send_all())
         await done
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            await cancel_and_wait(self._task)
 
     async def _send_all(self) -> None:
         while self._unsent:

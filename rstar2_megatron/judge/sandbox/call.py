@@ -284,10 +284,10 @@ def send_message(sock: socket.socket, content: dict[str, Any]) -> None:
     sock.sendall(LENGTH.pack(len(body)) + body)
 
 
-def receive_message(sock: socket.socket) -> dict[str, Any] | None:
-    """The next message; None for an empty one, which cancels the running call."""
+def receive_message(sock: socket.socket) -> dict[str, Any]:
+    """The next message; {} for an empty one, which cancels the running call."""
     (size,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size))
-    return json.loads(receive_exactly(sock, size)) if size else None
+    return json.loads(receive_exactly(sock, size)) if size else {}
 
 
 def serve_slot(sock: socket.socket, runner: Runner) -> NoReturn:
@@ -295,7 +295,7 @@ def serve_slot(sock: socket.socket, runner: Runner) -> NoReturn:
     try:
         while True:
             job = receive_message(sock)
-            if job is None:  # a cancellation that came after the end of its call
+            if not job:  # a cancellation that came after the end of its call
                 continue
             try:
                 result = runner.run(job)

@@ -69,7 +69,8 @@ class Broker:
         self._tasks |= {asyncio.create_task(self._read_replies()), asyncio.create_task(self._check_pending())}
 
     async def stop(self) -> None:
-        await cancel_and_wait(*self._tasks, *filter(None, [self._sender.task]))
+        await cancel_and_wait(*self._tasks)
+        await self._sender.stop()
         await asyncio.to_thread(self._graders.close)
         await self.queue.close()
 

@@ -25,7 +25,6 @@ EVICTABLE_AFTER_S = 20.0  # a session that was unused for so long makes room for
 _REPLAY_S = 20.0  # all cells together
 _KEPT_ANSWERS = 4
 _REPLAYED = ("ok", "error")
-_LOST_MARK = b'"session": "lost"'  # cannot occur inside a JSON string, where quotes are escaped
 _SAME_AGAIN = ("outcome", "stdout", "stderr")  # what a cell must answer when it is replayed
 
 
@@ -110,11 +109,11 @@ class Sessions:
                 return answer
         try:
             answer = await session.slot.run(job, deadline_s, on_demotion)
-            is_lost = _LOST_MARK in answer
+            result = orjson.loads(answer)
+            is_lost = result["session"] == "lost"
             session.calls += 1
             if request["session_replay"]:
-                told = {"number": session.calls, "key": key, "request": request}
-                cell = told | {"answer": orjson.loads(answer)}
+                cell = {"number": session.calls, "key": key, "request": request, "answer": result}
                 step = partial(self.queue.keep_cell, name, None if is_lost else orjson.dumps(cell))
                 await until_redis_answers("cells", step)
         except BaseException:

@@ -107,8 +107,7 @@ class SlotPool:
         ours.settimeout(timeout_s)
         self._control = ours
         try:
-            told = await asyncio.to_thread(receive_message, ours)
-            self.description = told or {}
+            self.description = await asyncio.to_thread(receive_message, ours)
             ours.setblocking(False)
             asyncio.get_running_loop().add_reader(ours.fileno(), self._on_control)
             async with asyncio.timeout(timeout_s):

@@ -47,8 +47,8 @@ class Worker:
         self.queue = queue
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
-        self.count_of_permits = default_permits() if permits is None else permits
-        self.permits = FreeList([None] * self.count_of_permits)
+        self.num_permits = default_permits() if permits is None else permits
+        self.permits = FreeList([None] * self.num_permits)
         self.sessions = Sessions(self.pool, session_ttl_s, queue)
         self.require_isolation = require_isolation
         self.prefetched = PrefetchedJobs(time.monotonic())
@@ -72,7 +72,7 @@ class Worker:
         """The fields of this worker in /status."""
         return {
             "slots": self.pool.count,
-            "starts": self.count_of_permits,
+            "starts": self.num_permits,
             "running": len(self.running),
             "ahead": len(self.prefetched),
             "sessions": len(self.sessions),
