@@ -1,27 +1,44 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then lint, type check, import contracts (pyproject.toml) and tests. Arguments go to pytest. Without
-# any, tests marked `long` (whole runs of minutes that no other test needs) are left out; `--all`, as CI has it, runs them too.
-# RSTAR2_AGAIN=1: tests that failed run once more, alone, and fail the run only if they fail again.
+# Sets up what is missing, then lint, format, types and import contracts, then pytest. tests/README.md says what each tier proves.
+#   bash run_tests.sh             the default tier: what a change is likely to break
+#   bash run_tests.sh --ci        and every test that guards a promise of README or docs/, as CI runs it
+#   bash run_tests.sh --release   what takes hours; what has passed is in benchmarks/results/release_tests.json and not run again
+#   bash run_tests.sh tests/algorithm -k roc       a part: files are run as with --ci, unless a tier is named
+#   --keep-going                  runs pytest although a check before it has failed
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
-if [ $# -eq 0 ]; then set -- -m "not long"; elif [ "$1" = --all ]; then shift; fi
+tier="" part="" keep_going="" chosen=()
+for argument in "$@"; do
+  case $argument in
+    --ci | --release) tier=${argument#--} ;;
+    --keep-going) keep_going=1 ;;
+    *) chosen+=("$argument"); [ ! -e "${argument%%::*}" ] || part=1 ;;
+  esac
+done
+[ -n "$tier" ] || tier=$([ -n "$part" ] && echo ci || echo default)
+
 bash scripts/setup_env.sh --dev || exit 1
 venv=${RSTAR2_VENV:-.venv}
 . scripts/install/gpu_environment.sh "$venv"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 py=$venv/bin/python
 status=0
-echo "== ruff";   $py -m ruff check . || status=1
-                  $py -m ruff format --check --quiet . || { echo "run: $venv/bin/ruff format ."; status=1; }
-echo "== mypy";   $py -m mypy rstar2_megatron benchmarks || status=1
-echo "== imports"; $venv/bin/lint-imports --no-logo || status=1
+check() { # NAME COMMAND...
+  echo "== $1"
+  "${@:2}" && return
+  status=1
+  [ -n "$keep_going" ] || { echo "run_tests.sh: $1 failed, so pytest was not run (--keep-going runs it)" >&2; exit 1; }
+}
+check "ruff" $py -m ruff check .
+check "format ($py -m ruff format . mends it)" $py -m ruff format --check --quiet .
+check "mypy" $py -m mypy rstar2_megatron benchmarks
+check "imports" $venv/bin/lint-imports --no-logo
 # Each run of the program starts a dozen processes; with PYTHONDONTWRITEBYTECODE set, each would compile the project again.
 $py -m compileall -q rstar2_megatron tests
-# pytest's 1: tests failed
-echo "== pytest"; $py -m pytest "$@"; tests=$?
-if [ $tests -eq 1 ] && [ -n "${RSTAR2_AGAIN:-}" ]; then
-  echo "== pytest: what failed, once more, alone"; $py -m pytest "$@" --last-failed --last-failed-no-failures=none --maxfail=1; tests=$?
-fi
-[ $tests -eq 0 ] || status=1
+echo "== pytest"
+# Two processes, because tests of real parts wait as long as they compute. Tests of hours have the machine for themselves.
+processes=(-n 2)
+[ "$tier" != release ] || processes=()
+$py -m pytest --tier "$tier" "${processes[@]}" "${chosen[@]}" || status=1
 [ $status -eq 0 ] || echo "run_tests.sh: something above failed" >&2
 exit $status

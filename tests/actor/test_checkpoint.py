@@ -75,7 +75,7 @@ PRODUCT = {**TP2, "sequence_parallel": True, **PP2}
     "saver, loaders",
     [
         ((2, TP2, {}), [(1, {}, {}), (2, PP2, {}), (2, {"context_parallel_size": 2}, {}), (2, {}, {})]),
-        ((4, PP2_INTERLEAVED, OVERLAP), [(1, {}, {}), (4, PRODUCT, {}), (2, {}, OVERLAP)]),
+        pytest.param((4, PP2_INTERLEAVED, OVERLAP), [(1, {}, {}), (4, PRODUCT, {}), (2, {}, OVERLAP)], marks=pytest.mark.ci),
     ],
     ids=["TP2", "PP2 interleaved DP2 overlap"],
 )
@@ -95,7 +95,9 @@ def test_loads_at_another_layout(
             assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("precision, tolerance", [({}, 1e-6), (BF16, 1e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision, tolerance", [({}, 1e-6), pytest.param(BF16, 1e-3, marks=pytest.mark.ci)], ids=["fp32", "bf16"]
+)
 def test_host_and_device_optimizers_load_each_others_checkpoints(
     pool: RankPool, models: dict[str, Path], tmp_path: Path, precision: dict[str, Any], tolerance: float
 ) -> None:
@@ -131,7 +133,9 @@ def test_experts_resume_at_another_layout(pool: RankPool, models: dict[str, Path
         assert mine["actor/grad_norm"] == pytest.approx(right["actor/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2)], ids=["single", "TP2"])
+@pytest.mark.parametrize(
+    "ranks, model", [pytest.param(1, {}, id="single", marks=pytest.mark.ci), pytest.param(2, TP2, id="TP2")]
+)
 def test_killed_while_saving_keeps_the_previous(
     models: dict[str, Path], tmp_path: Path, pool: RankPool, ranks: int, model: dict[str, Any]
 ) -> None:
@@ -212,7 +216,7 @@ def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path
 
 @pytest.mark.parametrize(
     "model, which",
-    [({**TP2, **PP2}, "qwen2-tied"), (TP2, "qwen3"), (EP2, "moe")],
+    [pytest.param({**TP2, **PP2}, "qwen2-tied", marks=pytest.mark.ci), (TP2, "qwen3"), (EP2, "moe")],
     ids=["TP2 PP2 tied", "TP2 Qwen3", "EP2 experts"],
 )
 def test_checkpoint_converts_without_ranks(

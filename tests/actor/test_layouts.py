@@ -27,6 +27,21 @@ HOST = {"optimizer_cpu_offload": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
 
+# Each dimension, and each pair of those that act on each other, once; the other rows are for CI.
+DEFAULT = {
+    "single, Qwen3",
+    "TP2, SP, Qwen3, selective recompute",
+    "DP2, overlap",
+    "PP2, interleaved, tied, full recompute",
+    "TP2, SP, PP2, tied",
+    "TP2, SP, CP2",
+    "PP2, interleaved, DP2, overlap",
+    "PP2, CP2",
+    "Llama 3: TP2, SP",
+    "host optimizer: TP2, SP",
+    "experts: TP2, SP, EP2",
+    "experts: PP2, EP2, tied",
+}
 # name, ranks, actor.model, actor.optim, model
 LAYOUTS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("single", 1, {}, {}, "qwen2"),
@@ -86,7 +101,10 @@ def reference_history(directory: Path) -> list[tuple[float, float]]:
     return reference.train(reference.load(directory), BATCHES, actor, algorithm)
 
 
-@pytest.mark.parametrize("name, ranks, model, optim, which", LAYOUTS, ids=[row[0] for row in LAYOUTS])
+@pytest.mark.parametrize(
+    "name, ranks, model, optim, which",
+    [pytest.param(*row, id=row[0], marks=[] if row[0] in DEFAULT else pytest.mark.ci) for row in LAYOUTS],
+)
 def test_layout_matches_transformers(
     pool: RankPool, models: dict[str, Path], name: str, ranks: int, model: dict[str, Any], optim: dict[str, Any], which: str
 ) -> None:
@@ -104,26 +122,17 @@ def test_layout_matches_transformers(
 @pytest.mark.parametrize(
     "ranks, model, where, which",
     [
-        (1, {}, {}, "qwen2"),
-        (2, TP2, {}, "qwen2"),
-        (2, {}, {**OVERLAP, **HOST}, "qwen2"),
-        (2, {**PP2, **VP2}, {}, "qwen2-tied"),
-        (2, CP2, {}, "qwen3"),
-        (4, {**TP2, **SP, **PP2}, {}, "qwen2-tied"),
-        (4, {**CP2, **FULL_RECOMPUTE}, OVERLAP, "qwen2"),
-        (2, EP2, {}, "moe"),
-        (2, {**TP2, **SP}, {}, "llama"),
-    ],
-    ids=[
-        "single",
-        "TP2",
-        "host optimizer, DP2, overlap",
-        "PP2, interleaved, tied",
-        "CP2, Qwen3",
-        "TP2, SP, PP2, tied",
-        "CP2, DP2, overlap, full recompute",
-        "experts, EP2",
-        "Llama 3, TP2, SP",
+        pytest.param(1, {}, {}, "qwen2", id="single", marks=pytest.mark.ci),
+        pytest.param(2, TP2, {}, "qwen2", id="TP2", marks=pytest.mark.ci),
+        pytest.param(2, {}, {**OVERLAP, **HOST}, "qwen2", id="host optimizer, DP2, overlap"),
+        pytest.param(2, {**PP2, **VP2}, {}, "qwen2-tied", id="PP2, interleaved, tied", marks=pytest.mark.ci),
+        pytest.param(2, CP2, {}, "qwen3", id="CP2, Qwen3", marks=pytest.mark.ci),
+        pytest.param(4, {**TP2, **SP, **PP2}, {}, "qwen2-tied", id="TP2, SP, PP2, tied"),
+        pytest.param(
+            4, {**CP2, **FULL_RECOMPUTE}, OVERLAP, "qwen2", id="CP2, DP2, overlap, full recompute", marks=pytest.mark.ci
+        ),
+        pytest.param(2, EP2, {}, "moe", id="experts, EP2", marks=pytest.mark.ci),
+        pytest.param(2, {**TP2, **SP}, {}, "llama", id="Llama 3, TP2, SP", marks=pytest.mark.ci),
     ],
 )
 def test_bf16_stays_near_fp32(

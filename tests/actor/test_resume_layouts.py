@@ -46,25 +46,25 @@ class Row:
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     bucket_size: int | None = None
-    quick: bool = False
-    """Also without `--all`."""
+    tier: str = "release"
+    """Of the tied model, which a pipeline shares between two stages; the untied one is for CI without a pipeline."""
 
 
 # A row's other layout is the one before it; the first row's is the last.
 DENSE = [
     Row("single", 1),
-    Row("PP2", 2, PP2, quick=True),
-    Row("TP2", 2, TP2, quick=True),
-    Row("DP2, overlap, many buckets", 2, {}, OVERLAP, 9_000, quick=True),
-    Row("host optimizer: PP2, interleaved", 2, PP2_VP2, HOST, quick=True),
-    Row("TP2, SP, PP2", 4, {**TP2_SP, **PP2}),
-    Row("CP2", 2, CP2),
+    Row("PP2", 2, PP2, tier="default"),
+    Row("TP2", 2, TP2, tier="default"),
+    Row("DP2, overlap, many buckets", 2, {}, OVERLAP, 9_000, tier="ci"),
+    Row("host optimizer: PP2, interleaved", 2, PP2_VP2, HOST, tier="ci"),
+    Row("TP2, SP, PP2", 4, {**TP2_SP, **PP2}, tier="ci"),
+    Row("CP2", 2, CP2, tier="ci"),
     Row("DP2", 2),
     Row("PP2, interleaved", 2, PP2_VP2),
     Row("TP2, SP", 2, TP2_SP),
     Row("host optimizer", 1, {}, HOST),
-    Row("TP2, SP, CP2", 4, {**TP2_SP, **CP2}),
-    Row("PP2, interleaved, DP2, overlap, many buckets", 4, PP2_VP2, OVERLAP, 9_000),
+    Row("TP2, SP, CP2", 4, {**TP2_SP, **CP2}, tier="ci"),
+    Row("PP2, interleaved, DP2, overlap, many buckets", 4, PP2_VP2, OVERLAP, 9_000, tier="ci"),
     Row("TP2, DP2, overlap, many buckets", 4, TP2, OVERLAP, 9_000),
     Row("PP2, CP2", 4, {**PP2, **CP2}),
     Row("CP2, DP2", 4, CP2),
@@ -77,14 +77,14 @@ DENSE = [
 ]
 HALF = [
     Row("bf16: single", 1, BF16),
-    Row("bf16: PP2", 2, {**BF16, **PP2}, quick=True),
+    Row("bf16: PP2", 2, {**BF16, **PP2}, tier="ci"),
     Row("bf16: PP2, DP2, overlap, many buckets", 4, {**BF16, **PP2}, OVERLAP, 9_000),
     Row("bf16, host optimizer: PP2, DP2", 4, {**BF16, **PP2}, HOST),
 ]
 # megatron-core stores the state of its plain optimizer in another form.
 WITHOUT_DISTRIBUTED_OPTIMIZER = [
     Row("plain optimizer: single", 1, {}, PLAIN),
-    Row("plain optimizer: PP2", 2, PP2, PLAIN, quick=True),
+    Row("plain optimizer: PP2", 2, PP2, PLAIN, tier="ci"),
     Row("plain optimizer: TP2, DP2", 4, TP2, PLAIN),
 ]
 HALF_WITHOUT_DISTRIBUTED_OPTIMIZER = [
@@ -93,11 +93,11 @@ HALF_WITHOUT_DISTRIBUTED_OPTIMIZER = [
 ]
 EXPERTS = [
     Row("experts", 1),
-    Row("experts: EP2", 2, EP2, quick=True),
+    Row("experts: EP2", 2, EP2, tier="ci"),
     Row("experts: PP2, EP2", 4, {**PP2, **EP2}),
     Row("experts: DP2, overlap, many buckets", 2, {}, OVERLAP, 9_000),
     Row("experts: TP2, SP", 2, TP2_SP),
-    Row("experts: TP2, SP, EP2", 2, {**TP2_SP, **EP2}),
+    Row("experts: TP2, SP, EP2", 2, {**TP2_SP, **EP2}, tier="ci"),
     Row("experts: CP2, EP2, DP2", 4, {**CP2, **EP2}),
     Row("experts: TP2, SP, EP2, DP2, overlap", 4, {**TP2_SP, **EP2}, OVERLAP),
     Row("host optimizer: experts, EP2", 2, EP2, HOST),
@@ -115,7 +115,9 @@ def _cases() -> list[Any]:
     ):
         for tie in (True, False):
             for number, row in enumerate(rows):
-                marks = [] if row.quick and (tie or "PP2" not in row.name) else [pytest.mark.long]
+                untied = "ci" if row.tier != "release" and "PP2" not in row.name else "release"
+                tier = row.tier if tie else untied
+                marks = [] if tier == "default" else [getattr(pytest.mark, tier)]
                 name = f"{row.name}, {'tied' if tie else 'untied'}"
                 cases.append(pytest.param(row, rows[number - 1], which, tie, id=name, marks=marks))
     return cases

@@ -24,7 +24,7 @@ from tests.e2e.runs import RunProcess, arguments, read_jsonl
 from tests.processes import command_line
 
 LIMIT_S = 600
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
 BATCH, SIZE, BOUND, STEPS = 2, 8, 2, 5
 ONE_CHECKPOINT_MB = 34  # room for one checkpoint of 21 MB, not for two
 AWAY_S = 10.0

@@ -89,6 +89,7 @@ def recipe(memorised_model: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(1200)
 def test_stages_run_in_order_and_go_on_where_they_were_stopped(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

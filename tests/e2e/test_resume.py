@@ -53,7 +53,7 @@ def killed_and_resumed(command: list[str], directory: Path, moment: str, step: i
     return again.text()
 
 
-@pytest.mark.long(first=True)
+@pytest.mark.ci
 def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(cache: Path, first_run: Path, tmp_path: Path) -> None:
     command = arguments(
         cache, tmp_path, "pp3", *PP3, f"runner.replay_rollouts={first_run}/rollouts", "evaluation.before_and_after=False"
@@ -68,6 +68,23 @@ def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(cache:
             for name, tolerance in (("policy_loss", 1e-5), ("grad_norm", 1e-4)):
                 key = f"train/actor/{name}"
                 assert mine[key] == pytest.approx(right[key], rel=tolerance, abs=1e-6), key
+
+
+@pytest.mark.ci
+def test_metrics_after_a_kill_in_the_sync_are_those_of_the_run_before(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    """The first run's trajectories again, in its layout: nothing but the kill differs."""
+    command = arguments(
+        cache, tmp_path, "killed", f"runner.replay_rollouts={first_run}/rollouts", "evaluation.before_and_after=False"
+    )
+    killed_and_resumed(command, tmp_path / "killed", "sync", 2)
+    assert_same_metrics(read_jsonl(tmp_path / "killed" / "metrics.jsonl"), read_jsonl(first_run / "metrics.jsonl"))
+
+
+def assert_same_metrics(ours: list[dict], theirs: list[dict]) -> None:
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    names = [f"train/actor/{name}" for name in TRAINED] + ["rollout/pass_rate", "rollout/groups_kept"]
+    for mine, right in zip(ours, theirs, strict=True):
+        assert {name: mine.get(name) for name in names} == {name: right.get(name) for name in names}
 
 
 @dataclass
@@ -98,7 +115,7 @@ def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Unin
     return Uninterrupted(model, source, rows)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("layout, moment", [("PP2", "training"), ("PP2", "checkpoint"), ("PP2", "sync"), ("TP2", "sync")])
 def test_metrics_after_a_kill_are_those_of_the_uninterrupted_run(
     cache: Path, uninterrupted: Uninterrupted, tmp_path: Path, layout: str, moment: str
@@ -114,8 +131,6 @@ def test_metrics_after_a_kill_are_those_of_the_uninterrupted_run(
         "evaluation.before_and_after=False",
     )
     killed_and_resumed(command, tmp_path / "killed", moment, 3)
-    ours, theirs = read_jsonl(tmp_path / "killed" / "metrics.jsonl"), uninterrupted.rows[layout]
-    assert [row["step"] for row in ours] == [1, 2, 3, 4]
-    for mine, right in zip(ours, theirs, strict=True):
-        names = [f"train/actor/{name}" for name in TRAINED] + ["rollout/pass_rate", "rollout/groups_kept"]
-        assert {name: mine.get(name) for name in names} == {name: right.get(name) for name in names}
+    ours = read_jsonl(tmp_path / "killed" / "metrics.jsonl")
+    assert len(ours) == 4
+    assert_same_metrics(ours, uninterrupted.rows[layout])

@@ -14,7 +14,7 @@ from rstar2_megatron.trajectory import FinishReason, Group
 from tests.e2e.runs import RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
 
 
 def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: Path) -> None:

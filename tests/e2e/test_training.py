@@ -10,10 +10,7 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import psutil
@@ -28,11 +25,9 @@ from rstar2_megatron.records.trajectory_row import unpack_floats
 from rstar2_megatron.report.names import TO_VERL
 from rstar2_megatron.report.step_bound import row_names, shares_of, timeline
 from rstar2_megatron.report.trajectories import main as report_trajectories
-from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
-from tests.e2e.runs import ROOT, RunProcess, arguments, read_jsonl
-from tests.processes import command_line
+from tests.e2e.runs import RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
@@ -174,12 +169,12 @@ def test_a_checkpoint_can_be_evaluated(first_run: Path) -> None:
 
 
 def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    command = arguments(cache, tmp_path, "killed", "runner.max_steps=4", "evaluation.before_and_after=False")
-    metrics = tmp_path / "killed" / "metrics.jsonl"
+    command = arguments(cache, tmp_path, "killed", "evaluation.before_and_after=False")
+    metrics, checkpoints = (tmp_path / "killed" / name for name in ("metrics.jsonl", "checkpoints"))
     run = RunProcess(command, tmp_path / "killed.log").start()
-    run.wait_for(lambda: len(read_jsonl(metrics)) >= 2, LIMIT_S, "two steps")
-    run.wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "global_step_2").is_dir(), 60, "second checkpoint")
-    time.sleep(0.5)  # into the third step
+    run.wait_for(lambda: len(read_jsonl(metrics)) >= 1, LIMIT_S, "a step")
+    run.wait_for((checkpoints / "global_step_1").is_dir, 60, "its checkpoint")
+    time.sleep(0.5)  # into the second step
     run.send(signal.SIGKILL)
     run.assert_nothing_left(30, killed=True)
 
@@ -188,11 +183,11 @@ def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: 
     assert again.wait(LIMIT_S) == 0, again.text()[-6000:]
     again.assert_nothing_left()
     assert "resuming from" in again.text()
-    assert [row["step"] for row in read_jsonl(metrics)] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(metrics)] == [1, 2]
     # the same data order as a run that was never interrupted, and no problem twice
     ours, theirs = queries_of_steps(tmp_path / "killed"), queries_of_steps(first_run)
-    assert ours[1] == theirs[1] and ours[2] == theirs[2]
-    assert len({query for queries in ours.values() for query in queries}) == 16
+    assert ours == theirs
+    assert len({query for queries in ours.values() for query in queries}) == 8
 
 
 def listening_ports(run: RunProcess | None = None) -> set[int]:
@@ -213,7 +208,7 @@ def leaves_nothing(run: RunProcess, ports: set[int]) -> None:
     assert not list(Path("/dev/shm").glob("rstar2*"))
 
 
-@pytest.mark.long  # SIGTERM and Ctrl-C at other moments: test_recipe.py
+@pytest.mark.release  # SIGTERM and Ctrl-C at other moments: below and test_recipe.py
 def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) -> None:
     run = RunProcess(arguments(cache, tmp_path, "stopped"), tmp_path / "stopped.log").start()
     run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
@@ -224,7 +219,7 @@ def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) ->
     assert "Unhandled error" not in run.text(), run.text()[-4000:]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal's group; a Redis that the YAML names is used and left alone."""
     with RedisServer() as redis_server, redis.Redis.from_url(redis_server.uri) as client:
@@ -253,6 +248,7 @@ def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: P
     assert "Traceback" not in run.text(), run.text()[-4000:]
 
 
+@pytest.mark.ci
 def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """The trajectories of the first run (TP 2) again, under TP 1 by override."""
     run = RunProcess(
@@ -278,7 +274,7 @@ def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Pat
     assert [row["rollout/pass_rate"] for row in ours] == [row["rollout/pass_rate"] for row in theirs]
 
 
-@pytest.mark.long(first=True)
+@pytest.mark.ci
 def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
     run = RunProcess(
         arguments(
@@ -312,55 +308,3 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
     assert len(evaluated) == 32
     assert sum(r["reward"] for r in evaluated) / 32 == pytest.approx(row["eval/average"])
     assert row["train/actor/handover_seconds"] > 0 and row["train/actor/sync_bytes"] > 1e6
-
-
-def test_engine_killed_then_judge_away_for_twenty_seconds(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    """An engine dies in the second step, the judge in the third: the run waits and retries, nothing is lost."""
-    port = free_port()
-    command = [sys.executable, "-m", "rstar2_megatron.judge", "all", "--host", "127.0.0.1", "--port", str(port)]
-
-    def start_judge() -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=2):
-                return process
-            time.sleep(0.2)
-        raise AssertionError("the judge did not start")
-
-    judge = start_judge()
-    metrics = tmp_path / "faults" / "metrics.jsonl"
-    run = RunProcess(
-        arguments(
-            cache,
-            tmp_path,
-            "faults",
-            "tools.codejudge.host_addr=127.0.0.1",
-            f"tools.codejudge.host_port={port}",
-            "runner.max_steps=3",
-            "evaluation.before_and_after=False",
-        ),
-        tmp_path / "faults.log",
-    ).start()
-    try:
-        run.wait_for(lambda: len(read_jsonl(metrics)) == 1, LIMIT_S, "the first step")
-        time.sleep(1.0)
-        scheduler = next(p for p in run.processes() if "scheduler" in " ".join(command_line(p)))
-        os.kill(scheduler.pid, signal.SIGKILL)
-        run.wait_for(lambda: len(read_jsonl(metrics)) == 2, LIMIT_S, "the second step")
-        terminate_tree(judge.pid, grace_s=0.0, first_signal=signal.SIGKILL)
-        judge.wait()
-        time.sleep(20)
-        judge = start_judge()
-        assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
-    finally:
-        terminate_tree(judge.pid)
-        judge.wait()
-        run.kill_all()
-    rows = read_jsonl(metrics)
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert max(row["rollout/engine/engine_restarts"] for row in rows) >= 1
-    assert all(row["rollout/num_trajectories"] == 64 for row in rows)
-    assert all(row["rollout/dropped_infrastructure"] == 0 for row in rows)
-    outcomes = [call["outcome"] for row in read_jsonl(tmp_path / "faults" / "trajectories.jsonl") for call in row["tool_calls"]]
-    assert "infrastructure" not in outcomes and "ok" in outcomes

@@ -74,6 +74,7 @@ def workers_by_raylet() -> dict[str, int]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(900)
 def test_actor_and_engine_on_different_nodes(ray_address: str, memorised_model: Path, tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"

@@ -141,8 +141,7 @@ LARGE: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     "name, ranks, model, optim, which",
-    [pytest.param(*row, id=row[0]) for row in LAYOUTS]
-    + [pytest.param(*row, id=row[0], marks=pytest.mark.long) for row in LARGE],
+    [pytest.param(*row, id=row[0]) for row in LAYOUTS] + [pytest.param(*row, id=row[0], marks=pytest.mark.ci) for row in LARGE],
 )
 def test_layout_matches_transformers(
     pool: RankPool,
@@ -197,7 +196,7 @@ def test_begins_at_a_policy_with_a_loss_of_ln_2(pool: RankPool, reward_models: d
     [
         pytest.param(2, PP2, 2, TP2, id="PP2 to TP2"),
         pytest.param(2, {**TP2, **SP}, 1, {}, id="TP2, SP to single"),
-        pytest.param(4, {**TP2, **SP, **PP2}, 2, CP2, id="TP2, SP, PP2 to CP2", marks=pytest.mark.long),
+        pytest.param(4, {**TP2, **SP, **PP2}, 2, CP2, id="TP2, SP, PP2 to CP2", marks=pytest.mark.ci),
     ],
 )
 def test_resumes_in_another_layout(
