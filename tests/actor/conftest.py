@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings as hypothesis_settings
 
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import LLAMA3_ROPE, write_model
-
-hypothesis_settings.register_profile("actor", deadline=None)  # cores are shared; time is no property
-hypothesis_settings.load_profile("actor")
 
 
 @pytest.fixture(scope="package")

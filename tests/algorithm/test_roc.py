@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.algorithm.penalty import paper_penalty, released_penalty
@@ -121,7 +121,6 @@ any_trajectory = st.builds(
     st.integers(0, 2),
     st.integers(0, 2),
 )
-@settings(max_examples=200, deadline=None)
 def test_released_mode_keeps_the_same_indices(groups, n, reject, least_bad, least_good) -> None:
     """Groups of any sizes in one step, each as the slow rules keep it."""
     cfg = config(
@@ -212,7 +211,6 @@ def test_paper_mode_prefers_clean_positives_and_takes_negatives_uniformly() -> N
 
 
 @given(st.lists(any_trajectory, min_size=1, max_size=40), st.integers(2, 16), st.integers(0, 10))
-@settings(max_examples=300, deadline=None)
 def test_paper_mode_invariants(trajectories, n, seed) -> None:
     cfg = config(n, min_zero_reward_trace_num=1, min_non_zero_reward_trace_num=1)
     result = resample(trajectories, cfg, seed)
@@ -241,7 +239,6 @@ reward_rows = st.lists(
 
 
 @given(reward_rows, st.integers(1, 12), st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
 def test_paper_mode_chooses_as_one_by_one(rows, n, least_bad, least_good, seed) -> None:
     cfg = config(n, min_zero_reward_trace_num=min(least_bad, n // 2), min_non_zero_reward_trace_num=min(least_good, n // 2))
     rewards, valid = pad_rows([[reward for reward, _ in row] for row in rows])
@@ -254,7 +251,6 @@ def test_paper_mode_chooses_as_one_by_one(rows, n, least_bad, least_good, seed) 
 
 
 @given(st.lists(st.lists(any_trajectory, max_size=20), min_size=2, max_size=4), st.integers(0, 5))
-@settings(max_examples=50, deadline=None)
 def test_a_group_is_resampled_alike_whatever_stands_beside_it(groups, seed) -> None:
     cfg = config(6)
     seeds = [f"{seed}-{i}" for i in range(len(groups))]
