@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.imports import imports
 
 ROOT = Path(__file__).parents[1]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -61,17 +61,8 @@ def test_every_contract_has_a_planted_import() -> None:
     assert {contract["name"] for contract in CONTRACTS} == {CYCLES, *(contract for contract, _, _ in PLANTED)}
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Every module or name that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def uses_torch_distributed(path: Path) -> bool:
-    return any((name + ".").startswith("torch.distributed.") for name in imported_names(path))
+    return any((name + ".").startswith("torch.distributed.") for name in imports(path))
 
 
 def test_pure_rooms_do_not_import_torch_distributed(tmp_path: Path) -> None:

@@ -213,8 +213,9 @@ def test_hub_names_and_their_configurations() -> None:
         parse_source("gsm8k")
 
 
-def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path) -> None:
+def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """load_dataset on a directory takes the same way as on the hub: streaming, columns, skip."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     directory = tmp_path / "omr"
     directory.mkdir()
     (directory / "cot.parquet").write_bytes(files["omr"].read_bytes())

@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 
 from rstar2_megatron.judge.__main__ import command_line
 from tests.e2e.runs import ROOT
+from tests.imports import imports
 
 DOCKER = ROOT / "docker"
 PACKAGE = ROOT / "rstar2_megatron"
@@ -102,16 +102,6 @@ def test_the_judge_understands_its_commands(services: dict[str, dict[str, Any]],
     ast.parse(services["judge"]["healthcheck"]["test"][-1])
     (default,) = [words for key, words in instructions("judge.Dockerfile") if key == "CMD"]
     assert command_line().parse_args(json.loads(default)).command == "all"
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Absolute names of the modules that a file imports anywhere, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_the_judges_image_holds_all_that_it_imports() -> None:
