@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.algorithm.loss import LOSS_AGGREGATIONS, aggregate, policy_loss
+from rstar2_megatron.algorithm.loss import aggregate, policy_loss
 
 LOW, HIGH, C = 0.2, 0.28, 3.0
 
@@ -104,7 +104,7 @@ def test_tis_weights_and_entropy_enter_the_loss_but_not_the_reported_loss() -> N
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=8)
 
 
-@given(lengths, st.sampled_from(LOSS_AGGREGATIONS[:3]), st.randoms(use_true_random=False))
+@given(lengths, st.sampled_from(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]), st.randoms(use_true_random=False))
 def test_any_split_into_microbatches_gives_the_same_loss_and_gradient(counts, kind, rng) -> None:
     """Token-mean is global: neither micro-batches, ranks nor order change the gradient."""
     generator = torch.Generator().manual_seed(rng.randint(0, 2**31))
