@@ -20,7 +20,7 @@ from tests.search.written_trees import trees
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
 AWAY_S = 5.0
-COPIES = 2  # of each problem, so that a stop falls into the middle
+COPIES = 4  # of each problem, so that a stop falls into the middle
 
 
 def judge_at(port: int) -> JudgeService:
