@@ -12,7 +12,7 @@ import pytest
 from rstar2_megatron.evaluation.__main__ import configure, default_out, main, parse
 from tests.e2e.runs import ProgramRun, read_jsonl
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS
-from tests.runs.inputs.models import CONFIG
+from tests.runs.inputs.models import CONFIG, write_directory
 
 OVERRIDES = [
     f"agentloop.system_prompt='{SETTINGS.system_prompt}'",
@@ -74,8 +74,7 @@ def test_stopped_evaluation_goes_on_and_scores(memorised_model: Path, data: Path
 
 
 def model_of_context(directory: Path, tokens: int) -> Path:
-    """As much of a model as is read before anything starts."""
-    directory.mkdir()
+    write_directory(directory)
     (directory / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": tokens}))
     return directory
 
