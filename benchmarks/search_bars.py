@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         greedy = ["search.mode=sampling", "search.rollouts=1", "search.temperature=0", "search.guide=answers"]
         _search([*common, "--model", own.next_model, "--out", str(out / "next"), *own.overrides, *greedy])
         rows += [{**row, "name": "greedy of the next round"} for row in _rows(out / "next")]
-    return _report(rows, own.result, own.case)
+    return report(rows, own.result, own.case)
 
 
 def _search(words: Sequence[str]) -> None:
@@ -85,7 +85,8 @@ def _votes(path: Path) -> dict[str, Any]:
     return {"name": f"majority@{VOTES}", "uses_answers": False, **value, "scores": scores, "tokens": tokens}
 
 
-def _report(rows: Sequence[Mapping[str, Any]], path: Path | None, case: str = "seed 0") -> int:
+def report(rows: Sequence[Mapping[str, Any]], path: Path | None, case: str = "seed 0") -> int:
+    """Print the table, keep the result in `path`; returns the exit code."""
     by_name = {row["name"]: row for row in rows}
     chosen, greedy = by_name[CHOSEN]["scores"], by_name["greedy"]["scores"]
     print(f"\n{'':<48}{'right':>7} {'95 %':>16} {'tokens':>8}  MCTS with the preference model against it")

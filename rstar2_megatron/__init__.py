@@ -1,3 +1,3 @@
 """rstar2_megatron: the Megatron training backend for rStar2-Agent-style models inside RLinf."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

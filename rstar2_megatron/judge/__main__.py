@@ -16,7 +16,7 @@ from rstar2_megatron.judge.limits import LEVELS, OPTION_NAMES, CallLimits, defau
 _CORES = os.cpu_count() or 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rstar2_megatron.judge", description=__doc__)
     add, given = parser.add_argument, os.environ.get
     add("command", choices=["all", "serve", "worker"])
@@ -71,7 +71,7 @@ def check_counts(arguments: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command until a signal. Returns 0 after a clean stop, 1 after an error, which is printed in one line."""
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     form = "judge %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=arguments.log_level.upper(), stream=sys.stderr, format=form)
     runners = {"all": commands.run_all, "serve": commands.run_serve, "worker": commands.run_worker}

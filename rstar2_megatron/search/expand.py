@@ -23,7 +23,6 @@ from rstar2_megatron.trajectory import Problem, Trajectory
 log = logging.getLogger(__name__)
 
 MAX_TRIES = 3  # of one candidate that infrastructure spoils
-_RETRY_S = 1.0
 
 
 class ExpansionSpoiled(RuntimeError):
@@ -39,11 +38,13 @@ def candidate_seed(seed: int, query_id: str, tag: str, candidate: int) -> int:
 class Expander:
     """Expansions on one engine. Any number may run concurrently."""
 
-    def __init__(self, loop: AgentLoop, values: Values, settings: SearchSettings) -> None:
+    def __init__(self, loop: AgentLoop, values: Values, settings: SearchSettings, *, retry_s: float = 1.0) -> None:
+        """retry_s: pause before a candidate that infrastructure spoiled is tried again."""
         self.loop = loop
         self.loop.tools.shown_seconds = 0.0  # measured times would make every resumed tree another one
         self.values = values
         self.settings = settings
+        self.retry_s = retry_s
         self.retries = 0
 
     def prompt_ids(self, problem: Problem) -> list[int]:
@@ -78,7 +79,7 @@ class Expander:
             self.retries += 1
             log.warning("candidate %s.%d of %s: %s", tag, index, problem.query_id, done.error)
             if number + 1 < MAX_TRIES:
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(self.retry_s)
         raise ExpansionSpoiled(f"{problem.query_id}, node {tag}: {done.error or 'cut off'}")
 
     @staticmethod

@@ -61,17 +61,3 @@ def slow_paper_quotas(num_positive: int, num_negative: int, cfg: DownSamplingCon
     positive = max(target - negative, min(cfg.min_non_zero_reward_trace_num, num_positive))
     positive = min(positive, num_positive)
     return positive, min(target - positive, num_negative)
-
-
-def slow_paper(
-    rewards: Sequence[float], penalties: Sequence[float], draws: Sequence[float], cfg: DownSamplingConfig
-) -> list[int]:
-    """The choice of the paper's mode for one group without rejection, from Exp(1) draws."""
-    if len(rewards) <= cfg.down_sample_to_n:
-        return list(range(len(rewards)))
-    good = [i for i, reward in enumerate(rewards) if reward > 0]
-    bad = [i for i, reward in enumerate(rewards) if reward <= 0]
-    want_good, want_bad = slow_paper_quotas(len(good), len(bad), cfg)
-    good.sort(key=lambda i: draws[i] * (penalties[i] + cfg.penalty_epsilon))
-    bad.sort(key=lambda i: draws[i])
-    return sorted(good[:want_good] + bad[:want_bad])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.algorithm.loss import LOSS_AGGREGATIONS, aggregate, policy_loss
+from rstar2_megatron.algorithm.loss import aggregate, policy_loss
 
 LOW, HIGH, C = 0.2, 0.28, 3.0
 
@@ -30,7 +30,6 @@ token = st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(-3, 3).filter(la
 
 
 @given(st.lists(token, min_size=1, max_size=30))
-@settings(max_examples=200, deadline=None)
 def test_loss_equals_slow_reference(tokens: list[tuple[float, float, float, bool]]) -> None:
     new, old, advantage = (torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in range(3))
     mask = torch.tensor([t[3] for t in tokens])
@@ -105,8 +104,7 @@ def test_tis_weights_and_entropy_enter_the_loss_but_not_the_reported_loss() -> N
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=8)
 
 
-@given(lengths, st.sampled_from(LOSS_AGGREGATIONS[:3]), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@given(lengths, st.sampled_from(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]), st.randoms(use_true_random=False))
 def test_any_split_into_microbatches_gives_the_same_loss_and_gradient(counts, kind, rng) -> None:
     """Token-mean is global: neither micro-batches, ranks nor order change the gradient."""
     generator = torch.Generator().manual_seed(rng.randint(0, 2**31))

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.algorithm.batch import TrainSequence
@@ -61,7 +61,6 @@ def slow(log_ratio: list[float], mask: list[int], rules: MismatchRules) -> list[
 band = st.none() | st.tuples(st.floats(0.11, 0.97), st.floats(1.03, 9.1))
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-2.5, 2.5), st.integers(0, 1)), min_size=1, max_size=20),
     band,

@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.data.loader import ProblemLoader
@@ -38,7 +38,6 @@ def test_each_epoch_is_its_own_permutation_under_the_seed() -> None:
 
 
 @given(st.integers(0, 8), st.integers(1, 6))
-@settings(max_examples=12, deadline=None)
 def test_a_resumed_loader_goes_on_exactly(before: int, after: int) -> None:
     uninterrupted = loader()
     ids(uninterrupted, before)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.data import sft_set
 from rstar2_megatron.data.rows import DataError, Row
 from rstar2_megatron.data.sft_set import Options, main, parse_source, process
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
@@ -17,6 +16,7 @@ from rstar2_megatron.data.tool_text import json_call, python_calls, tool_schema
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
 from rstar2_megatron.sft.format import render_conversation
 from rstar2_megatron.tools import TOOL_SCHEMAS
+from tests.data.watched import watched
 
 WEATHER = {
     "name": "Get Weather",
@@ -243,7 +243,7 @@ def write_sources(directory: Path, count: int) -> list[str]:
 COUNTS = {"toolace": 4, "apigen-mt": 2, "glaive": 12, "magicoder": 6, "tulu3": 5, "nemotron": 50}
 
 
-def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: Path) -> None:
     inputs = [source for word in write_sources(tmp_path, 20) for source in parse_source(word)]
     options = Options(COUNTS, validation=6)
     report = process(inputs, tmp_path / "whole", options, save_rows=4)
@@ -254,18 +254,8 @@ def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: P
     lines = (tmp_path / "whole" / "train.jsonl").read_text().splitlines()
     assert Counter(json.loads(line)["source"] for line in lines[:22])["nemotron"] > 4  # mixed, not in blocks
 
-    read = []
-    original = sft_set.SFT_SOURCES["glaive"].parse.__func__
-
-    def killed(self: Any, row: Row) -> Any:
-        read.append(row)
-        if len(read) == 50:
-            raise KeyboardInterrupt
-        return original(self, row)
-
-    monkeypatch.setattr(type(sft_set.SFT_SOURCES["glaive"]), "parse", killed)
-    with pytest.raises(KeyboardInterrupt):
-        process(inputs, tmp_path / "out", options, save_rows=4)
+    with pytest.raises(KeyboardInterrupt):  # in the third source
+        process(watched(inputs, [], kill_at=50), tmp_path / "out", options, save_rows=4)
     assert process(inputs, tmp_path / "out", options, save_rows=4) == report
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == (tmp_path / "whole" / "train.jsonl").read_bytes()
 

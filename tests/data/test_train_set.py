@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,18 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from rstar2_megatron.data import train_set
+from rstar2_megatron.data.math_sources import SOURCES
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, HubName, Input
 from rstar2_megatron.data.train_set import Options, main, parse_source, process
+from rstar2_megatron.records.whole_file import write_jsonl
 from tests.data.test_cleaning import DAPO
+from tests.data.watched import watched
 
 
 def ask(i: int) -> str:
     return f"What is the {i}th value of the {i * 7}-sided sequence that begins with {i * 13} and {i + 5}?"
-
-
-def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return path
 
 
 def dapo_processed(i: int, answer: Any) -> dict[str, Any]:
@@ -106,8 +103,11 @@ def sources_of(files: dict[str, Path]) -> list[Input]:
     return [source for word in words for source in parse_source(word)]
 
 
-def run(files: dict[str, Path], out: Path, say: Callable[[str], None] = lambda line: None, **options: Any) -> dict:
-    return process(sources_of(files), out, Options(**options), decontaminate=[str(files["aime"])], say=say, save_rows=3)
+def run(
+    files: dict[str, Path], out: Path, inputs: Sequence[Input] = (), say: Callable[[str], None] = print, **options: Any
+) -> dict:
+    sources = inputs or sources_of(files)
+    return process(sources, out, Options(**options), decontaminate=[str(files["aime"])], say=say, save_rows=3)
 
 
 def test_shapes_are_read_cleaned_and_counted(files: dict[str, Path], tmp_path: Path) -> None:
@@ -133,29 +133,17 @@ def test_shapes_are_read_cleaned_and_counted(files: dict[str, Path], tmp_path: P
     assert json.loads((out / "report.json").read_text()) == report
 
 
-def test_a_killed_pass_continues_to_the_same_result(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_pass_continues_to_the_same_result(files: dict[str, Path], tmp_path: Path) -> None:
     whole = run(files, tmp_path / "whole", validation=5)
-    checked = []
-    original = train_set.Cleaner.check
-
-    def killed(self: Any, shape: Any, row: Any) -> Any:
-        checked.append(row.where)
-        if len(checked) == 31:  # in the second source, after rows that were not saved yet
-            raise KeyboardInterrupt
-        return original(self, shape, row)
-
-    monkeypatch.setattr(train_set.Cleaner, "check", killed)
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        run(files, out, validation=5)
+    out, read = tmp_path / "out", []
+    with pytest.raises(KeyboardInterrupt):  # in the second source, after rows that were not saved yet
+        run(files, out, watched(sources_of(files), read, kill_at=31), validation=5)
     assert not (out / "train.jsonl").exists()
     said: list[str] = []
-    checked_before = len(checked)
-    assert run(files, out, said.append, validation=5) == whole
+    again: list[str] = []
+    assert run(files, out, watched(sources_of(files), again), said.append, validation=5) == whole
     assert any("continuing at row 7" in line for line in said)
-    assert len(checked) - checked_before == 51 - 29  # rows of whole saves are not read again
+    assert len(again) == 51 - 29 and again[0] == read[29]  # rows of whole saves are not read again
     for name in ("train.jsonl", "validation.jsonl", "report.json"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert sorted(p.name for p in out.iterdir()) == ["report.json", "train.jsonl", "validation.jsonl"]
@@ -199,7 +187,8 @@ def test_a_problem_stays_in_the_validation_set_when_others_are_added(files: dict
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, source: str, rows: list[Any], message: str) -> None:
-    path = write_jsonl(tmp_path / "in.jsonl", rows)
+    path = tmp_path / "in.jsonl"
+    write_jsonl(path, rows)
     with pytest.raises(DataError, match=message):
         process(parse_source(f"{source}={path}"), tmp_path / "out", Options())
 
@@ -224,8 +213,9 @@ def test_hub_names_and_their_configurations() -> None:
         parse_source("gsm8k")
 
 
-def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path) -> None:
+def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """load_dataset on a directory takes the same way as on the hub: streaming, columns, skip."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     directory = tmp_path / "omr"
     directory.mkdir()
     (directory / "cot.parquet").write_bytes(files["omr"].read_bytes())
@@ -234,7 +224,7 @@ def test_hub_reading_is_the_hubs_library(files: dict[str, Path], tmp_path: Path)
     )
     (directory / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
     hub = Input("openmathreasoning", hub=HubName(str(directory), None, "train"))
-    rows = list(hub.rows(train_set.SOURCES["openmathreasoning"].columns, skip=3))
+    rows = list(hub.rows(SOURCES["openmathreasoning"].columns, skip=3))
     assert len(rows) == 13 and set(rows[0].values) == {"problem", "expected_answer", "problem_type"}
     assert rows[0].where.endswith(":train row 4") and rows[0].values["expected_answer"] == "33"
 

@@ -6,15 +6,15 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rstar2_megatron.judge.__main__ import _parser as judge_parser
+from rstar2_megatron.judge.__main__ import command_line
 from tests.e2e.runs import ROOT
+from tests.imports import imports
 
 DOCKER = ROOT / "docker"
 PACKAGE = ROOT / "rstar2_megatron"
@@ -94,24 +94,14 @@ def test_services_build_and_reach_each_other(services: dict[str, dict[str, Any]]
 
 @pytest.mark.parametrize("name", ["judge", "worker"])
 def test_the_judge_understands_its_commands(services: dict[str, dict[str, Any]], name: str) -> None:
-    parsed = judge_parser().parse_args(services[name]["command"])
+    parsed = command_line().parse_args(services[name]["command"])
     assert parsed.command == {"judge": "serve", "worker": "worker"}[name]
     port = services["judge"]["ports"][0].rpartition(":")[2]
     assert parsed.port == (int(port) if name == "judge" else 0)
     assert f":{port}/ready" in services["judge"]["healthcheck"]["test"][-1]
     ast.parse(services["judge"]["healthcheck"]["test"][-1])
     (default,) = [words for key, words in instructions("judge.Dockerfile") if key == "CMD"]
-    assert judge_parser().parse_args(json.loads(default)).command == "all"
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Absolute names of the modules that a file imports anywhere, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    assert command_line().parse_args(json.loads(default)).command == "all"
 
 
 def test_the_judges_image_holds_all_that_it_imports() -> None:

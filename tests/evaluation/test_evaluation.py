@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.evaluation.__main__ import MAX_TOKENS, configure, default_out, parse
+from rstar2_megatron.evaluation.__main__ import configure, default_out, main, parse
 from tests.e2e.runs import ProgramRun, read_jsonl
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS
+from tests.runs.inputs.models import CONFIG, write_directory
 
 OVERRIDES = [
     f"agentloop.system_prompt='{SETTINGS.system_prompt}'",
@@ -40,6 +41,7 @@ def command(model: Path, data: Path, out: Path) -> list[str]:
     return [sys.executable, "-m", "rstar2_megatron.evaluation", *flags, *OVERRIDES]
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_stopped_evaluation_goes_on_and_scores(memorised_model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -71,12 +73,20 @@ def test_stopped_evaluation_goes_on_and_scores(memorised_model: Path, data: Path
     assert "avg@2" in second.text() and "100.0 [43.9, 100.0]" in second.text()
 
 
-def test_the_papers_protocol_is_the_default(memorised_model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, sampling = configure(parse(["--model", str(memorised_model), "--data", str(data)]))
-    spec = sampling.spec
-    assert (spec.samples, spec.temperature, spec.max_assistant_turns) == (16, 0.6, 30)
-    assert spec.max_new_tokens == 4096 - 8 and "share the model's 4088 tokens" in capsys.readouterr().err
-    assert MAX_TOKENS == 30 * 1024
+def model_of_context(directory: Path, tokens: int) -> Path:
+    write_directory(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": tokens}))
+    return directory
+
+
+def test_the_papers_protocol_is_the_default(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut down to the context of a model that has less."""
+    for tokens, response in ((40_960, 30 * 1024), (4096, 4096 - 8)):
+        model = model_of_context(tmp_path / str(tokens), tokens)
+        _, sampling = configure(parse(["--model", str(model), "--data", str(data)]))
+        spec = sampling.spec
+        assert (spec.samples, spec.temperature, spec.max_assistant_turns, spec.max_new_tokens) == (16, 0.6, 30, response)
+    assert "share the model's 4088 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -89,11 +99,10 @@ def test_the_papers_protocol_is_the_default(memorised_model: Path, data: Path, c
     ],
 )
 def test_bad_input_ends_with_2_before_anything_starts(
-    memorised_model: Path, data: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rstar2_megatron.evaluation.__main__ import main
-
-    assert main(["--model", str(memorised_model), "--data", str(data), *words]) == 2
+    model = model_of_context(tmp_path / "model", 4096)
+    assert main(["--model", str(model), "--data", str(data), *words]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from rstar2_megatron.evaluation.__main__ import configure, parse
 from rstar2_megatron.records.model_format import FILE, write_format
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from tests.runs.test_preflight import CONFIG
+from tests.runs.inputs.models import CONFIG
 
 
 def test_a_model_outside_its_run_has_its_format_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

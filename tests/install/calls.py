@@ -1,8 +1,8 @@
 """Every call that source files make into other packages, and whether the installed signatures take it.
 
 The calls are read from the source, so a change of ours or of a version is seen without running it, which is the only way for
-the lines that need a GPU. A call is known where its callee is imported by name, is `super()` of an imported class, or is a
-method of a receiver whose class is given. Values are not known: only number and names of arguments are bound.
+the lines that need a GPU. A call is known where its callee is imported by name or is `super()` of an imported class; methods of
+objects run in the tests of actor and engine, on a CPU. Values are not known: only number and names of arguments are bound.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class Call:
     arguments: tuple[int, tuple[str, ...], bool] | None = None
     """positional ones, keywords, whether * or ** adds unknown ones"""
     method: bool = False
-    """of an instance: `self` comes first"""
-    receiver: tuple[str, str] | None = None
-    """the entry of the receivers that made it known"""
+    """of `super()`: `self` comes first"""
 
     def __str__(self) -> str:
         if self.arguments is None:
@@ -41,17 +39,8 @@ class Call:
         return f"{self.where}: {self.callee}({', '.join(words)})"
 
 
-Receivers = Mapping[tuple[str, str], str]
-"""(name of the class or function around, expression) -> class, for methods of objects; "expression()" -> the method that a call
-of the object itself runs"""
-
-
 def calls_of(
-    path: Path,
-    packages: Iterable[str],
-    receivers: Receivers = {},  # noqa: B006
-    versions: Mapping[str, str] = {},
-    absent: set[str] | None = None,
+    path: Path, packages: Iterable[str], versions: Mapping[str, str] = {}, absent: set[str] | None = None
 ) -> Iterator[Call]:
     """The calls into `packages` of one source file; relative imports are taken as the file's own and left out.
 
@@ -60,7 +49,7 @@ def calls_of(
     rest of that `try` is left out.
     """
     tree = _Dead(tuple(packages), versions, absent if absent is not None else set()).visit(ast.parse(path.read_text()))
-    finder = _Finder(path, tuple(packages), receivers)
+    finder = _Finder(path, tuple(packages))
     finder.imports(tree)
     finder.visit(tree)
     yield from finder.found
@@ -118,11 +107,10 @@ def _is_there(dotted: str) -> bool:
 
 
 class _Finder(ast.NodeVisitor):
-    def __init__(self, path: Path, packages: tuple[str, ...], receivers: Receivers) -> None:
-        self.path, self.packages, self.receivers = path, packages, receivers
+    def __init__(self, path: Path, packages: tuple[str, ...]) -> None:
+        self.path, self.packages = path, packages
         self.names: dict[str, str] = {}
         self.bases: list[str | None] = []
-        self.scopes: list[str] = []
         self.found: list[Call] = []
 
     def imports(self, tree: ast.AST) -> None:
@@ -139,18 +127,14 @@ class _Finder(ast.NodeVisitor):
                     self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                     self._add(node, f"{node.module}.{alias.name}")
 
-    def _add(self, node: Any, callee: str, call: ast.Call | None = None, receiver: tuple[str, str] | None = None) -> None:
+    def _add(self, node: Any, callee: str, call: ast.Call | None = None, *, method: bool = False) -> None:
         arguments = None
         if call is not None:
             plain = [x for x in call.args if not isinstance(x, ast.Starred)]
             keywords = tuple(k.arg for k in call.keywords if k.arg is not None)
             is_open = len(plain) < len(call.args) or len(keywords) < len(call.keywords)
             arguments = (len(plain), keywords, is_open)
-        where = f"{self.path}:{node.lineno}"
-        self.found.append(Call(where, callee, arguments, receiver is not None, receiver))
-
-    def _known(self, expression: str) -> tuple[str, str] | None:
-        return next(((s, expression) for s in reversed(self.scopes) if (s, expression) in self.receivers), None)
+        self.found.append(Call(f"{self.path}:{node.lineno}", callee, arguments, method))
 
     def _dotted(self, node: ast.AST) -> str | None:
         if isinstance(node, ast.Name):
@@ -163,17 +147,8 @@ class _Finder(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         known = [base for base in map(self._dotted, node.bases) if base]
         self.bases.append(known[0] if known else None)
-        self.scopes.append(node.name)
         self.generic_visit(node)
-        self.scopes.pop()
         self.bases.pop()
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.scopes.append(node.name)
-        self.generic_visit(node)
-        self.scopes.pop()
-
-    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         dotted = self._dotted(node)
@@ -193,14 +168,10 @@ class _Finder(ast.NodeVisitor):
             owner = target.value
             of_super = isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "super"
             if of_super and self.bases and self.bases[-1]:
-                self._add(node, f"{self.bases[-1]}.{target.attr}", node, (self.scopes[-1], "super()"))
+                self._add(node, f"{self.bases[-1]}.{target.attr}", node, method=True)
             else:
-                if known := self._known(ast.unparse(owner)):
-                    self._add(node, f"{self.receivers[known]}.{target.attr}", node, known)
                 self.visit(owner)
         else:
-            if known := self._known(f"{ast.unparse(target)}()"):  # an instance that is called
-                self._add(node, self.receivers[known], node, known)
             self.visit(target)
         for argument in [*node.args, *node.keywords]:
             self.visit(argument)

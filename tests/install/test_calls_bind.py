@@ -13,7 +13,7 @@ import pytest
 
 from tests.install.calls import calls_of, problem
 
-pytestmark = pytest.mark.timeout(900)  # a program of its own that imports all engines, on a busy machine
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]  # all engines are imported, on a busy machine
 
 # megatron-core 0.16.1 looks for these and does without: TransformerEngine 2.11 has no longer a workspace to hand to its GEMM
 # (the router's product is torch's in fp32 then) nor the old name of its split.
@@ -34,7 +34,7 @@ def test_every_call_of_the_project_fits(bound: dict[str, Any]) -> None:
     assert bound["project"]["problems"] == []
     calls = bound["project"]["calls"]
     # enough of each to know that the search still finds them
-    assert calls["megatron"] >= 40 and calls["sglang"] >= 15 and calls["torch"] >= 150 and calls["rlinf"] >= 8
+    assert calls["megatron"] >= 40 and calls["sglang"] >= 10 and calls["torch"] >= 150 and calls["rlinf"] >= 8
 
 
 def test_the_engine_takes_the_arguments_of_every_yaml(bound: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Mine(MegatronModule):
     def __init__(self, config):
         super().__init__(config, colour="red")
 
-def run(optimizer, rest):
+def run(rest):
     OptimizerConfig(lr=1.0, learning_rate=2.0)
     get_megatron_optimizer()
     get_megatron_optimizer(*rest)
@@ -75,31 +75,15 @@ def run(optimizer, rest):
     torch.addmm(rest, out_dtype=torch.float32)
     torch.zeros(2, 3, device="cuda", requires_grad=True)
     torch.empty(3, colour="red")
-    optimizer.step_with_ready_grads(3)
-    optimizer.prepare_grads()
-    optimizer(1)
 """
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     source = tmp_path / "planted.py"
     source.write_text(PLANTED)
-    chained = "megatron.core.optimizer.optimizer.ChainedOptimizer"
-    receivers = {("run", "optimizer"): chained, ("run", "optimizer()"): f"{chained}.get_grad_norm"}
-    found = [text for c in calls_of(source, ["torch", "megatron"], receivers) if (text := problem(c))]
+    found = [text for c in calls_of(source, ["torch", "megatron"]) if (text := problem(c))]
     lines = {int(text.partition("planted.py:")[2].partition(":")[0]) for text in found}
-    wrong = (
-        "NoSuchModule",
-        "colour",
-        "learning_rate=2",
-        "optimizer()",
-        "urgency",
-        "no_such",
-        "grads(3)",
-        "optimizer(1)",
-        "dtype_out",
-        "addmm(rest, out",
-    )
+    wrong = ("NoSuchModule", "colour", "learning_rate=2", "optimizer()", "urgency", "no_such", "dtype_out", "addmm(rest, out")
     expected = {number for number, line in enumerate(PLANTED.splitlines(), 1) if any(word in line for word in wrong)}
     assert lines == expected, found
 
@@ -122,7 +106,7 @@ def test_branches_of_other_versions_are_not_looked_at(tmp_path: Path) -> None:
     absent: set[str] = set()
 
     def problems(version: str) -> list[str]:
-        calls = calls_of(source, ["torch"], {}, {"is_version": version, "HAVE": ""}, absent)
+        calls = calls_of(source, ["torch"], {"is_version": version, "HAVE": ""}, absent)
         return [text.partition(": ")[0][-2:] for call in calls if (text := problem(call))]
 
     assert problems("2.11.0") == ["11"] and absent == {"torch.nn.Lost"}

@@ -18,7 +18,7 @@ from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import config_names, load
 from tests.install.engine_models import SHAPES, THIN, WORLD
 
-pytestmark = pytest.mark.timeout(900)  # a program of its own that imports all engines, on a busy machine
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]  # a program of its own imports all engines, on a busy machine
 
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 needs_engine = pytest.mark.skipif(
@@ -92,9 +92,7 @@ def test_the_optimizer_is_the_engines(built: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, WORLD - 1])
 @pytest.mark.parametrize("size", SHAPES)
-@pytest.mark.parametrize(
-    "fixture", [pytest.param("built_local", marks=pytest.mark.long), pytest.param("built", marks=needs_engine)]
-)
+@pytest.mark.parametrize("fixture", ["built_local", pytest.param("built", marks=needs_engine)])
 def test_the_optimizer_of_a_shipped_size_has_a_state_for_each_weight(
     request: pytest.FixtureRequest, size: str, rank: int, fixture: str
 ) -> None:

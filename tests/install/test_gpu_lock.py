@@ -50,6 +50,7 @@ def lock(project: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.ci
 def test_the_lock_resolves_to_itself(project: Path) -> None:
     done = lock(project)
     assert done.returncode == 0, f"requirements/gpu.in no longer resolves:\n{done.stderr}"
@@ -57,6 +58,7 @@ def test_the_lock_resolves_to_itself(project: Path) -> None:
     assert again == (REQUIREMENTS / "gpu.lock").read_text(), "run bash scripts/lock_gpu.sh and look at its diff"
 
 
+@pytest.mark.ci
 def test_pins_that_contradict_each_other_are_seen(project: Path) -> None:
     constraints = project / "requirements" / "constraints.txt"
     kept = constraints.read_text()

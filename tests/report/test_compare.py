@@ -28,8 +28,7 @@ from rstar2_megatron.report.curves import main
 from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, REWARD, panel
 from rstar2_megatron.report.read import read_logs
-from tests.report.logs import read_log
-from tests.report.test_report import write_run
+from tests.report.logs import read_log, write_run
 
 REWARD_PANEL = [panel("reward")]
 

@@ -12,8 +12,7 @@ import pytest
 from rstar2_megatron.report.arms import arm_label, group_runs
 from rstar2_megatron.report.names import LENGTH, PASS_RATE, REWARD
 from rstar2_megatron.report.read import read_logs
-from tests.report.logs import read_log
-from tests.report.test_report import write_run
+from tests.report.logs import read_log, write_run
 
 
 def test_verl_console_with_colours_prefixes_and_numpy_values(tmp_path: Path) -> None:

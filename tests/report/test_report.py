@@ -7,27 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.report.curves import draw_run, main
 from rstar2_megatron.report.draw import points
 from rstar2_megatron.report.names import COMPARABLE, LENGTH, REWARD, TO_VERL, ours_from_verl
 from rstar2_megatron.report.table import mean_of, render_table
-
-
-def write_run(directory: Path, rewards: list[float], first_step: int = 1) -> Path:
-    file = JsonlFile(directory / "metrics.jsonl")
-    for step, reward in enumerate(rewards, first_step):
-        file.append(
-            {
-                "step": step,
-                "rollout/pass_rate": reward / 2,
-                REWARD: reward,
-                LENGTH: 100.0 + step,
-                "rollout/tool_error_ratio_positive": 1 / step if step else 1.0,
-                "time/step": 2.0,
-            }
-        )
-    return directory
+from tests.report.logs import write_run
 
 
 def test_the_name_map_is_one_to_one() -> None:

@@ -1,4 +1,4 @@
-"""The table of pairs, and a pool that neither hangs nor breaks."""
+"""The table of pairs, and a pool of workers that neither hangs nor breaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.reward.math_grader import CORRECT, quick_grade
+from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, grade_answer, quick_grade
 from rstar2_megatron.reward.pool import Grade, GraderPool
 from tests.reward.pairs import flat
 
@@ -43,18 +43,22 @@ def children() -> set[int]:
     return found
 
 
-async def test_table_of_pairs(pool: GraderPool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Answers with unclosed braces cannot be inside a box: they reach the grader directly."""
+def graded(answer: str, solution: str) -> str:
+    """As a worker grades."""
+    try:
+        return grade_answer(answer, [solution])
+    except Exception:  # parsers raise anything on hostile text
+        return UNGRADABLE
+
+
+def test_table_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    """All in this process; what the pool decides without a worker, it decides alike."""
     pairs = flat()
     assert len(pairs) >= 679
-
-    async def verdict(solution: str, answer: str) -> bool:
-        quick = quick_grade(answer, [solution])
-        if quick is not None:
-            return quick == CORRECT
-        return (await pool.grade(boxed(answer), [solution])).reward == 1.0
-
-    got = await asyncio.gather(*(verdict(solution, answer) for solution, answer, _ in pairs))
+    details = [graded(answer, solution) for solution, answer, _ in pairs]
+    for detail, (solution, answer, _) in zip(details, pairs):
+        assert quick_grade(answer, [solution]) in (None, detail), (solution, answer)
+    got = [detail == CORRECT for detail in details]
     true_positive = sum(g and v for g, (_, _, v) in zip(got, pairs))
     false = [(s, a, "accepted" if g else "refused") for g, (s, a, v) in zip(got, pairs) if g != v]
     precision, recall = true_positive / sum(got), true_positive / sum(v for _, _, v in pairs)
@@ -104,9 +108,9 @@ async def test_bombs_end_in_time_and_the_pool_goes_on(strict: GraderPool, answer
 async def test_endless_responses_are_read_at_once(pool: GraderPool, piece: str) -> None:
     """What is read in the caller's own process must take linear time: it cannot be killed there."""
     text = piece * (200_000 // len(piece))
-    start = time.monotonic()
+    begun = time.process_time()
     grade = await pool.grade(f"{text}<answer>\\boxed{{42}}</answer>", ["42"])
-    assert grade.detail == "correct" and time.monotonic() - start < 2.0
+    assert grade.detail == "correct" and time.process_time() - begun < 2.0
 
 
 async def test_a_worker_that_takes_too_long_is_replaced() -> None:

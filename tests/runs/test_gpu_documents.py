@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.judge.__main__ import _parser as judge_parser
+from rstar2_megatron.judge.__main__ import command_line
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.settings.load import config_names, load, valid_keys
 from tests.e2e.runs import ROOT
@@ -85,7 +85,7 @@ def test_the_plans_of_the_document_are_the_programs(
 def test_commands_take_the_options_that_the_documents_give_them() -> None:
     both = "\n".join(map(text, DOCUMENTS)).replace("\\\n", " ")
     for line in re.findall(r"-m rstar2_megatron\.judge (.*)", both):
-        judge_parser().parse_args(re.sub(r" +#.*", "", line).split())
+        command_line().parse_args(re.sub(r" +#.*", "", line).split())
     scripts = re.findall(r"(data_process/\w+\.py) (.*)", both)
     assert len(scripts) == 2
     for script, words in scripts:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.search_bars import CHOSEN, VOTES, _report
+from benchmarks.search_bars import CHOSEN, VOTES, report
 
 
 def row(name: str, right: int, problems: int = 40) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def test_greedy_and_both_majorities_must_be_beaten(
 ) -> None:
     rows = [row("greedy", greedy), row(CHOSEN, mcts), row(f"majority@{VOTES}", votes)]
     rows.append(row("sampling, majority@17", more))
-    assert _report(rows, tmp_path / "bars.json") == (0 if passed else 1)
+    assert report(rows, tmp_path / "bars.json") == (0 if passed else 1)
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["passed"] is passed
     against = line["against"]["greedy"]
@@ -53,6 +53,6 @@ def test_a_result_takes_the_place_of_its_case_alone(tmp_path: Path) -> None:
     path = tmp_path / "bars.json"
     for case, right in (("seed 0", 10), ("seed 1", 12), ("seed 0", 30)):
         rows = [row("greedy", 5), row(CHOSEN, right), row(f"majority@{VOTES}", 5)]
-        _report(rows, path, case)
+        report(rows, path, case)
     found = {case["case"]: case["rows"][1]["value"] for case in json.loads(path.read_text())}
     assert found == {"seed 1": 12 / 40, "seed 0": 30 / 40}

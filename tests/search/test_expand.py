@@ -12,7 +12,6 @@ from rstar2_megatron.judge.client.client import JudgeUnavailable
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.rollout.engine.protocol import EngineLost
-from rstar2_megatron.search import expand
 from rstar2_megatron.search.expand import Expander, ExpansionSpoiled, candidate_seed
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.tree import Node
@@ -32,7 +31,7 @@ def pool():
 def make(tokenizer: Any, pool: GraderPool, turns: list[Any], judge: Any = None, guide: str = "answers", **settings: Any):
     loop = make_loop(tokenizer, turns, judge, **settings)
     searching = SearchSettings(guide=guide)
-    return Expander(loop, Values(searching, pool, LikelihoodScorer()), searching), loop
+    return Expander(loop, Values(searching, pool, LikelihoodScorer()), searching, retry_s=0.01), loop
 
 
 async def test_a_step_is_a_turn_with_its_tool_response(tokenizer, pool: GraderPool) -> None:
@@ -69,10 +68,7 @@ async def test_scores_guide_by_likelihood(tokenizer, pool: GraderPool) -> None:
     assert step.value == 1.0
 
 
-async def test_infrastructure_failures_are_retried_and_never_a_value(
-    tokenizer, pool: GraderPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expand, "_RETRY_S", 0.01)
+async def test_infrastructure_failures_are_retried_and_never_a_value(tokenizer, pool: GraderPool) -> None:
     ok = JudgeResult(Outcome.OK, "4\n", "", 0, 0.01)
     judge = WrittenJudge(JudgeUnavailable("away"), ok)
     expander, _ = make(tokenizer, pool, [call()], judge)

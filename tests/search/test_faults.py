@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.services.process import free_port
 from tests.e2e.runs import ProgramRun, read_jsonl
 from tests.evaluation.test_evaluation import OVERRIDES
 from tests.rollout.memorised import CONVERSATIONS
+from tests.search.written_trees import trees
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
-AWAY_S = 20.0
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
+AWAY_S = 5.0
 COPIES = 4  # of each problem, so that a stop falls into the middle
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    yield free_port()
-
-
-@pytest.fixture
-def judge(port: int) -> Iterator[JudgeService]:
-    with judge_at(port) as service:
-        yield service
 
 
 def judge_at(port: int) -> JudgeService:
@@ -49,73 +37,55 @@ def command(model: Path, data: Path, out: Path, port: int) -> list[str]:
     return [sys.executable, "-m", "rstar2_megatron.search", *flags, *others, *own]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "memorised.jsonl"
-    rows = [
-        {"prompt": f"{name}?", "solutions": ["42"], "query_id": f"{name}-{copy}"}
-        for copy in range(COPIES)
-        for name in CONVERSATIONS
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_data(path: Path) -> Path:
+    names = [(name, copy) for copy in range(COPIES) for name in CONVERSATIONS]
+    write_jsonl(path, ({"prompt": f"{name}?", "solutions": ["42"], "query_id": f"{name}-{copy}"} for name, copy in names))
     return path
-
-
-@pytest.fixture(scope="module")
-def whole(memorised_model: Path, data: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The trees of a search without a fault."""
-    out = tmp_path_factory.mktemp("whole")
-    with judge_at(port):
-        run = ProgramRun(command(memorised_model, data, out, port), out / "log").start()
-        assert run.wait(400) == 0, run.text()[-3000:]
-        run.assert_nothing_left()
-    found = trees(out)
-    assert len(found) == COPIES * len(CONVERSATIONS)
-    return found
-
-
-def trees(out: Path) -> dict[str, Any]:
-    """What is the same whenever the tree is: everything but seconds, and log-probs to the last bit."""
-    found = {}
-    for row in read_jsonl(out / "mcts.jsonl"):
-        for node in row["nodes"]:
-            if node["step"] is not None:
-                node["step"].pop("logprobs")
-                for call in node["step"]["tool_calls"]:
-                    call["seconds"] = 0
-        found[row["query_id"]] = row["nodes"]
-    return found
 
 
 def journal(out: Path) -> list[dict]:
     return read_jsonl(out / "mcts.expansions.jsonl")
 
 
-def grown(out: Path, wanted: int) -> bool:
-    return len(journal(out)) >= wanted
+def test_faults_change_no_tree(memorised_model: Path, tmp_path: Path) -> None:
+    """A search is stopped by Ctrl-C, goes on, is killed, goes on, and loses its judge for a while."""
+    data, port = write_data(tmp_path / "memorised.jsonl"), free_port()
+    with judge_at(port) as judge:
+        run = ProgramRun(command(memorised_model, data, tmp_path / "whole", port), tmp_path / "whole.log").start()
+        assert run.wait(400) == 0, run.text()[-3000:]
+        run.assert_nothing_left()
+        whole = trees(tmp_path / "whole" / "mcts.jsonl")
+        assert len(whole) == COPIES * len(CONVERSATIONS)
+        under_faults(command(memorised_model, data, tmp_path / "out", port), tmp_path / "out", whole, judge, port)
 
 
-def test_a_stopped_and_a_killed_search_end_with_the_same_trees(
-    memorised_model: Path, data: Path, whole: dict[str, Any], judge: JudgeService, port: int, tmp_path: Path
-) -> None:
-    words = command(memorised_model, data, tmp_path, port)
+def under_faults(words: list[str], out: Path, whole: dict[str, Any], judge: JudgeService, port: int) -> None:
+    file = out / "mcts.jsonl"
     recorded = 0
+
+    def search_until_grown(name: str) -> ProgramRun:
+        run = ProgramRun(words, out.with_name(f"{name}.log")).start()
+        run.wait_for(lambda: len(journal(out)) >= recorded + 3, 300, "expansions")
+        return run
+
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        run = ProgramRun(words, tmp_path / f"{number.name}.log").start()
-        enough = functools.partial(grown, tmp_path, recorded + 3)
-        run.wait_for(enough, 300, "expansions")
+        run = search_until_grown(number.name)
         run.send(number)
         assert run.wait(60) == code, run.text()[-3000:]
         run.assert_nothing_left(killed=number is signal.SIGKILL)
-        recorded = len(journal(tmp_path))
-        assert len(trees(tmp_path)) < len(whole), "the stop came too late to test anything"
-    kept = {(row["query_id"], row["tag"], step["text"]) for row in journal(tmp_path) for step in row["steps"]}
-    finished = (tmp_path / "mcts.jsonl").read_text()
-    last = ProgramRun(words, tmp_path / "last.log").start()
-    assert last.wait(400) == 0, last.text()[-3000:]
+        recorded = len(journal(out))
+        assert len(trees(file)) < len(whole), "the stop came too late to test anything"
+    kept = {(row["query_id"], row["tag"], step["text"]) for row in journal(out) for step in row["steps"]}
+    finished = file.read_text() if file.exists() else ""
+    last = search_until_grown("last")
+    judge.stop()
+    time.sleep(AWAY_S)
+    assert len(trees(file)) < len(whole), "the judge went too late to test anything"
+    with judge_at(port):
+        assert last.wait(400) == 0, last.text()[-3000:]
     last.assert_nothing_left()
-    assert trees(tmp_path) == whole
-    assert (tmp_path / "mcts.jsonl").read_text().startswith(finished)
+    assert trees(file) == whole
+    assert file.read_text().startswith(finished)
     found = {
         (query_id, node["tag"].rpartition(".")[0], node["step"]["text"])
         for query_id, nodes in whole.items()
@@ -123,17 +93,3 @@ def test_a_stopped_and_a_killed_search_end_with_the_same_trees(
         if node["step"] is not None
     }
     assert kept <= found, "an expansion that was written is part of its tree"
-
-
-def test_a_judge_that_is_away_changes_no_tree(
-    memorised_model: Path, data: Path, whole: dict[str, Any], judge: JudgeService, port: int, tmp_path: Path
-) -> None:
-    run = ProgramRun(command(memorised_model, data, tmp_path, port), tmp_path / "log").start()
-    run.wait_for(lambda: len(journal(tmp_path)) >= 2, 300, "an expansion")
-    judge.stop()
-    time.sleep(AWAY_S)
-    assert len(trees(tmp_path)) < len(whole), "the judge went too late to test anything"
-    with judge_at(port):
-        assert run.wait(400) == 0, run.text()[-3000:]
-    run.assert_nothing_left()
-    assert trees(tmp_path) == whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ from rstar2_megatron.settings.schema import (
     SGLangSettings,
 )
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS, problem
+from tests.search.written_trees import trees
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.ci]
 PROBLEMS = [problem(name) for name in CONVERSATIONS]
 
 
@@ -80,48 +80,17 @@ def searching(**values: Any) -> SearchSettings:
     return SearchSettings.model_validate({**defaults, **values})
 
 
-async def search(
-    engine: EngineClient, judge: JudgeClient, path: Path, settings: SearchSettings, stop_after: int | None = None
-) -> Progress:
-    """Search all problems into `path`; `stop_after` ends it in the middle, as a kill would."""
-    stop = asyncio.Event()
-
-    def count(progress: Progress, finished: bool) -> None:
-        if stop_after is not None and progress.nodes >= stop_after:
-            stop.set()
-
+async def search(engine: EngineClient, judge: JudgeClient, path: Path, settings: SearchSettings) -> Progress:
+    """Search all problems into `path`."""
     file = TreeFile(path, settings.model_dump())
-    finished, recorded = file.open(PROBLEMS)
+    _, recorded = file.open(PROBLEMS)
     loop = make_loop(engine, judge, settings.temperature, settings.depth)
     with GraderPool(1) as pool:
         expander = Expander(loop, Values(settings, pool, LikelihoodScorer()), settings)
-        left = [p for p in PROBLEMS if p.query_id not in finished]
-        solver = Solver(left, settings, file, recorded, count)
-        running = asyncio.create_task(solver.run([expander], trees=2))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED, timeout=240)
-        stopping.cancel()
-        if stop.is_set() and not running.done():
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-        else:
-            await running  # raises what it raised
+        solver = Solver(PROBLEMS, settings, file, recorded)
+        async with asyncio.timeout(240):
+            await solver.run([expander], trees=2)
     return solver.progress
-
-
-def trees(path: Path) -> dict[str, list[Any]]:
-    """What is the same whenever the tree is: everything but seconds."""
-    kept = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        for node in row["nodes"]:
-            for call in (node["step"] or {}).get("tool_calls", []):
-                call["seconds"] = 0
-            for key in ("logprobs",):  # batches of other sizes differ in the last bits
-                (node["step"] or {}).pop(key, None)
-        kept[row["query_id"]] = row["nodes"]
-    return kept
 
 
 async def test_one_greedy_candidate_is_the_agent_loop(engine: EngineClient, judge: JudgeClient, tmp_path: Path) -> None:
@@ -141,39 +110,19 @@ async def test_one_greedy_candidate_is_the_agent_loop(engine: EngineClient, judg
         assert ours.assistant_texts == whole.assistant_texts and ours.finish_reason is whole.finish_reason
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "mcts.jsonl"
-
-
-async def test_interrupted_searches_end_with_the_same_trees(
-    engine: EngineClient, judge: JudgeClient, whole: Path, tmp_path: Path
-) -> None:
-    settings = searching()
-    progress = await search(engine, judge, whole, settings)
+async def test_an_engine_killed_in_a_search_changes_no_tree(engine: EngineClient, judge: JudgeClient, tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "mcts.jsonl"
+    progress = await search(engine, judge, whole, searching())
     assert progress.problems == 3 and not progress.spoiled
     expected = trees(whole)
-    assert sum(map(len, expected.values())) >= 9  # a root, a step and an answer each, at least
     calls = [call["outcome"] for nodes in expected.values() for n in nodes if n["step"] for call in n["step"]["tool_calls"]]
     assert {"ok", "timeout", "malformed"} <= set(calls), "the judge must have something to do"
 
-    path = tmp_path / "mcts.jsonl"
-    await search(engine, judge, path, settings, stop_after=1)
-    before = len(trees(path))
-    assert before < 3, "the stop came too late to test anything"
-    assert path.with_suffix(".expansions.jsonl").read_text().count("\n") >= 1
-    second = await search(engine, judge, path, settings)
-    assert trees(path) == expected and second.problems == 3 - before
-
-
-async def test_an_engine_killed_in_a_search_changes_no_tree(
-    engine: EngineClient, judge: JudgeClient, whole: Path, tmp_path: Path
-) -> None:
-    path, restarts = tmp_path / "mcts.jsonl", engine.restarts
+    restarts = engine.restarts
     running = asyncio.create_task(search(engine, judge, path, searching()))
     while not path.with_suffix(".expansions.jsonl").exists() and not running.done():
         await asyncio.sleep(0.01)
     psutil.Process(engine.pid).kill()
     progress = await running
     assert engine.restarts == restarts + 1 and not progress.spoiled
-    assert trees(path) == trees(whole)
+    assert trees(path) == expected

@@ -126,4 +126,6 @@ def test_a_problem_without_an_answer_cannot_be_guided_by_answers(
 def test_guides() -> None:
     assert guided(SearchSettings()).guide == "answers"
     assert guided(SearchSettings(mode="beam")).guide == "scores"
-    assert guided(SearchSettings(guide="answers+scores")).guide == "answers+scores"
+    assert guided(SearchSettings(reward_model="x")).guide == "scores"
+    for named in (SearchSettings(guide="answers+scores"), SearchSettings(guide="answers+scores", reward_model="x")):
+        assert guided(named).guide == "answers+scores"

@@ -1,4 +1,5 @@
-"""Tree files with real token ids, without a search: of each problem two first steps, each with two answers."""
+"""Tree files with real token ids, without a search: of each problem two first steps, each with two answers. What of a tree file
+two searches must agree in."""
 
 from __future__ import annotations
 
@@ -50,3 +51,17 @@ def write_trees(path: Path, tokenizer: Any, count: int = 4, *, stray: int | None
         prompt_ids = tokenizer.encode(f"<|im_start|>user\n{PROMPT}", add_special_tokens=False)
         file.finish(json.loads(json.dumps({**tree_row(problem, search, "mcts", 0.1, prompt_ids), **row})))
     return path
+
+
+def trees(path: Path) -> dict[str, Any]:
+    """Nodes by query id, without what differs between equal trees: seconds, and log-probs in the last bits."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        for node in row["nodes"]:
+            if node["step"] is not None:
+                del node["step"]["logprobs"]
+                for call in node["step"]["tool_calls"]:
+                    call["seconds"] = 0
+        found[row["query_id"]] = row["nodes"]
+    return found

@@ -6,7 +6,8 @@ import copy
 from pathlib import Path
 
 import pytest
-import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rstar2_megatron.settings.load import (
     CONFIG_DIR,
@@ -21,15 +22,10 @@ from rstar2_megatron.settings.load import (
 )
 from rstar2_megatron.settings.rlinf_keys import WITHOUT_MEANING
 from rstar2_megatron.settings.schema import Settings
-from tests.settings.loaded import loaded
+from tests.settings.loaded import loaded, written
 from tests.settings.rlinf_yaml import RLINF_7B
 
 TINY = "rstar2-tiny-cpu"
-
-
-def write(path: Path, data: dict) -> str:
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
-    return str(path)
 
 
 @pytest.mark.parametrize("name", config_names())
@@ -90,7 +86,7 @@ def test_printed_configuration_reads_back_equal(name: str, tmp_path: Path) -> No
 
 def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
     data = {"defaults": ["rstar2-qwen2.5-7b-megatron", "_self_"], "runner": {"experiment_name": "mine"}}
-    settings = load(write(tmp_path / "mine.yaml", data)).settings
+    settings = load(written(tmp_path / "mine.yaml", data)).settings
     assert settings.runner.experiment_name == "mine" and settings.algorithm.group_size == 32
 
 
@@ -142,16 +138,16 @@ def test_broken_yaml_is_an_error_with_the_file(tmp_path: Path) -> None:
         load(str(path))
 
 
-def test_every_key_is_its_own_nearest() -> None:
-    for key in valid_keys():
-        assert nearest_keys(key)[0] == key
+@given(st.sampled_from(sorted(valid_keys())))
+def test_every_key_is_its_own_nearest(key: str) -> None:
+    assert nearest_keys(key)[0] == key
 
 
 # ----------------------------------------------------------------------------------------------- RLinf
 
 
 def test_an_rlinf_yaml_loads_with_its_meaning(tmp_path: Path) -> None:
-    loaded = load(write(tmp_path / "rlinf.yaml", RLINF_7B))
+    loaded = load(written(tmp_path / "rlinf.yaml", RLINF_7B))
     s = loaded.settings
     assert s.runner.max_steps == 1_000_000  # -1: until the epochs are over
     assert s.tools.codejudge.max_concurrency == 64
@@ -169,7 +165,7 @@ def test_rlinf_clip_eps_fills_what_is_null(tmp_path: Path) -> None:
     data = copy.deepcopy(RLINF_7B)
     data["algorithm"] |= {"ratio_clip_eps": 0.15, "clip_ratio_low": None, "clip_ratio_c": None}
     del data["algorithm"]["clip_ratio_high"]
-    s = load(write(tmp_path / "a.yaml", data)).settings
+    s = load(written(tmp_path / "a.yaml", data)).settings
     assert (s.algorithm.clip_ratio_low, s.algorithm.clip_ratio_high) == (0.15, 0.15)
     assert s.algorithm.clip_ratio_c is None
 
@@ -184,13 +180,13 @@ def test_an_rlinf_warm_up_fraction_is_of_all_optimizer_steps(
     data["actor"]["lr_sched"] |= {
         "lr_warmup_fraction": 0.1, "lr_warmup_iters": 0, "lr_decay_iters": decay
     }  # fmt: skip
-    assert load(write(tmp_path / "a.yaml", data)).settings.actor.lr_sched.lr_warmup_iters == warmup
+    assert load(written(tmp_path / "a.yaml", data)).settings.actor.lr_sched.lr_warmup_iters == warmup
 
 
 def test_rlinf_schedule_rates_win_as_they_do_there(tmp_path: Path) -> None:
     data = copy.deepcopy(RLINF_7B)
     data["actor"]["lr_sched"] |= {"max_lr": 5e-6, "lr_warmup_iters": 7}
-    loaded = load(write(tmp_path / "a.yaml", data))
+    loaded = load(written(tmp_path / "a.yaml", data))
     assert loaded.settings.actor.optim.lr == 5e-6
     assert loaded.settings.actor.lr_sched.lr_warmup_iters == 7
     assert any("actor.lr_sched.max_lr=5e-06 read as actor.optim.lr" in note for note in loaded.notes)
@@ -209,7 +205,7 @@ def test_what_rlinf_can_and_we_cannot_is_refused(tmp_path, section, key, value, 
     data = copy.deepcopy(RLINF_7B)
     data[section][key] = value
     with pytest.raises(ConfigError, match=message):
-        load(write(tmp_path / "a.yaml", data))
+        load(written(tmp_path / "a.yaml", data))
 
 
 def test_no_listed_rlinf_key_shadows_a_key_of_ours() -> None:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import config_names, load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
 from rstar2_megatron.settings.planning.hours import search_hours, sft_hours
-from rstar2_megatron.settings.planning.plan import (
-    RunPlan,
-    host_memory,
-    kv_bytes_per_token,
-    kv_capacity,
-    make_plan,
-    training_memory,
-)
+from rstar2_megatron.settings.planning.plan import host_memory, kv_bytes_per_token, kv_capacity, training_memory
 from rstar2_megatron.settings.planning.transport import object_store_bytes, object_store_problems
 from rstar2_megatron.settings.schema import ClusterSettings
-
-H100 = Slots(8, 80.0)
-
-
-def plan_of(name: str, *overrides: str, slots: Slots = H100) -> RunPlan:
-    return make_plan(load(name, overrides).settings, slots=slots)
+from tests.settings.loaded import loaded, plan_of
 
 
 @pytest.mark.parametrize(
@@ -52,7 +40,7 @@ def test_unknown_models_are_not_guessed() -> None:
 @pytest.mark.parametrize(("name", "tp", "static"), [("7b", 2, 34), ("7b", 4, 23), ("14b", 2, 66), ("14b", 4, 44)])
 def test_static_memory_by_the_formula(name: str, tp: int, static: float) -> None:
     """6N/(TP PP) + 12N/world GB in bf16."""
-    s = load(f"rstar2-qwen2.5-{name}-megatron", [f"actor.model.tensor_model_parallel_size={tp}"]).settings
+    s = loaded(f"rstar2-qwen2.5-{name}-megatron", f"actor.model.tensor_model_parallel_size={tp}").settings
     model = known_model(s.rollout.model.model_path)
     assert model is not None
     assert training_memory(s, model, 8, cpu=False).static == pytest.approx(static, abs=0.7)
@@ -60,7 +48,7 @@ def test_static_memory_by_the_formula(name: str, tp: int, static: float) -> None
 
 def test_experts_are_divided_by_expert_parallelism() -> None:
     """30.5 B, 29.0 of them experts: 6 bytes a parameter by TP 4 or EP 8, 12 by all 8 ranks."""
-    s = load("rstar2-qwen3-30b-a3b-megatron", ["actor.optim.optimizer_cpu_offload=False"]).settings
+    s = loaded("rstar2-qwen3-30b-a3b-megatron", "actor.optim.optimizer_cpu_offload=False").settings
     model = known_model(s.rollout.model.model_path)
     assert model is not None and model.expert_parameters / 1e9 == pytest.approx(28.99, abs=0.01)
     assert training_memory(s, model, 8, cpu=False).static == pytest.approx(6 * (1.54 / 4 + 28.99 / 8) + 12 * 30.53 / 8, abs=0.2)
@@ -109,7 +97,7 @@ def test_kv_capacity_by_the_formula(name, fraction, kib, million_tokens) -> None
         "rollout.tensor_parallel_size=2",
         f"rollout.gpu_memory_utilization={fraction}",
     ]
-    s = load("rstar2-qwen2.5-7b-megatron", overrides).settings
+    s = loaded("rstar2-qwen2.5-7b-megatron", *overrides).settings
     model = known_model(name)
     assert model is not None
     assert kv_bytes_per_token(model, "bf16") == kib * 1024
@@ -148,8 +136,8 @@ SHARED = ("actor.offload_optimizer=False", "actor.model.tensor_model_parallel_si
 @pytest.mark.parametrize("name", [n for n in config_names() if "qwen" in n])
 def test_every_size_leaves_a_margin_on_80_gb(name: str) -> None:
     """3 GB in each phase of a step, beside what an H100 has more than 80 GB; half of a node's host where it has 1.9 TB."""
-    loaded = load(name).settings
-    plan = make_plan(loaded, slots=Slots(8 * loaded.cluster.num_nodes, 80.0))
+    nodes = loaded(name).settings.cluster.num_nodes
+    plan = plan_of(name, slots=Slots(8 * nodes, 80.0))
     assert plan.fits, plan.problems
     assert 45 < plan.gpu_peak_gb < 77
 
@@ -191,13 +179,9 @@ def test_cpu_slots_need_a_stated_kv_cache() -> None:
     assert "rollout.max_total_tokens=65536" in plan.problems[0]
 
 
-SEVEN_B = load("rstar2-qwen2.5-7b-megatron").settings
-
-
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1024, 16384, 65536]))
 def test_memory_falls_with_parallel_sizes_and_rises_with_tokens(tp: int, pp: int, tokens: int) -> None:
-    s = SEVEN_B.model_copy(deep=True)
+    s = loaded("rstar2-qwen2.5-7b-megatron").settings.model_copy(deep=True)
     model = known_model(s.rollout.model.model_path)
     assert model is not None
     s.actor.model.tensor_model_parallel_size, s.actor.model.pipeline_model_parallel_size = tp, pp
@@ -239,10 +223,10 @@ def test_slots_of_a_cluster() -> None:
 
 def test_the_plan_shows_what_a_steps_trajectories_take() -> None:
     name = "rstar2-tiny-cpu"
-    assert object_store_bytes(load(name, []).settings) == 512 << 20
+    assert object_store_bytes(loaded(name).settings) == 512 << 20
     paper = ["data.rollout_batch_size=512", "algorithm.group_size=32", "runner.seq_length=14336"]
     paper += ["algorithm.down_sampling.down_sampling_config.down_sample_to_n=16"]
-    settings = load(name, paper).settings
+    settings = loaded(name, *paper).settings
     batch = 9 * 512 * 16 * 14336
     assert object_store_bytes(settings) == int(1.25 * batch)
     gigabyte = 10**9
@@ -251,8 +235,8 @@ def test_the_plan_shows_what_a_steps_trajectories_take() -> None:
     assert "1.3 GB" in memory and "third of this host's 3.0 GB" in memory and "data.rollout_batch_size=512" in memory
     (shared,) = object_store_problems(settings, 24 * gigabyte, 64 << 20)
     assert "/dev/shm has 0.1 GB free" in shared and "--shm-size" in shared
-    assert not list(object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20))  # Ray uses a file then
-    (buffers,) = object_store_problems(load(name, []).settings, 24 * gigabyte, 64 << 20, gpus=True)
+    assert not list(object_store_problems(loaded(name).settings, 24 * gigabyte, 64 << 20))  # Ray uses a file then
+    (buffers,) = object_store_problems(loaded(name).settings, 24 * gigabyte, 64 << 20, gpus=True)
     assert "NCCL" in buffers and "--shm-size" in buffers
 
 
@@ -271,7 +255,7 @@ def test_hours_of_a_search_by_hand() -> None:
         "search.candidates=8",
         "search.more_rollouts=8",
     ]
-    s = load("rstar2-qwen2.5-7b-megatron", words).settings
+    s = loaded("rstar2-qwen2.5-7b-megatron", *words).settings
     model = known_model("Qwen2.5-7B")
     assert model is not None
     read = 2 * 7.62e9 + 256 * 1024 * 57_344

@@ -15,21 +15,17 @@ from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.placement import Slots
 from rstar2_megatron.settings.planning.engine_speed import Engines
-from rstar2_megatron.settings.planning.plan import RunPlan, make_plan
+from rstar2_megatron.settings.planning.plan import RunPlan
 from rstar2_megatron.settings.planning.split import RECOMPUTE_COST, splits
+from tests.settings.loaded import H100, plan_of
 
 SIMULATED = Path(__file__).parents[2] / "benchmarks" / "results" / "asynchronous.json"
 TP = 2  # of the simulated engines on one node
-H100 = Slots(8, 80.0)
 APART = [
     "algorithm.max_staleness=1",
     "cluster.component_placement={actor: 0-3, rollout: 4-7, reward: 0}",
     *(f"actor.offload_{part}=False" for part in ("weight", "grad", "optimizer")),
 ]
-
-
-def plan_of(name: str, *overrides: str, slots: Slots = H100) -> RunPlan:
-    return make_plan(load(name, overrides).settings, slots=slots)
 
 
 def expected(plan: RunPlan) -> dict[str, str]:

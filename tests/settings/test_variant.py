@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rstar2_megatron.runs.main import main, parse
 from rstar2_megatron.runs.stages import load_recipe
 from rstar2_megatron.settings.load import CALLED_FROM, ConfigError, find_config, load, print_config
 from rstar2_megatron.settings.variant import VARIANTS, algorithm_rows
+from tests.settings.loaded import written
 from tests.settings.rlinf_yaml import RLINF_7B
 
 SIZE = "rstar2-qwen2.5-7b-megatron"
@@ -28,11 +28,6 @@ def value(settings, path: str):
     for name in path.split("."):
         data = data[name]
     return data
-
-
-def written(path: Path, data: dict) -> str:
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
-    return str(path)
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))

@@ -53,24 +53,36 @@ def test_a_second_call_finds_the_first(built: TinyPaths) -> None:
     assert again == built and not lines and built.root.stat().st_mtime_ns == before
 
 
-def test_what_changes_the_data_changes_the_directory(built: TinyPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rstar2_megatron.tiny.build._build", lambda paths, *rest: paths.model.mkdir(parents=True))
+class Begun(Exception):
+    pass
+
+
+def test_what_changes_the_data_is_another_build(built: TinyPaths) -> None:
+    def begun(line: str) -> None:
+        raise Begun(line)
 
     def root(seed: int = 0, **change: Any) -> Path:
         agentloop = tiny_agent_loop().model_copy(update=change)
-        return build_tiny(built.root.parent, seed, agentloop=agentloop, recipe=SMALL, progress=lambda line: None).root
+        return build_tiny(built.root.parent, seed, agentloop=agentloop, recipe=SMALL, progress=begun).root
 
     assert root(max_assistant_turns=7) == built.root
-    assert len({built.root, root(seed=1), root(user_prefix="Problem: ")}) == 3
+    with pytest.raises(Begun):
+        root(seed=1)
+    with pytest.raises(Begun):
+        root(user_prefix="Problem: ")
 
 
-def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    lines: list[str] = []
 
-    monkeypatch.setattr("rstar2_megatron.tiny.build._tokenizer", fail)
+    def fails(line: str) -> None:
+        """The problems are written when the second part begins."""
+        lines.append(line)
+        if len(lines) == 2:
+            raise OSError("disk full")
+
     with pytest.raises(OSError, match="disk full"):
-        build_tiny(tmp_path, seed=0, recipe=SMALL, progress=lambda line: None)
+        build_tiny(tmp_path, seed=0, recipe=SMALL, progress=fails)
     assert not list(tmp_path.iterdir())
 
 

@@ -36,6 +36,7 @@ def test_arms_are_settings_that_a_run_accepts(arm: str) -> None:
     assert (settings.algorithm == plain.algorithm) == (arm in (EXACT, "noise"))
 
 
+@pytest.mark.ci
 def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
     mismatch = Mismatch("rstar2-tiny-cpu", [], [EXACT], [0], tmp_path, Path("absent"))
     done = tmp_path / f"{EXACT}-0"

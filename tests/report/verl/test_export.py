@@ -1,4 +1,4 @@
-"""The export of verl's side: prompts as ours, files, differences; and, as a long test, verl's own configuration loader."""
+"""The export of verl's side: prompts as ours, files, differences; and, in CI, verl's own configuration loader."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_verl_cannot_do_is_listed(variant: str) -> None:
     assert "rollout.tail=cut" in text
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_verls_own_configuration_takes_every_key(settings: Settings, tmp_path: Path) -> None:
     """verl without its dependencies: Hydra composes its ppo_trainer with ours on top; each of our keys is one of verl's."""
     from hydra import compose, initialize_config_dir

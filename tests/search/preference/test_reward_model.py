@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rstar2_megatron.search.__main__ import guided, main
+from rstar2_megatron.search.__main__ import main
 from rstar2_megatron.search.preference.reward_model import (
     SCALE,
     check_reward_model,
@@ -22,7 +22,7 @@ from rstar2_megatron.search.preference.reward_model import (
     reward_rollout,
 )
 from rstar2_megatron.search.tree_file import tree_of
-from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings, SearchSettings
+from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings
 from tests.actor.tiny import write_model
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS
 from tests.rollout.tiny import make_model
@@ -82,11 +82,6 @@ def test_bad_input_ends_with_2(model: Path, reward: Path, tmp_path: Path, capsys
     assert not (tmp_path / "out").exists()
 
 
-def test_the_guide_of_a_search_with_a_reward_model() -> None:
-    assert guided(SearchSettings(reward_model="x")).guide == "scores"
-    assert guided(SearchSettings(reward_model="x", guide="answers+scores")).guide == "answers+scores"
-
-
 def test_engines_share_a_gpus_memory() -> None:
     """SGLang's fraction is of the memory that is free when an engine starts: 80 GB, then what the policy's leaves."""
     rollout = RolloutSettings(model=RolloutModelSettings(model_path="p"), gpu_memory_utilization=0.8)
@@ -98,7 +93,7 @@ def test_engines_share_a_gpus_memory() -> None:
     assert policy_rollout(rollout, 0.45, on_gpu=False) is rollout
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_values_of_a_search_are_the_reward_models(memorised_model: Path, tmp_path: Path) -> None:
     """Beam search: every value is tanh(score / 5) of transformers' own class on the path's token ids."""
