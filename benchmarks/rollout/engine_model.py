@@ -125,7 +125,8 @@ class EngineModel:
     # ------------------------------------------------------------------------------------------- memory
 
     @property
-    def _free(self) -> int:
+    def free_tokens(self) -> int:
+        """What neither running requests nor the cache hold."""
         return self.capacity - self._running_tokens - self._cached_tokens - self._prompt_tokens
 
     @property
@@ -134,9 +135,9 @@ class EngineModel:
         return self.capacity - self._running_tokens - self._prompt_tokens
 
     def _make_room(self, tokens: int) -> bool:
-        while self._free < tokens and self._cache:
+        while self.free_tokens < tokens and self._cache:
             key, own = next(iter(self._cache.items()))
-            lacking = tokens - self._free
+            lacking = tokens - self.free_tokens
             if own > lacking:
                 self._cache[key] = own - lacking
                 self._cached_tokens -= lacking
@@ -144,7 +145,7 @@ class EngineModel:
                 del self._cache[key]
                 self._cached_tokens -= own
                 self._drop_prompt(key >> 20)
-        return self._free >= tokens
+        return self.free_tokens >= tokens
 
     def _drop_prompt(self, group: int) -> None:
         entry = self._prompts[group]

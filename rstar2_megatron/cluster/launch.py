@@ -146,17 +146,18 @@ class TrainingCluster:
         return "cuda"
 
     def launch_actor(self) -> Any:
-        return self._launch(ActorWorker, self.settings.actor.group_name, "actor", self.settings)
+        return self.launch(ActorWorker, self.settings.actor.group_name, "actor", self.settings)
 
     def launch_rollout(self) -> Any:
-        return self._launch(
+        return self.launch(
             RolloutWorker, self.settings.rollout.group_name, "rollout", self.settings, self.device, max_concurrency=256
         )
 
     def launch_reward(self) -> Any:
-        return self._launch(RewardWorker, self.settings.reward.group_name, "reward", self.settings.reward, max_concurrency=16)
+        return self.launch(RewardWorker, self.settings.reward.group_name, "reward", self.settings.reward, max_concurrency=16)
 
-    def _launch(self, worker_class: Any, name: str, component: str, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, worker_class: Any, name: str, component: str, *args: Any, **kwargs: Any) -> Any:
+        """A group of workers in the place of `component`, by a name that no group had before; `args` are the workers' own."""
         strategy = self._placement.get_strategy(component)
         group = worker_class.create_group(*args).launch(self._cluster, name=name, placement_strategy=strategy, **kwargs)
 

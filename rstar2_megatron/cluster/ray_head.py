@@ -95,6 +95,9 @@ class RayHead:
                     "--node-ip-address=127.0.0.1",
                     f"--port={port}",
                     f"--ray-client-server-port={client_port}",
+                    # The kernel gives every worker a port. From a range, two heads of a machine would give theirs the same one.
+                    "--min-worker-port=0",
+                    "--max-worker-port=0",
                     "--no-monitor",  # no autoscaler
                     f"--dashboard-agent-listen-port={agent_port}",
                     f"--metrics-export-port={metrics_port}",

@@ -19,7 +19,7 @@ from rstar2_megatron.services.parent_death import die_with_parent
 
 PROJECT = Path(__file__).resolve().parents[2]
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # "32768 60999" by default
-_PORTS = range(20000, 30000)  # Ray gives 10002 to 19999 to its workers, SGLang uses ports from 30000
+_PORTS = range(20000, 30000)  # `ray start` gives 10002 to 19999 to its workers, SGLang uses ports from 30000
 _choice = random.SystemRandom()  # runs with the same seed must not try the same ports
 
 

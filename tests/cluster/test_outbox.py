@@ -7,43 +7,55 @@ import time
 
 import pytest
 
+from rstar2_megatron.cluster import channel
 from rstar2_megatron.cluster.channel import Outbox, pack, unpack
 from rstar2_megatron.rollout.messages import RolloutResult
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
 
 
+class Sender:
+    """Takes `seconds` for a message, and keeps what it sent and when."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.messages: list[list[int]] = []
+        self.times: list[tuple[float, float]] = []  # begin and end of each message
+        self.begun = asyncio.Event()
+
+    async def __call__(self, items: list[int]) -> None:
+        begin = time.monotonic()
+        self.begun.set()
+        await asyncio.sleep(self.seconds)
+        self.messages.append(items)
+        self.times.append((begin, time.monotonic()))
+
+
 async def test_items_that_come_while_it_sends_or_pauses_are_one_message() -> None:
-    messages: list[list[int]] = []
-
-    async def send(items: list[int]) -> None:
-        await asyncio.sleep(0.02)
-        messages.append(items)
-
-    outbox = Outbox(send)
-    for item in range(50):
+    sender = Sender(0.02)
+    outbox = Outbox(sender)
+    outbox.add(0)
+    await sender.begun.wait()
+    for item in range(1, 50):
         outbox.add(item)
-        await asyncio.sleep(0.004)
-    await outbox.flush()
-    assert [item for items in messages for item in items] == list(range(50)) and outbox.sent == 50
-    assert messages[0] == [0], "the first item goes at once"
-    assert len(messages) <= 6, "a message of 20 ms is followed by a pause of 80 ms"
+    while len(sender.messages) < 2:
+        await asyncio.sleep(0)
+    assert sender.messages == [[0], list(range(1, 50))] and outbox.sent == 50
+    (begin, end), (next_begin, _) = sender.times
+    assert next_begin - end >= min(4 * (end - begin), 0.25) - 0.01  # the timer's resolution
+    await outbox.close()
 
 
-async def test_a_flush_does_not_wait_for_the_pause() -> None:
-    messages: list[list[int]] = []
-
-    async def send(items: list[int]) -> None:
-        await asyncio.sleep(0.1)
-        messages.append(items)
-
-    outbox = Outbox(send)
+async def test_a_flush_does_not_wait_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_REST", 1e9)
+    monkeypatch.setattr(channel, "_LONGEST_PAUSE_S", 1e6)
+    sender = Sender()
+    outbox = Outbox(sender)
     outbox.add(1)
-    await asyncio.sleep(0.12)
+    while not sender.messages:
+        await asyncio.sleep(0)
     outbox.add(2)
-    started = time.monotonic()
-    await outbox.flush()
-    assert messages == [[1], [2]]
-    assert time.monotonic() - started < 0.3, "0.1 s of sending; the pauses take 0.25 s each"
+    await asyncio.wait_for(outbox.flush(), 60)
+    assert sender.messages == [[1], [2]]
 
 
 async def test_a_failed_message_is_raised() -> None:

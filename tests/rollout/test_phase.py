@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
@@ -38,7 +38,6 @@ def take_all(phase: RolloutPhase, engines: int = 2, room: int = 1) -> list[tuple
     return taken
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     groups=st.integers(1, 12),
     size=st.integers(1, 17),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from rstar2_megatron.rollout.stats import RolloutStats, StatsByStep, combine
 
 
@@ -18,12 +22,15 @@ def test_a_step_has_the_growth_of_its_counters_also_when_a_phase_ends_in_it() ->
     assert steps.step_ended({0: {"tokens": 3.0, "engine_restarts": 1.0}}) == [{"tokens": 1.0, "engine_restarts": 1.0}]
 
 
-def test_an_engine_that_is_busy_has_been_busy_so_far() -> None:
+def test_an_engine_that_is_busy_has_been_busy_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
     stats = RolloutStats()
     assert stats.sums()["engine_busy_seconds"] == 0
     stats.enter_engine()
-    stats._busy_since -= 5.0
-    assert 5.0 <= stats.sums()["engine_busy_seconds"] < 6.0
+    clock += 5.0
+    assert stats.sums()["engine_busy_seconds"] == 5.0
     stats.leave_engine()
-    assert 5.0 <= stats.sums()["engine_busy_seconds"] < 6.0
-    assert combine([stats.sums()], 10.0)["idle_share"] == 1 - stats.engine_busy_seconds / 10
+    clock += 5.0
+    assert stats.sums()["engine_busy_seconds"] == 5.0
+    assert combine([stats.sums()], 10.0)["idle_share"] == 0.5

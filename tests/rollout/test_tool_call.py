@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.rollout.tool_call import CallStatus, parse_tool_calls
@@ -81,7 +81,6 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(FRAGMENTS, st.text(max_size=8)), max_size=20).map("".join))
 def test_any_text_gives_typed_calls(text: str) -> None:
     calls = parse_tool_calls(text, SCHEMAS)

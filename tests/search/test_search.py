@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,46 +25,16 @@ from rstar2_megatron.search.solver import Progress, Solver
 from rstar2_megatron.search.step import trajectory_of
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Values
-from rstar2_megatron.settings.schema import (
-    RolloutModelSettings,
-    RolloutSettings,
-    SamplingParams,
-    SearchSettings,
-    SGLangSettings,
-)
+from rstar2_megatron.settings.schema import SamplingParams, SearchSettings
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS, problem
 from tests.search.written_trees import trees
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.ci]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600), pytest.mark.ci]
 PROBLEMS = [problem(name) for name in CONVERSATIONS]
 
 
-@pytest.fixture(scope="module")
-def judge_service():
-    service = JudgeService(workers=1, time_limit_s=1.0)
-    service.start()
-    yield service
-    service.stop()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(memorised_model: Path):
-    client = EngineClient(
-        RolloutSettings(
-            model=RolloutModelSettings(model_path=str(memorised_model), precision="fp32"),
-            max_total_tokens=8192,
-            max_running_requests=16,
-            max_engine_restarts=2,
-            sglang=SGLangSettings(server_args={"enable_deterministic_inference": True}),
-        )
-    )
-    await client.start()
-    yield client
-    await client.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def judge(judge_service: JudgeService):
+@pytest_asyncio.fixture(loop_scope="session")
+async def judge(judge_service: JudgeService) -> AsyncIterator[JudgeClient]:
     async with JudgeClient(judge_service.url, time_limit_s=1.0, request_timeout_s=60) as client:
         yield client
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.weights.checksum import weights_checksum
 from tests.actor.tiny import LLAMA3_ROPE, write_model
-from tests.rollout.engine.test_engine import hf_logprobs, settings_for
-from tests.rollout.engine.updates import update_weights
+from tests.rollout.engine.small import hf_logprobs, settings_for, update_weights
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(400)
 async def test_a_llama_before_and_after_a_weight_update(tmp_path: Path) -> None:
     model, other = (write_model(tmp_path / str(seed), llama=LLAMA3_ROPE, seed=seed) for seed in (0, 1))

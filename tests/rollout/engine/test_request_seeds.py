@@ -13,8 +13,7 @@ from rstar2_megatron.rollout.agent_loop import Preemption
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, GenerateResult
 from rstar2_megatron.rollout.engine.seeds import request_seed
-from tests.rollout.engine.test_engine import settings_for
-from tests.rollout.engine.updates import update_weights
+from tests.rollout.engine.small import PROMPT, update_weights
 from tests.rollout.written import ANSWER, PROBLEM, InterruptedEngine, call, make_loop
 
 
@@ -56,16 +55,15 @@ async def test_without_a_seed_the_engine_draws_by_its_own(tokenizer) -> None:
     assert engine.seeds == [None]
 
 
-@pytest.mark.timeout(400)
-async def test_a_request_draws_the_same_alone_in_company_and_interrupted(tiny_model: Path) -> None:
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_request_draws_the_same_alone_in_company_and_interrupted(engine: EngineClient, memorised_model: Path) -> None:
     """Interrupted by an update to the weights that the engine has."""
-    engine = EngineClient(settings_for(tiny_model, request_seeds=True), seed=3)
-    await engine.start()
+    heard = asyncio.Event()
 
     def generate(rollout: int, prompt: list[int], count: int) -> Any:
         seed = request_seed(0, 1, "q", rollout, 0)
         sampling = {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True, "sampling_seed": seed}
-        return engine.generate(prompt, sampling, timeout_s=120)
+        return engine.generate(prompt, sampling, timeout_s=120, on_tokens=lambda tokens: heard.set() if tokens else None)
 
     async def continued(prompt: list[int], count: int) -> tuple[list[int], int]:
         """Tokens, and how often they were interrupted."""
@@ -79,21 +77,19 @@ async def test_a_request_draws_the_same_alone_in_company_and_interrupted(tiny_mo
             times += result.finish_reason == INTERRUPTED
         return tokens, times
 
-    try:
-        prompt = [5, 17, 33, 201, 7]
-        alone = (await generate(0, prompt, 24)).token_ids.tolist()
-        several = await asyncio.gather(*(generate(rollout, prompt, 24) for rollout in range(4)))
-        assert several[0].token_ids.tolist() == alone
-        assert len({tuple(result.token_ids.tolist()) for result in several}) == 4
-        whole = (await generate(0, prompt, 1500)).token_ids.tolist()
-        assert whole[:24] == alone
-        going_on = asyncio.create_task(continued(prompt, 1500))
-        await asyncio.sleep(0.3)
-        await update_weights(engine, load_file(tiny_model / "model.safetensors").items(), version=1)
-        tokens, times = await going_on
-        assert times == 1 and tokens[:24] == alone
-        # a context that is computed at once may differ from one computed token by token in the last bits of its logits
-        same = next((i for i, (a, b) in enumerate(zip(tokens, whole, strict=True)) if a != b), len(whole))
-        assert same > 24
-    finally:
-        await engine.close()
+    alone = (await generate(0, PROMPT, 24)).token_ids.tolist()
+    several = await asyncio.gather(*(generate(rollout, PROMPT, 24) for rollout in range(4)))
+    assert several[0].token_ids.tolist() == alone
+    assert len({tuple(result.token_ids.tolist()) for result in several}) == 4
+    whole = (await generate(0, PROMPT, 1500)).token_ids.tolist()
+    assert whole[:24] == alone
+    heard.clear()
+    going_on = asyncio.create_task(continued(PROMPT, 1500))
+    await asyncio.wait_for(heard.wait(), 60)
+    weights = load_file(memorised_model / "model.safetensors")
+    await update_weights(engine, weights.items(), engine.weight_version + 1)
+    tokens, times = await going_on
+    assert times == 1 and tokens[:24] == alone
+    # a context that is computed at once may differ from one computed token by token in the last bits of its logits
+    same = next((i for i, (a, b) in enumerate(zip(tokens, whole, strict=True)) if a != b), len(whole))
+    assert same > 24

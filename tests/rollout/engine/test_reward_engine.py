@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
 from rstar2_megatron.rollout.engine.reward_engine import RewardEngine
 from tests.actor.tiny import LLAMA3_ROPE, write_model
-from tests.rollout.engine.test_engine import settings_for
+from tests.rollout.engine.small import settings_for
 
 
 def write_reward_model(directory: Path, **kind: Any) -> tuple[Path, Any]:
@@ -40,6 +40,7 @@ def branches() -> list[np.ndarray]:
             ((30, 1), (30, 9), (30, 25), (12, 4), (0, 2), (0, 60))]  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 async def test_scores_equal_transformers_and_survive_a_kill(tmp_path: Path) -> None:
     directory, model = write_reward_model(tmp_path, tie=True)
@@ -61,7 +62,7 @@ async def test_scores_equal_transformers_and_survive_a_kill(tmp_path: Path) -> N
         await engine.close()
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", [{"qwen3": True}, {"llama": LLAMA3_ROPE}, {"mistral": True}], ids=str)
 async def test_other_families(tmp_path: Path, kind: dict[str, Any]) -> None:

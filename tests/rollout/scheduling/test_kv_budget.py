@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
@@ -53,7 +53,6 @@ def run_all(budget: KVBudget, work: list[tuple[int, int, float]], seed: int, gro
     return reserved
 
 
-@settings(max_examples=60, deadline=None)
 @given(work=TRAJECTORIES, seed=st.integers(0, 1000), policy=st.sampled_from(sorted(POLICIES)))
 def test_everything_ends_and_the_budget_returns_to_zero(work: list[tuple[int, int, float]], seed: int, policy: str) -> None:
     budget = make_budget(policy, capacity_tokens=200, max_requests=6)
@@ -62,7 +61,6 @@ def test_everything_ends_and_the_budget_returns_to_zero(work: list[tuple[int, in
     assert budget.reserved_tokens == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(work=TRAJECTORIES, seed=st.integers(0, 1000), policy=st.sampled_from(["kv_reserve", "kv_adaptive"]))
 def test_admission_never_exceeds_the_capacity(work: list[tuple[int, int, float]], seed: int, policy: str) -> None:
     budget = make_budget(policy, capacity_tokens=200, max_requests=100)
@@ -113,7 +111,6 @@ def grow_together(
     return scheduler, length
 
 
-@settings(max_examples=60, deadline=None)
 @given(work=TRAJECTORIES, steps=st.lists(st.integers(1, 30), min_size=1, max_size=5), policy=st.sampled_from(sorted(POLICIES)))
 def test_what_stays_fits_and_the_preempted_end_too(work: list[tuple[int, int, float]], steps: list[int], policy: str) -> None:
     budget = make_budget(policy, capacity_tokens=200, max_requests=100)
@@ -294,7 +291,6 @@ def test_unknown_policy() -> None:
         make_budget("best", 10, 1)
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000))
 def test_survival_is_unbiased_while_most_still_run(seed: int) -> None:
     """A thousand trajectories started together, looked at when half have ended: the ended ones alone mislead."""

@@ -17,11 +17,12 @@ from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import AdaptiveBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
-from rstar2_megatron.settings.schema import AgentLoopSettings, RolloutModelSettings, RolloutSettings, SamplingParams
+from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import Problem, Trajectory
+from tests.rollout.engine.small import hf_logprobs, settings_for
 from tests.rollout.written import WrittenJudge
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(400)]
 _KV_TOKENS = 1024
 _RESPONSE = 700
 
@@ -29,14 +30,7 @@ _RESPONSE = 700
 async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) -> None:
     settings = AgentLoopSettings(system_prompt="", user_prefix="", max_assistant_turns=1, tools=[])
     template = ChatTemplate(AutoTokenizer.from_pretrained(tiny_model), settings)
-    engine = EngineClient(
-        RolloutSettings(
-            model=RolloutModelSettings(model_path=str(tiny_model), precision="fp32"),
-            max_total_tokens=_KV_TOKENS,
-            max_running_requests=16,
-        ),
-        seed=3,
-    )
+    engine = EngineClient(settings_for(tiny_model, max_total_tokens=_KV_TOKENS), seed=3)
     await engine.start()
     loop = AgentLoop(
         engine,
@@ -81,9 +75,5 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
         trajectory.check()
         covered = [i for span in trajectory.version_spans for i in range(span.start, span.end)]
         assert covered == list(range(len(trajectory.response_ids)))
-        whole = [*trajectory.prompt_ids, *trajectory.response_ids]
-        with torch.no_grad():
-            logprobs = model(torch.tensor([whole])).logits[0].float().log_softmax(-1)
-        start = len(trajectory.prompt_ids)
-        expected = logprobs[start - 1 : -1].gather(1, torch.tensor(whole[start:])[:, None]).squeeze(1)
+        expected = hf_logprobs(model, trajectory.prompt_ids.tolist(), trajectory.response_ids.tolist())
         assert torch.allclose(expected, torch.tensor(trajectory.rollout_logprobs), atol=1e-3)

@@ -1,0 +1,247 @@
+"""Real engines and their workers, killed between and in weight syncs and rollouts: nothing is lost, doubled or too old."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rlinf.scheduler import Channel
+
+from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup
+from rstar2_megatron.cluster.channel import unpack
+from rstar2_megatron.cluster.launch import TrainingCluster
+from rstar2_megatron.cluster.phases.coordinator import PhaseResult, RolloutCoordinator
+from rstar2_megatron.cluster.phases.server import PhaseServer
+from rstar2_megatron.cluster.reward_worker import RewardWorker
+from rstar2_megatron.cluster.rollout_group import RolloutGroup
+from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training.async_trainer import AsyncTrainer
+from rstar2_megatron.training.trainer import Trainer
+from rstar2_megatron.trajectory import Problem
+from tests.cluster.conftest import CALL_S, Launch, for_sync, sync_in_turn
+from tests.cluster.workers import KillableEngine
+from tests.rollout.memorised import SETTINGS
+from tests.rollout.tiny import make_model
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
+
+JUDGE = "http://127.0.0.1:9"  # nobody listens there, and nobody calls a tool here
+START_S = 300.0
+SPEC = RolloutSpec(4, 1.0, 1.0, -1, max_new_tokens=96, max_assistant_turns=1)
+
+
+def problem(number: int) -> Problem:
+    return Problem(f"problem-{number}", [{"role": "user", "content": f"{number}?"}], ["1"])
+
+
+PROBLEMS = [problem(number) for number in range(16)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine_settings(settings: Settings, model: Path, tmp_path: Path) -> Settings:
+    settings.rollout.model.model_path = str(model)
+    settings.rollout.engine_start_timeout_s = START_S
+    settings.rollout.max_engine_restarts = 1
+    settings.runner.logger.log_path = str(tmp_path)
+    settings.agentloop.system_prompt = SETTINGS.system_prompt
+    return settings
+
+
+@pytest.fixture
+def engines(
+    launch: Launch, cluster: TrainingCluster, engine_settings: Settings, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> RolloutGroup:
+    """Two rollout workers with an engine each. A dead worker is started again once."""
+    monkeypatch.setattr(cluster.settings.rollout, "max_engine_restarts", 1)
+    group: RolloutGroup = launch(KillableEngine, "rollout", engine_settings, "cpu", max_concurrency=64)
+    group.start_engines(str(model), JUDGE).result(START_S)
+    return group
+
+
+@pytest.fixture
+def reward(launch: Launch, settings: Settings) -> WorkerGroup:
+    group: WorkerGroup = launch(RewardWorker, "reward", settings.reward, max_concurrency=16)
+    return group
+
+
+@pytest.fixture
+def phases(
+    channel: Channel, engines: RolloutGroup, reward: WorkerGroup, engine_settings: Settings
+) -> Iterator[RolloutCoordinator]:
+    coordinator = RolloutCoordinator(channel, engines, reward, engine_settings)
+    yield coordinator
+    coordinator.close()
+
+
+class Heard:
+    """What the driver hears of the engines in a phase, and what is to happen at certain messages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.messages: list[Any] = []
+        self.at_results: Any = None
+        """Called once, when trajectories of engine 0 have ended: others run there."""
+        handle = PhaseServer.handle
+
+        def listen(run: PhaseServer, message: Any, now: float) -> None:
+            heard = unpack(message) if isinstance(message, bytes) else message
+            self.messages.append(heard)
+            if self.at_results is not None and isinstance(heard, list) and any(one.engine == 0 for one in heard):
+                act, self.at_results = self.at_results, None
+                act()
+            handle(run, message, now)
+
+        monkeypatch.setattr(PhaseServer, "handle", listen)
+
+
+def assert_complete(done: PhaseResult) -> None:
+    """Every trajectory exactly once, none dropped."""
+    assert [group.problem.query_id for group in done.groups] == [p.query_id for p in PROBLEMS]
+    indices = [sorted(t.rollout_index for t in group.trajectories) for group in done.groups]
+    assert indices == [[0, 1, 2, 3]] * len(PROBLEMS)
+    assert all(t.usable for group in done.groups for t in group.trajectories)
+
+
+def losses(done: PhaseResult) -> tuple[float, float, float]:
+    return done.stats["engines_gone"], done.stats["workers_lost"], done.stats["worker_restarts"]
+
+
+def test_killed_engines_get_the_weights_of_a_device_route_again(
+    engines: RolloutGroup, engine_settings: Settings, senders: WorkerGroup, model: Path, tmp_path: Path
+) -> None:
+    """Killed after a sync as version 0 and in the middle of the next one: no route is given up."""
+    sync = sync_in_turn(engine_settings, senders, engines, tmp_path)
+    assert sync.route == "cuda_ipc"
+
+    def assert_held(version: int) -> None:
+        sums = senders.call("weights_checksum", timeout_s=CALL_S)[0]
+        assert engines.call("recover", timeout_s=START_S) == [version] * 2
+        assert engines.call("weights_checksum", timeout_s=CALL_S) == [sums, sums]
+
+    senders.call("use_model", str(model), 1.5, timeout_s=CALL_S)  # not what the files hold
+    sync.run(0)
+    engines.call("kill_engine", ranks=[0], timeout_s=CALL_S)
+    assert_held(0)
+    senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
+    engines.call("kill_at_bucket", 2, ranks=[1], timeout_s=CALL_S)
+    assert sync.run(1)["actor/sync_fallbacks"] == 0.0
+    assert_held(1)
+
+
+def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
+    engines: RolloutGroup,
+    phases: RolloutCoordinator,
+    engine_settings: Settings,
+    senders: WorkerGroup,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that cannot be started again, then its worker's replacement, which dies for good, then the last worker."""
+    for_sync(engine_settings, senders, engines, tmp_path)
+    heard = Heard(monkeypatch)
+    trainer = Trainer(engine_settings, senders, engines, phases, device="cpu", colocated=False)
+    senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)  # not what the files hold
+    trainer.sync_weights(4)
+
+    # the engine of rank 0 dies in a rollout, and has no restart left
+    engines.call("no_more_restarts", ranks=[0], timeout_s=CALL_S)
+    heard.at_results = lambda: engines.start("kill_engine", ranks=[0])
+    done = phases.run(PROBLEMS, SPEC, "rollout")
+    assert_complete(done)
+    assert losses(done) == (1, 0, 0)
+    (lost,) = [n for n, message in enumerate(heard.messages) if isinstance(message, EngineGone)]
+    assert heard.messages[lost].engine == 0
+    assert not [m for m in heard.messages[lost:] if isinstance(m, WorkRequest) and m.engine == 0]
+    ended = [one for message in heard.messages if isinstance(message, list) for one in message]
+    assert len(ended) > sum(one.trajectory.finish_reason is not None for one in ended) == 4 * len(PROBLEMS), "it was idle"
+
+    # no weights reach it, so its worker is lost, and the next sync has another worker in its place
+    pids = engines.call("pids", ranks=[1], timeout_s=CALL_S)
+    assert trainer.sync_weights(5)["actor/sync_fallbacks"] == 0.0
+    assert list(engines.lost) == [0]
+    senders.call("use_model", str(model), 1.5, timeout_s=CALL_S)
+    assert trainer.sync_weights(6)["actor/sync_fallbacks"] == 0.0  # compares checksums
+    assert not engines.lost and engines.names[0].startswith(f"{engines.name}-0-restart-1")
+    assert engines.call("pids", ranks=[1], timeout_s=CALL_S) == pids
+
+    # that one is killed in a rollout, with its engine
+    worker, engine = (psutil.Process(pid) for pid in engines.call("pids", ranks=[0], timeout_s=CALL_S)[0])
+    heard.at_results = worker.kill
+    done = phases.run(PROBLEMS, SPEC, "rollout")
+    assert_complete(done)
+    assert losses(done) == (1, 1, 1)
+    every = [t for group in done.groups for t in group.trajectories]
+    assert {t.held.worker for t in every if t.held} == {1}
+    assert {span.version for t in every for span in t.version_spans} == {6}
+    assert len(phases.tokens.put_batch(every, [0.0] * len(every))) == len(every)
+    assert not psutil.wait_procs([engine], timeout=60)[1]
+
+    # it is not started again; when the last one dies, the run ends
+    trainer.sync_weights(7)
+    assert list(engines.lost) == [0]
+    os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
+    with pytest.raises(EnginesLost, match=r"no engine is left: .*the worker process died"):
+        phases.run(PROBLEMS, SPEC, "rollout")
+
+
+class Problems:
+    """As many as are asked for."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, count: int) -> list[Problem]:
+        numbers = range(self.taken, self.taken + count)
+        self.taken += count
+        return [problem(number) for number in numbers]
+
+
+def test_rollouts_that_go_on_outlive_a_killed_worker(
+    engines: RolloutGroup,
+    phases: RolloutCoordinator,
+    engine_settings: Settings,
+    senders: WorkerGroup,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    """Steps of `algorithm.max_staleness`, without an actor: a worker is killed while groups of it wait in the buffer."""
+    settings = for_sync(engine_settings, senders, engines, tmp_path)
+    settings.agentloop.max_assistant_turns = 1
+    settings.algorithm.max_staleness, settings.algorithm.group_size = 2, 4
+    settings.algorithm.sampling_params.max_new_tokens = 96
+    settings.algorithm.down_sampling.do_down_sampling = False  # so nothing is rejected
+    settings.data.rollout_batch_size, settings.runner.max_steps = 4, 6
+    problems: Any = Problems()
+    seen: list[str] = []
+    trainer = AsyncTrainer(settings, senders, engines, phases, device="cpu", colocated=False)
+    try:
+        senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
+        trainer.sync_weights(0)
+        for step in range(1, 7):
+            trainer.continuous.start(problems)
+            groups = trainer.continuous.take()
+            seen += [group.problem.query_id for group in groups]
+            every = [t for group in groups for t in group.trajectories]
+            assert len(every) == 16 and all(t.usable for t in every)
+            assert all(step - 3 <= s.version < step for t in every for s in t.version_spans)
+            batch = phases.tokens.put_batch(every, [0.0] * 16, done=every)
+            assert len(batch) == 16
+            if step == 2:
+                os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
+            assert trainer.sync_weights(step)["actor/sync_fallbacks"] == 0.0
+        assert engines.restarts.total() == 1 and not engines.lost
+        assert sorted(seen) == sorted(f"problem-{n}" for n in range(problems.taken)) and len(seen) == 24
+    finally:
+        trainer.close()
