@@ -2,8 +2,8 @@
 
 Once (zygote): user namespace for an ordinary user; PID, network, IPC and host-name namespaces; a root file
 system that holds only the interpreter and system libraries, read-only. For each call: own PID and mount
-namespace, a private tmpfs as working directory, resource limits, the slot's own uid, landlock, and seccomp for the calls
-that the sandbox itself needs (all others are refused from the zygote on).
+namespace, a private tmpfs with the working directory, resource limits, the slot's own uid, landlock, and seccomp for the
+calls that the sandbox itself needs (all others are refused from the zygote on).
 Layers that the machine refuses are recorded in `IsolationLayers.missing` and shown in /status and the log.
 """
 
@@ -24,8 +24,12 @@ from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.services.parent_death import die_with_parent
 
-CALL_DIRECTORY = "/tmp"
-# Second mount of interpreter files below CALL_DIRECTORY, which a call's tmpfs hides.
+# A call's tmpfs; /dev/shm leads there too. An interpreter that lies below one of the two is mounted in the tmpfs and seen
+# there, so the working directory, which starts empty, is a directory of the tmpfs.
+CALL_TMPFS = "/tmp"
+CALL_DIRECTORY = "/tmp/judge-call"
+_SHARED_MEMORY = Path("/dev/shm")
+# Second mount of interpreter files that a call's tmpfs hides.
 _UNCOVERED = "/uncovered"
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -137,11 +141,11 @@ def build_private_root(layers: IsolationLayers) -> None:
 
 
 def _interpreter_directories() -> list[Path]:
-    """Directories of the interpreter and its packages outside the system directories."""
-    candidates = [Path(sys.base_prefix).resolve(), Path(sys.prefix), Path(sys.prefix).resolve()]
-    candidates += [Path(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    """Directories of the interpreter and its packages outside the system directories, by each name that they have."""
+    packages = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    named = [Path(name) for name in (sys.base_prefix, sys.prefix, *packages)]
     kept: list[Path] = []
-    for path in candidates:
+    for path in sorted({*named, *(path.resolve() for path in named)}, key=lambda path: len(path.parts)):
         inside = any(path == other or other in path.parents for other in [Path("/usr"), *kept])
         if path.is_dir() and not inside:
             kept.append(path)
@@ -152,7 +156,7 @@ def _pivot_into_view() -> dict[str, str]:
     """Returns the interpreter's directories that a call's tmpfs will cover, with their second mounts."""
     # A .venv may be a symbolic link; it is resolved here, because the new root does not hold its target.
     interpreter = {path: path.resolve() for path in _interpreter_directories()}
-    base = CALL_DIRECTORY  # any directory: a tmpfs covers it in this mount namespace only
+    base = CALL_TMPFS  # any directory: a tmpfs covers it in this mount namespace only
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
     os.makedirs(f"{base}/new")
     os.makedirs(f"{base}/old")
@@ -168,8 +172,10 @@ def _pivot_into_view() -> dict[str, str]:
             linux.bind_read_only(str(source), str(new / name))
     covered: dict[str, str] = {}
     for path, source in interpreter.items():
+        if _SHARED_MEMORY in path.parents:
+            path = CALL_TMPFS / path.relative_to(_SHARED_MEMORY)
         places = [path]
-        if Path(CALL_DIRECTORY) in path.parents:
+        if Path(CALL_TMPFS) in path.parents:
             places.append(Path(_UNCOVERED) / str(len(covered)))
             covered[str(path)] = str(places[-1])
         for place in places:
@@ -183,15 +189,13 @@ def _pivot_into_view() -> dict[str, str]:
     for name in _DEVICES:
         (new / "dev" / name).touch()
         linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", None, linux.MS_BIND)
-    (new / "dev/shm").symlink_to(CALL_DIRECTORY)
+    (new / "dev/shm").symlink_to(CALL_TMPFS)
     (new / "dev/fd").symlink_to("/proc/self/fd")
     linux.mount("proc", "/new/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-    (new / "old").mkdir()
     os.chdir("/new")
-    linux.pivot_root("/new", "/new/old")
+    linux.pivot_root(".", ".")  # the last root lies over the new one until it is unmounted
+    linux.unmount(".")
     os.chdir("/")
-    linux.unmount("/old")
-    os.rmdir("/old")
     linux.mount("none", "/", None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
     return covered
 
@@ -266,15 +270,19 @@ class SandboxLimits(NamedTuple):
 
 
 def directory_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits) -> list[Step]:
-    """A mount namespace with a private tmpfs as working directory; none where the machine refuses that."""
+    """A mount namespace with a private tmpfs, and the working directory in it; none where the machine refuses that."""
     if "private_tmpfs" not in layers.active:
         return []
-    owner = "" if layers.uid_base is None else ",uid={0},gid={0}".format(layers.uid_base + slot)
+    uid = None if layers.uid_base is None else layers.uid_base + slot
+    owner = "" if uid is None else f",uid={uid},gid={uid}"
     options = f"size={limits.disk_mb}m,nr_inodes=10000,mode=700{owner}"
-    steps = [
+    steps: list[Step] = [
         linux.unshare_step(linux.CLONE_NEWNS),
-        linux.mount_step("tmpfs", CALL_DIRECTORY, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options),
+        linux.mount_step("tmpfs", CALL_TMPFS, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options),
+        (f"make {CALL_DIRECTORY}", None, os.mkdir, (CALL_DIRECTORY, 0o700)),
     ]
+    if uid is not None:
+        steps.append((f"own {CALL_DIRECTORY}", None, os.chown, (CALL_DIRECTORY, uid, uid)))
     for path, place in layers.covered.items():
         steps.append((f"make {path}", None, os.makedirs, (path,)))
         steps.append(linux.mount_step(place, path, None, linux.MS_BIND))  # read-only, as the second mount is
@@ -310,7 +318,8 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
         steps.append((f"limit {kind}", None, resource.setrlimit, (kind, (value, value))))
     if "landlock" in layers.active:  # before the uid changes, which may not be able to reach the interpreter
         readable = None if "private_root" in layers.active else _readable_paths()
-        steps += linux.landlock_steps(limits.directory, readable, layers.landlock, free_fd)
+        writable = CALL_TMPFS if "private_tmpfs" in layers.active else limits.directory
+        steps += linux.landlock_steps(writable, readable, layers.landlock, free_fd)
     if uid is not None:
         steps += [
             ("setgroups", None, os.setgroups, ([],)),

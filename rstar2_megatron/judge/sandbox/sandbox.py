@@ -155,12 +155,12 @@ class Sandbox:
     def _run(self, program: tuple[Any, ...], namespace: dict[str, Any]) -> int:
         """Run the program. Returns its exit code; C++ programs and live interpreters do not return."""
         kind, source, _, has_input, limits, cpu_s, _ = program
+        if limits[0] != sys.path[0]:  # without a private tmpfs
+            sys.path[0] = os.environ["HOME"] = os.environ["TMPDIR"] = limits[0]
         if kind == "cpp":
             return cpp.build_and_run(source, cpu_s - 1)
         if has_input:
             snippet.use_input()
-        if limits[0] != sys.path[0]:
-            sys.path[0] = limits[0]
         snippet.reseed()
         if self.live:
             snippet.serve_cells(socket.socket(fileno=_CHANNEL), self.counter)

@@ -1,4 +1,4 @@
-"""Wherever the environment lies, calls find the interpreter and its packages."""
+"""Wherever the environment lies and whatever the machine refuses: calls find the interpreter and its packages, and are held."""
 
 from __future__ import annotations
 
@@ -9,173 +9,159 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rstar2_megatron
 from rstar2_megatron.judge.sandbox import linux
-from rstar2_megatron.services.redis_server import find_redis_server
+from tests.judge.conftest import Run
+
+# Runs programs in one slot; tells their results, after each the number of the sandbox's processes, and the isolation.
+SLOT = """
+import asyncio, json, psutil, sys
+from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.worker.slots import IsolationMissing, SlotPool
+
+async def main():
+    pool, told = SlotPool(1), {"results": [], "processes": [], "is_full": True}
+    await pool.start(120)
+    await pool.check_isolation("partial")
+    slot = await pool.free.get()
+    limits = CallLimits(time_limit_s=1.0)._asdict()
+    for program in sys.argv[1:]:
+        job = {"type": "python", "solution": program, "input": "", "limits": limits, "sub_id": "x"}
+        told["results"].append(json.loads(await slot.run(json.dumps(job).encode(), 60.0)))
+        told["processes"].append(len(psutil.Process().children(recursive=True)))
+    told |= pool.description["isolation"]
+    try:
+        await pool.check_isolation("full")
+    except IsolationMissing as error:
+        told["is_full"] = str(error)
+    await pool.stop()
+    print(json.dumps(told))
+
+asyncio.run(main())
+"""
+ORDINARY_USER = ["unshare", "-U", "--map-user=1000", "--map-group=1000"]
+# Starts Python so that the kernel refuses it the system calls that are named first, as a container's filter does.
+REFUSING = """
+import errno, os, sys
+from rstar2_megatron.judge.sandbox import linux, seccomp
+linux.no_new_privileges()
+rules = [seccomp.Rule(name, 0x50000 | errno.EPERM) for name in sys.argv[1].split()]
+linux.do([seccomp.install_step(seccomp.compile_filter(0x7FFF0000, rules))])
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+WITHOUT_NAMESPACES = [sys.executable, "-c", REFUSING, "mount unshare setns"]
+needs_user_namespaces = pytest.mark.skipif(
+    subprocess.run([*ORDINARY_USER, "true"], capture_output=True).returncode != 0,
+    reason="no user namespaces here, which stand in for an ordinary user",
+)
 
 
-def test_an_environment_behind_a_link_starts_the_sandbox(tmp_path: Path) -> None:
-    (tmp_path / "venv").symlink_to(sys.prefix)
-    program = (
-        "import asyncio\n"
-        "from rstar2_megatron.judge.worker.slots import SlotPool\n"
-        "async def main():\n"
-        "    pool = SlotPool(1)\n"
-        "    await pool.start(60)\n"
-        "    await pool.stop()\n"
-        "asyncio.run(main())\n"
-    )
-    python = tmp_path / "venv" / "bin" / "python"
-    ended = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
+def run_in_slot(python: Sequence[str | Path], *programs: str) -> dict[str, Any]:
+    ended = subprocess.run([*python, "-c", SLOT, *programs], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
+    told: dict[str, Any] = json.loads(ended.stdout)
+    return told
 
 
-def test_an_environment_under_tmp_is_seen_by_calls() -> None:
-    """Each call's own /tmp covers it: a clone of the project under /tmp would lose its packages there."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        os.chmod(directory, 0o755)  # calls have a uid of their own
-        environment = Path(directory) / "venv"
+@pytest.mark.parametrize("place", ["/tmp", pytest.param("/dev/shm", marks=pytest.mark.ci), "behind links"])
+def test_calls_see_the_interpreter_wherever_it_lies_and_nothing_in_their_directory(place: str) -> None:
+    """Each call's own tmpfs covers /tmp and /dev/shm. A link to a directory leads nowhere where only its target is mounted."""
+    is_linked = place == "behind links"
+    with tempfile.TemporaryDirectory(dir=None if is_linked else place) as name:
+        os.chmod(name, 0o755)  # calls have a uid of their own
+        directory = Path(name)
+        environment = directory / "venv"
         venv.create(environment, symlinks=True)
+        python = environment / "bin" / "python"
+        if is_linked:
+            (directory / "base").symlink_to(sys.base_prefix)
+            (directory / "link").symlink_to(environment)
+            described = environment / "pyvenv.cfg"
+            lines = [line for line in described.read_text().splitlines() if not line.startswith("home = ")]
+            described.write_text("\n".join([f"home = {directory}/base/bin", *lines]))
+            python = directory / "link" / "bin" / "python"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         packages = environment / "lib" / version / "site-packages"
         (packages / "only_here.py").write_text("WORD = 'seen'\n")
         ours = [entry for entry in sys.path if entry.endswith("site-packages")]
         ours.append(str(Path(rstar2_megatron.__file__).parents[1]))
         (packages / "ours.pth").write_text("\n".join(ours))
-        program = (
-            "import asyncio, sys\n"
-            "from rstar2_megatron.judge.client.client import JudgeClient\n"
-            "from rstar2_megatron.judge.client.service import JudgeService\n"
-            "attempt = 'import only_here, os\\nprint(only_here.WORD)\\nopen(only_here.__file__, chr(97))'\n"
-            "async def main(url):\n"
-            "    async with JudgeClient(url) as client:\n"
-            "        result = await client.run(attempt)\n"
-            "    print(result.stdout, result.stderr)\n"
-            "with JudgeService(workers=1) as service:\n"
-            "    asyncio.run(main(service.url))\n"
-        )
-        python = environment / "bin" / "python"
-        (python.parent / "redis-server").symlink_to(find_redis_server())
-        ended = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
-    assert ended.stdout.startswith("seen\n"), ended.stdout + ended.stderr
-    assert "Read-only file system" in ended.stdout or "Permission denied" in ended.stdout
+        imports = "import cmath, numpy, only_here\nprint(only_here.WORD, numpy.arange(3).sum())\nopen(only_here.__file__, 'a')"
+        told = run_in_slot([python], "import os; os.listdir('.')", imports, "open('/tmp/x', 'w').write('kept')")
+    empty, imported, written = told["results"]
+    assert empty["stdout"] == "[]\n", empty
+    assert imported["stdout"] == "seen 3\n", imported
+    assert "Read-only file system" in imported["stderr"] or "Permission denied" in imported["stderr"]
+    assert written["outcome"] == "ok", written
 
 
+@pytest.mark.ci
 def test_where_namespaces_and_mounts_are_refused_calls_run_all_the_same() -> None:
     """As in a container with its engine's usual filter."""
-    program = """
-import asyncio, json, psutil
-from rstar2_megatron.judge.sandbox import linux, seccomp
-from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.worker.slots import SlotPool
-
-linux.no_new_privileges()
-refused = [seccomp.Rule(name, 0x50001) for name in ("mount", "unshare", "setns")]
-linux.do([seccomp.install_step(seccomp.compile_filter(0x7FFF0000, refused))])
-
-async def main():
-    pool = SlotPool(1)
-    await pool.start(60)
-    await pool.check_isolation("partial")  # root: own uids
-    print(json.dumps(sorted(pool.description["isolation"]["missing"])))
-    slot = await pool.free.get()
-    endless = "import os, time\\nif os.fork() == 0:\\n    os.setsid()\\nprint('there', flush=True)\\ntime.sleep(60)"
-    for solution in ("print('small')", "import numpy\\nprint('library')", endless, "print('after')"):
-        limits = CallLimits(time_limit_s=2.0)._asdict()
-        job = {"type": "python", "solution": solution, "input": "", "limits": limits, "sub_id": "x"}
-        result = json.loads(await slot.run(json.dumps(job).encode(), 30.0))
-        print(result["outcome"], *result["stdout"].split()[:1], result["stderr"])
-    # launcher, two zygotes, the slot, its call parents; nothing of the third call, whose child has left its session
-    print(len(psutil.Process().children(recursive=True)))
-    await pool.stop()
-
-asyncio.run(main())
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    missing, *results, processes = ended.stdout.splitlines()
-    assert {"pid_namespace", "network_namespace", "private_tmpfs"} <= set(json.loads(missing)), ended.stderr
-    assert [line.strip() for line in results] == ["ok small", "ok library", "timeout there", "ok after"], results
-    assert processes == "6"
+    endless = "import os, time\nif os.fork() == 0:\n    os.setsid()\nelse:\n    print('there', flush=True)\ntime.sleep(60)"
+    small = "import os\nprint('small', os.getcwd() == os.environ['HOME'] == os.environ['TMPDIR'], os.listdir())"
+    told = run_in_slot(WITHOUT_NAMESPACES, small, "import numpy\nprint('library')", endless, "print('after')")
+    assert {"pid_namespace", "network_namespace", "private_tmpfs"} <= set(told["missing"])
+    results = [(result["outcome"], result["stdout"], result["stderr"]) for result in told["results"]]
+    expected = [("ok", "small True []\n"), ("ok", "library\n"), ("timeout", "there\n"), ("ok", "after\n")]
+    assert results == [(*result, "") for result in expected]
+    assert len(set(told["processes"])) == 1  # nothing of the third call, whose child has left its process group
 
 
-def test_what_calls_are_forked_from_is_small() -> None:
+def test_a_call_inherits_no_more_modules_than_it_needs(run: Run) -> None:
     """Each call copies what its parent has mapped. An `import asyncio` somewhere would cost all of them a tenth more."""
-    program = (
-        "import sys\n"
-        f"sys.path[:] = {sys.path}\n"
-        "from rstar2_megatron.judge.sandbox.zygote import import_standard_library\n"
-        "import_standard_library()\n"
-        "heavy = {'asyncio', 'ssl', 'logging', 'shutil', 'subprocess', 'numpy', 'redis', 'orjson', 'pydantic'}\n"
-        "heavy |= {'datetime', 'statistics', 'zlib', 'site', 'dataclasses', 'inspect', 'platform'}\n"
-        "print(sorted(heavy & sys.modules.keys()))\n"
-    )
-    ended = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=120)
-    assert ended.stdout == "[]\n", ended.stdout + ended.stderr
-
-
-ORDINARY_USER = [*["unshare", "-U", "--map-user=1000", "--map-group=1000"], sys.executable, "-c"]
-WITHOUT_NAMESPACES = """
-import errno, os, sys
-from rstar2_megatron.judge.sandbox import linux, seccomp
-refused = ["mount", "unshare", "setns", *sys.argv[1].split()]
-linux.no_new_privileges()
-rules = [seccomp.Rule(name, 0x50000 | errno.EPERM) for name in refused]
-linux.do([seccomp.install_step(seccomp.compile_filter(0x7FFF0000, rules))])
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-needs_user_namespaces = pytest.mark.skipif(
-    subprocess.run([*ORDINARY_USER[:4], "true"], capture_output=True).returncode != 0,
-    reason="no user namespaces here, which stand in for an ordinary user",
-)
+    heavy = "asyncio ssl logging shutil subprocess redis orjson pydantic datetime statistics zlib site dataclasses inspect"
+    # A program that names numpy would get another parent.
+    result = run(f"import sys; sorted(sys.modules.keys() & {{*{heavy.split()}, 'num' + 'py'}})")
+    assert result["stdout"] == "[]\n", result["stderr"]
 
 
 @needs_user_namespaces
+def test_an_ordinary_user_gets_user_namespaces_and_is_told_what_is_missing() -> None:
+    told = run_in_slot([*ORDINARY_USER, sys.executable], "import os; os.getpid(), os.listdir('.')")
+    assert told["level"] == "partial" and "own_uid" in told["missing"]
+    assert {"pid_namespace", "private_tmpfs", "seccomp"} <= set(told["active"])
+    assert told["results"][0]["stdout"] == "(1, [])\n"
+    assert "own_uid" in told["is_full"]  # the refusal where full isolation is required
+
+
+@needs_user_namespaces
+@pytest.mark.ci
 def test_without_namespaces_an_ordinary_user_has_landlock(tmp_path: Path) -> None:
     """Programs, the judge and Redis have the same uid: one call ended them all and read the programs of earlier calls."""
     with contextlib.suppress(OSError):
         if linux.landlock_version() < linux.LANDLOCK_SCOPE_VERSION:
             pytest.skip("needs landlock's scope of signals")
     (tmp_path / "dump.rdb").write_text("programs of earlier calls")
-    program = """
-import asyncio, json, os, sys
-from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.worker.slots import SlotPool
-attack = f'''
+    attack = f"""
 import os, signal
-for attempt in (lambda: os.kill({os.getpid()}, 0), lambda: os.listdir({sys.argv[1]!r}), lambda: os.listdir('/'),
-                lambda: open({sys.argv[1]!r} + '/dump.rdb').read(), lambda: open('/proc/{os.getpid()}/cmdline').read()):
+for attempt in (lambda: os.kill(os.getppid(), 0), lambda: os.kill({os.getpid()}, 0), lambda: os.listdir({str(tmp_path)!r}),
+                lambda: os.listdir('/'), lambda: open({str(tmp_path)!r} + '/dump.rdb').read(),
+                lambda: open(f'/proc/{{os.getppid()}}/cmdline').read()):
     try: print('DONE', attempt())
     except PermissionError: print('refused')
 pid = os.fork()
 if pid == 0: signal.pause()
 os.kill(pid, 9); print(os.waitpid(pid, 0)[1], open('/proc/self/comm').read() != '', __import__('cmath').pi > 3)
 open('own', 'w').write('x'); print(open('own').read())
-'''
-async def main():
-    pool = SlotPool(1)
-    await pool.start(60)
-    await pool.check_isolation("partial")
-    slot = await pool.free.get()
-    job = {"type": "python", "solution": attack, "input": "", "limits": CallLimits()._asdict(), "sub_id": "x"}
-    result = json.loads(await slot.run(json.dumps(job).encode(), 30.0))
-    print(result["stdout"], result["stderr"])
-    await pool.stop()
-asyncio.run(main())
 """
-    command = [*ORDINARY_USER, WITHOUT_NAMESPACES, "", "-c", program, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.stdout.split() == ["refused"] * 5 + ["9", "True", "True", "x"], ended.stdout + ended.stderr
+    (result,) = run_in_slot([*ORDINARY_USER, *WITHOUT_NAMESPACES], attack)["results"]
+    assert result["stdout"].split() == ["refused"] * 6 + ["9", "True", "True", "x"], result
 
 
 @needs_user_namespaces
+@pytest.mark.ci
 def test_minimal_isolation_is_asked_for_by_name() -> None:
     judge = ["-m", "rstar2_megatron.judge", "all", "--workers", "1", "--sessions", "0"]
-    command = [*ORDINARY_USER, WITHOUT_NAMESPACES, "landlock_create_ruleset", *judge]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    refusing = [*WITHOUT_NAMESPACES[:-1], f"{WITHOUT_NAMESPACES[-1]} landlock_create_ruleset"]
+    command = [*ORDINARY_USER, *refusing, *judge]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert refused.returncode == 1 and "JUDGE_REQUIRE_ISOLATION=minimal" in refused.stderr, refused.stderr
     asked = {**os.environ, "JUDGE_REQUIRE_ISOLATION": "minimal"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=asked) as process:
