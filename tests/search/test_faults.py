@@ -78,12 +78,15 @@ def under_faults(words: list[str], out: Path, whole: dict[str, Any], judge: Judg
     kept = {(row["query_id"], row["tag"], step["text"]) for row in journal(out) for step in row["steps"]}
     finished = file.read_text() if file.exists() else ""
     last = search_until_grown("last")
-    judge.stop()
-    time.sleep(AWAY_S)
-    assert len(trees(file)) < len(whole), "the judge went too late to test anything"
-    with judge_at(port):
-        assert last.wait(400) == 0, last.text()[-3000:]
-    last.assert_nothing_left()
+    try:
+        judge.stop()
+        time.sleep(AWAY_S)
+        assert len(trees(file)) < len(whole), "the judge went too late to test anything"
+        with judge_at(port):
+            assert last.wait(400) == 0, last.text()[-3000:]
+        last.assert_nothing_left()
+    finally:
+        last.kill_all()
     assert trees(file) == whole
     assert file.read_text().startswith(finished)
     found = {
