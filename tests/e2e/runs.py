@@ -104,13 +104,18 @@ class ProgramRun:
 
     def assert_nothing_left(self, within_s: float = 15.0, *, killed: bool = False) -> None:
         """No process, and no temporary file either unless the run was killed and could not remove them."""
+
+        def left() -> tuple[list[psutil.Process], set[str]]:
+            return self.processes(), files_of_dead_engines() - self.shared
+
         deadline = time.monotonic() + within_s
-        while (left := self.processes()) and time.monotonic() < deadline:
+        while any(left()) and time.monotonic() < deadline:  # other tests' engines end too, and their files soon after them
             time.sleep(0.2)
-        names = [f"{p.pid} {' '.join(command_line(p))}"[:120] for p in left if p.is_running()]
+        processes, shared = left()
+        names = [f"{p.pid} {' '.join(command_line(p))}"[:120] for p in processes if p.is_running()]
         self.kill_all()
         assert not names, f"left running after {within_s:.0f} s: {names}"
-        assert not (shared := files_of_dead_engines() - self.shared), f"left in /dev/shm: {shared}"
+        assert not shared, f"left in /dev/shm: {shared}"
         if not killed:
             files = [p.name for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_")]
             shutil.rmtree(self.temporary)

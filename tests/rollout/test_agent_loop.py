@@ -146,9 +146,10 @@ async def test_the_judges_failure_is_never_the_models(tokenizer, failure: JudgeR
 
 
 async def test_a_judge_that_never_answers_meets_the_deadline(tokenizer) -> None:
-    trajectory, _ = await run(tokenizer, [call(), ANSWER], WrittenJudge(delay_s=60), timeout_s=0.3)
+    judge = WrittenJudge()
+    judge.go.clear()
+    trajectory, _ = await run(tokenizer, [call(), ANSWER], judge, timeout_s=0.3)
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE
-    assert trajectory.seconds < 10
 
 
 async def test_a_server_that_takes_the_call_and_never_answers(tokenizer) -> None:
@@ -165,7 +166,7 @@ async def test_a_server_that_takes_the_call_and_never_answers(tokenizer) -> None
         retries = judge.counters["retries"]
     server.close()
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "no result" in trajectory.error
-    assert trajectory.num_tool_errors == 0 and trajectory.seconds < 10 and retries >= 2
+    assert trajectory.num_tool_errors == 0 and retries >= 2
     assert loop.stats.endings == {"infrastructure": 1}
 
 
@@ -202,17 +203,18 @@ async def test_a_turn_waits_for_a_change_of_weights(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
     written(loop).change_over.clear()
     running = asyncio.create_task(loop.run(PROBLEM, 0))
-    await asyncio.sleep(0.05)
+    await written(loop).waited.wait()
+    await asyncio.sleep(0)
     assert not written(loop).seen
     written(loop).change_over.set()
-    assert (await asyncio.wait_for(running, 5)).finish_reason is FinishReason.ANSWERED
+    assert (await asyncio.wait_for(running, 60)).finish_reason is FinishReason.ANSWERED
 
 
 async def test_an_engine_that_never_settles(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
     loop.timeout_s = 0.2
     written(loop).change_over.clear()
-    trajectory = await asyncio.wait_for(loop.run(PROBLEM, 0), 5)
+    trajectory = await asyncio.wait_for(loop.run(PROBLEM, 0), 60)
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "deadline" in trajectory.error
 
 

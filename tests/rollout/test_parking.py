@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -26,41 +27,53 @@ from tests.rollout.written import (
 
 
 async def until_in(stage: str, engine: WrittenEngine, judge: WrittenJudge) -> None:
-    """Until the trajectory waits for its first turn, its tool call or its second turn."""
-    places = {"first turn": (engine.seen, 1), "tool call": (judge.codes, 1), "second turn": (engine.seen, 2)}
-    what, count = places[stage]
-    async with asyncio.timeout(20):
-        while len(what) < count:
-            await asyncio.sleep(0.001)
+    """Until the trajectory waits for its first turn, its tool call or its second turn, which does not end by itself."""
+
+    async def until(what: list[Any], count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(what) < count:
+                await asyncio.sleep(0)
+
+    if stage == "first turn":
+        engine.go.clear()
+        await until(engine.seen, 1)
+        return
+    judge.go.clear()
+    await until(judge.codes, 1)
+    if stage == "second turn":
+        engine.go.clear()
+        judge.go.set()
+        await until(engine.seen, 2)
 
 
 async def test_a_trajectory_that_waits_for_an_engine_is_parked(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
     written(loop).change_over.clear()
     running = asyncio.create_task(loop.run(PROBLEM, 0))
-    await asyncio.sleep(0.05)
+    await written(loop).waited.wait()
     loop.parking = True
     written(loop).change_over.set()
-    assert (await asyncio.wait_for(running, 5)).finish_reason is None and not written(loop).seen
+    assert (await asyncio.wait_for(running, 60)).finish_reason is None and not written(loop).seen
 
 
 @pytest.mark.parametrize("parked_in", ["first turn", "tool call", "second turn"])
 async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, parked_in: str) -> None:
     expected, _ = await run(tokenizer, [call(), ANSWER])
     loop = make_loop(tokenizer, [call(), ANSWER])
-    engine = ParkableEngine(tokenizer, [call(), ANSWER], delay_s=0.1)
-    judge = WrittenJudge(delay_s=0.1)
+    engine, judge = ParkableEngine(tokenizer, [call(), ANSWER]), WrittenJudge()
     loop.engine, loop.tools.judge = engine, judge
     task = asyncio.create_task(loop.run(PROBLEM, 0))
     await until_in(parked_in, engine, judge)
     loop.parking = True
     await engine.abort_all()
+    judge.go.set()
     parked = await task
     parked.check()
     assert parked.finish_reason is None and not parked.usable and len(judge.codes) == (parked_in != "first turn")
     assert loop.stats.parked == 1 and not loop.stats.endings
 
     engine.aborting.clear()
+    engine.go.set()
     later = make_loop(tokenizer, [ANSWER])
     later.engine = engine
     done = await later.run(PROBLEM, 0, resume=parked)
@@ -76,19 +89,20 @@ async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, park
 async def test_preempted_anywhere_and_resumed_gives_the_same_tokens(tokenizer, preempted_in: str) -> None:
     expected, _ = await run(tokenizer, [CELL, ANSWER], tools=[JUPYTER])
     loop = make_loop(tokenizer, [CELL, ANSWER], tools=[JUPYTER])
-    engine = ParkableEngine(tokenizer, [CELL, ANSWER], delay_s=0.1)
-    judge = WrittenJudge(delay_s=0.1)
+    engine, judge = ParkableEngine(tokenizer, [CELL, ANSWER]), WrittenJudge()
     loop.engine, loop.tools.judge = engine, judge
     preemption = Preemption()
     task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
     await until_in(preempted_in, engine, judge)
     await loop.preempt(preemption)
+    judge.go.set()
     parked = await task
     parked.check()
     assert parked.finish_reason is None and loop.stats.preemptions == 1
     assert loop.stats.parked == 0 and loop.stats.trajectories == 0 and not loop.stats.endings
     assert not judge.closed and bool(parked.session) == (preempted_in != "first turn")
 
+    engine.go.set()
     done = await loop.run(PROBLEM, 0, resume=parked)
     done.check()
     assert done.finish_reason is FinishReason.ANSWERED and done.open_turn is None
@@ -129,12 +143,13 @@ async def test_new_weights_after_the_last_token_of_the_budget_end_the_trajectory
 async def test_repetition_is_counted_across_a_preemption(tokenizer) -> None:
     turns = [call("b"), call("b"), call("b"), ANSWER]
     loop = make_loop(tokenizer, turns, max_assistant_turns=9, max_identical_calls=3)
-    loop.engine = ParkableEngine(tokenizer, turns, delay_s=0.05)
+    loop.engine, judge = ParkableEngine(tokenizer, turns), WrittenJudge()
+    loop.tools.judge = judge
     preemption = Preemption()
     task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
-    while loop.stats.generate_seconds == 0:  # the first turn is over, the tool has not answered
-        await asyncio.sleep(0)
+    await until_in("tool call", loop.engine, judge)
     preemption.asked = True
+    judge.go.set()
     parked = await task
     assert parked.finish_reason is None and parked.num_turns == 1
     done = await loop.run(PROBLEM, 0, resume=parked)
@@ -142,11 +157,12 @@ async def test_repetition_is_counted_across_a_preemption(tokenizer) -> None:
 
 
 async def test_a_cut_trajectory_is_counted_and_its_session_closed(tokenizer) -> None:
-    judge = WrittenJudge(delay_s=0.05)
+    judge = WrittenJudge()
     loop = make_loop(tokenizer, [CELL, ANSWER], judge, tools=[JUPYTER])
     task = asyncio.create_task(loop.run(PROBLEM, 0))
     await until_in("tool call", written(loop), judge)
     loop.parking = loop.cutting = True
+    judge.go.set()
     trajectory = await task
     assert trajectory.finish_reason is FinishReason.CUT and not trajectory.usable
     assert len(judge.closed) == 1 and loop.stats.endings == {"cut": 1}

@@ -22,7 +22,6 @@ from tests.rollout.written import ANSWER, PROBLEM, ParkableEngine, call, make_lo
 async def test_a_gone_engine_gives_back_what_it_had_and_takes_no_more(tokenizer) -> None:
     """Slices that wait, trajectories in their second turn, and work that is on its way; another engine ends them all."""
     loop = make_loop(tokenizer, [call(), EngineLost("gone")])
-    written(loop).delay_s = 0.02
     written(loop).recover_error = EngineLost("restarted 2 times")
     answer: asyncio.Future[list[Slice] | None] = asyncio.get_running_loop().create_future()
     given = iter([[Slice(0, PROBLEM, [0, 1, 2])], answer])
@@ -88,7 +87,8 @@ class PreemptingBudget(KVBudget):
 async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> None:
     """Preempted and carried trajectories continue, or come back as they are when the phase ends before they run."""
     loop = make_loop(tokenizer, [call(), ANSWER])
-    engine = ParkableEngine(tokenizer, [ANSWER], delay_s=0.05)
+    engine = ParkableEngine(tokenizer, [ANSWER])
+    engine.go.clear()
     loop.engine = engine
     budget = PreemptingBudget(20_000, 4)
     budget.full = ending != "continues"
@@ -112,6 +112,7 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
         await asyncio.sleep(0)
     if ending != "continues":
         await runner.park(cut=ending == "cut")
+    engine.go.set()
     await asyncio.wait_for(running, 20)
     assert budget.running == 0 and budget.reserved_tokens == 0
     assert len({t.rollout_index for t in back}) == len(back)
@@ -172,7 +173,6 @@ def giver(work: list[Problem]):
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 async def test_groups_are_complete_and_ordered(tokenizer, policy: str) -> None:
     loop = make_loop(tokenizer, [ANSWER], max_new_tokens=300)
-    written(loop).delay_s = 0.001
     budget = make_budget(policy, 3000, 5)
     seen: list[str] = []
 
@@ -196,7 +196,6 @@ async def test_a_spoiled_trajectory_still_completes_its_group(tokenizer) -> None
 
 async def test_leaving_early_cancels_the_rest(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
-    written(loop).delay_s = 0.01
     budget = make_budget("static", 9000, 3)
     groups = run_groups(giver(problems(50)), loop, budget, group_size=2)
     async for _ in groups:
@@ -214,7 +213,6 @@ async def test_trajectories_that_never_fit_are_an_error(tokenizer) -> None:
 
 async def test_the_same_problem_twice_makes_two_groups(tokenizer) -> None:
     loop = make_loop(tokenizer, [ANSWER])
-    written(loop).delay_s = 0.01
     budget = make_budget("static", 9000, 9)
     groups = [g async for g in run_groups(giver([PROBLEM, PROBLEM]), loop, budget, group_size=2)]
     assert [len(g.trajectories) for g in groups] == [2, 2]

@@ -27,6 +27,12 @@ def call(code: str = "print(4)", name: str = STANDARD_IO) -> str:
     return f"run</reason><tool_call>{body}</tool_call>"
 
 
+def set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class WrittenEngine:
     """Gives the written turns in order; a turn may also be an exception, or (text, finish reason)."""
@@ -36,19 +42,19 @@ class WrittenEngine:
     seen: list[list[int]] = field(default_factory=list)
     recovered: int = 0
     recover_error: Exception | None = None
-    delay_s: float = 0.0
+    go: asyncio.Event = field(default_factory=set_event)  # a turn ends when it is set
     aborting: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: list[object] = field(default_factory=list)  # owners of requests
-    change_over: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.change_over.set()
+    change_over: asyncio.Event = field(default_factory=set_event)
+    waited: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has waited for a change of weights
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, **about: Any
     ) -> GenerateResult:
         self.seen.append(list(input_ids))
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(0)
+        while not (self.go.is_set() or self.is_aborted(about.get("owner"))):
+            await asyncio.sleep(0)
         turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
         if isinstance(turn, Exception):
             raise turn
@@ -59,6 +65,9 @@ class WrittenEngine:
         ids, logprobs = np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32)
         return GenerateResult(ids, logprobs, reason, [(0, len(ids), 3)], len(input_ids), 0)
 
+    def is_aborted(self, owner: object) -> bool:
+        return self.aborting.is_set() or owner in self.aborted
+
     async def abort(self, owner: object) -> None:
         self.aborted.append(owner)
 
@@ -66,6 +75,7 @@ class WrittenEngine:
         self.aborting.set()
 
     async def wait_until_ready(self) -> None:
+        self.waited.set()
         await self.change_over.wait()
 
     async def recover(self) -> None:
@@ -81,8 +91,8 @@ class ParkableEngine(WrittenEngine):
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], *, timeout_s: float, **about: Any
     ) -> GenerateResult:
-        whole = await super().generate(input_ids, sampling, timeout_s=timeout_s)
-        if self.aborting.is_set() or about["owner"] in self.aborted:
+        whole = await super().generate(input_ids, sampling, timeout_s=timeout_s, **about)
+        if self.is_aborted(about["owner"]):
             half = whole.token_ids[: len(whole.token_ids) // 2]
             self.turns.insert(0, (self.tokenizer.decode(whole.token_ids[len(half) :]), "stop"))
             logprobs = whole.logprobs[: len(half)]
@@ -113,9 +123,9 @@ class InterruptedEngine(WrittenEngine):
 
 
 class WrittenJudge:
-    def __init__(self, *results: JudgeResult | Exception, delay_s: float = 0.0) -> None:
+    def __init__(self, *results: JudgeResult | Exception) -> None:
         self.results = list(results) or [JudgeResult(Outcome.OK, "4\n", "", 0, 0.01)]
-        self.delay_s = delay_s
+        self.go = set_event()  # a call ends when it is set
         self.codes: list[str] = []
         self.sessions: list[str | None] = []
         self.expected: list[str] = []
@@ -130,7 +140,7 @@ class WrittenJudge:
     async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> JudgeResult:
         self.codes.append(code)
         self.sessions.append(session)
-        await asyncio.sleep(self.delay_s)
+        await self.go.wait()
         result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
         if isinstance(result, Exception):
             raise result

@@ -55,6 +55,10 @@ def naps(job: Job, seconds: float) -> str:
     return "rested"
 
 
+def visible_devices(job: Job) -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 def process_id(job: Job) -> int:
     return os.getpid()
 

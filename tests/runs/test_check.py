@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.runs.check.command import CHECKS, check
+from rstar2_megatron.runs.check.result import Check
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.build import TinyPaths
@@ -39,6 +40,7 @@ def read_report(output: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(_LIMIT_S + 60)
 def test_a_whole_check_passes(built: TinyPaths, tmp_path: Path) -> None:
     run = RunProcess(["rstar2-tiny-cpu", "--check", *words(built, tmp_path)], tmp_path / "check.log").start()
@@ -68,51 +70,71 @@ def test_a_whole_check_passes(built: TinyPaths, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["check.log", "rstar2-tiny-cpu.check.json"]
 
 
-PLANTED: list[tuple[str, str, str]] = [
-    ("all-reduce in a node", "wrong_sum", "3 of 4194304 sums are wrong"),
+# check, fault, words of the failure
+ON_RANKS = [
     ("head in chunks", "head_chunk", "relative error"),
     ("packed attention", "wrong_attention", "gradient error"),
+    ("whole layout", "rank_weights", "gradient error"),
+    ("optimizer step", "half_step", "a step is 5.0e-01 from AdamW's formula"),
+    ("offload and reload", "keeps_gradients", "at least 95% must go"),
+]
+THE_OTHERS = [
+    ("all-reduce in a node", "wrong_sum", "3 of 4194304 sums are wrong"),
     ("data parallel", "rank_weights", "gradient error"),
     ("tensor parallel", "rank_weights", "gradient error"),
     ("pipeline parallel", "rank_weights", "gradient error"),
     ("context parallel", "rank_weights", "gradient error"),
-    ("whole layout", "rank_weights", "gradient error"),
-    ("optimizer step", "half_step", "a step is 5.0e-01 from AdamW's formula"),
     ("optimizer on the host", "half_step", "a step is 5.0e-01 from AdamW's formula"),
-    ("offload and reload", "keeps_gradients", "at least 95% must go"),
     ("checkpoint", "flipped_byte", "rank 0: "),
+]
+OF_THE_ENGINE = [
     ("greedy tokens", "other_model", "allowed max 0.001 in fp32"),
     ("judge", "nobody_listens", "got no right answer from"),
 ]
 
+Planted = list[tuple[str, str, str]]
 
-@pytest.mark.timeout(_LIMIT_S)
-def test_each_check_of_actor_engine_and_judge_is_seen_failing(built: TinyPaths, tmp_path: Path) -> None:
+
+def results_of(checks: list[Check], built: TinyPaths, output: Path) -> dict[str, Any]:
+    """Results by name; some of these checks fail."""
+    assert check(settings(built, output), checks=checks, say=lambda line: None, make_nodes=FaultyNodes) == 1
+    return {result["name"]: result for result in read_report(output)["checks"]}
+
+
+def assert_states(results: dict[str, Any], planted: Planted, passed: set[str]) -> None:
+    """Each planted fault is seen, with a remedy, and the checks without one pass."""
+    for name, _, expected in planted:
+        result = results.pop(name)
+        assert result["state"] == "failed" and expected in f"{result['words']} {result['details']}", (name, result)
+        assert result["remedy"] and result["details"]
+    assert {name: result["state"] for name, result in results.items()} == dict.fromkeys(passed, "passed")
+
+
+def test_checks_of_ranks_are_seen_failing(built: TinyPaths, tmp_path: Path) -> None:
+    """In two processes of one node, without Ray."""
     checks = [
-        planted_check("nodes"),
         planted_check("thin model", "no_room", "thin model without room"),
         planted_check("thin model"),
         planted_check("one rank", "not_a_number", "one rank without numbers"),
         planted_check("one rank"),
-        *(planted_check(name, fault) for name, fault, _ in PLANTED if name not in ("greedy tokens", "judge")),
+        *(planted_check(name, fault) for name, fault, _ in ON_RANKS),
+    ]
+    first = [("thin model without room", "", "/proc/nowhere"), ("one rank without numbers", "", "the gradient's norm is nan")]
+    assert_states(results_of(checks, built, tmp_path), [*first, *ON_RANKS], {"thin model", "one rank"})
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(_LIMIT_S)
+def test_checks_of_nodes_engine_and_judge_are_seen_failing(built: TinyPaths, tmp_path: Path) -> None:
+    checks = [
+        *(planted_check(name) for name in ("nodes", "thin model", "one rank")),
+        *(planted_check(name, fault) for name, fault, _ in THE_OTHERS),
         planted_check("engine", "no_engine", "engine that SGLang refuses"),
         planted_check("engine"),
-        *(planted_check(name, fault) for name, fault, _ in PLANTED if name in ("greedy tokens", "judge")),
+        *(planted_check(name, fault) for name, fault, _ in OF_THE_ENGINE),
     ]
-    lines: list[str] = []
-    assert check(settings(built, tmp_path), checks=checks, say=lines.append, make_nodes=FaultyNodes) == 1
-    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
-    for name, _, expected in PLANTED:
-        assert results[name]["state"] == "failed" and expected in results[name]["words"], (name, results[name])
-        assert results[name]["remedy"] and results[name]["details"]
-    for name, expected in (
-        ("thin model without room", "/proc/nowhere"),
-        ("one rank without numbers", ""),
-        ("engine that SGLang refuses", "EngineLost"),
-    ):
-        assert results[name]["state"] == "failed" and expected in results[name]["details"], results[name]
-    for name in ("nodes", "thin model", "one rank", "engine"):
-        assert results[name]["state"] == "passed", results[name]
+    planted = [*THE_OTHERS, ("engine that SGLang refuses", "", "EngineLost"), *OF_THE_ENGINE]
+    assert_states(results_of(checks, built, tmp_path), planted, {"nodes", "thin model", "one rank", "engine"})
 
 
 def settings(built: TinyPaths, output: Path) -> Settings:
@@ -141,7 +163,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return lambda **faults: plant(directory, **faults)
 
 
-@pytest.mark.long(first=True)
+@pytest.mark.ci
 @pytest.mark.timeout(_LIMIT_S)
 def test_corrupted_routes_and_a_damaged_checkpoint_are_seen(
     built: TinyPaths, tmp_path: Path, planted: Callable[..., None]
@@ -152,9 +174,7 @@ def test_corrupted_routes_and_a_damaged_checkpoint_are_seen(
         rstar2_megatron__weights__route="_device_route_on_cpu",
         rstar2_megatron__actor__megatron_actor="_flip_before_load",
     )
-    checks = [planted_check(name) for name in WHOLE_RUN]
-    assert check(settings(built, tmp_path), checks=checks, make_nodes=FaultyNodes) == 1
-    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
+    results = results_of([planted_check(name) for name in WHOLE_RUN], built, tmp_path)
     failed = {name for name, result in results.items() if result["state"] == "failed"}
     routes = [f"weights by {route}" for route in ("cuda_ipc", "shared_memory", "broadcast", "disk")]
     assert failed == {*routes, "checkpoint of the run"}, results
@@ -163,25 +183,22 @@ def test_corrupted_routes_and_a_damaged_checkpoint_are_seen(
     assert "load_checkpoint" in results["checkpoint of the run"]["details"]
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(_LIMIT_S)
 def test_a_run_that_does_not_start_is_seen(built: TinyPaths, tmp_path: Path, planted: Callable[..., None]) -> None:
     planted(rstar2_megatron__actor__megatron_actor="_no_actor")
-    checks = [planted_check(name) for name in WHOLE_RUN]
-    assert check(settings(built, tmp_path), checks=checks, make_nodes=FaultyNodes) == 1
-    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
+    results = results_of([planted_check(name) for name in WHOLE_RUN], built, tmp_path)
     assert results["run starts"]["state"] == "failed", results
     assert "planted: no weights" in results["run starts"]["details"]
     assert {results[name]["state"] for name in WHOLE_RUN[3:]} == {"skipped"}
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(_LIMIT_S)
 def test_a_step_that_fails_its_gates_is_seen(built: TinyPaths, tmp_path: Path, planted: Callable[..., None]) -> None:
     planted(rstar2_megatron__actor__megatron_actor="_shift_log_probs")
-    names = [name for name in WHOLE_RUN if not name.startswith("weights by")]
-    assert check(settings(built, tmp_path), checks=[planted_check(name) for name in names], make_nodes=FaultyNodes) == 1
-    results = {result["name"]: result for result in read_report(tmp_path)["checks"]}
+    checks = [planted_check(name) for name in WHOLE_RUN if not name.startswith("weights by")]
+    results = results_of(checks, built, tmp_path)
     assert results["training step"]["state"] == "failed", results
     assert "actor and engine disagree on the first batch" in results["training step"]["words"]
     assert results["checkpoint of the run"]["state"] == "skipped"

@@ -14,7 +14,7 @@ from tests.actor.tiny import write_model
 from tests.runs.check_faults import FaultyNodes, planted_check
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_experts_and_the_whole_layout(tmp_path: Path) -> None:
     words = [
         f"rollout.model.model_path={write_model(tmp_path / 'model', experts={'num_experts': 8})}",

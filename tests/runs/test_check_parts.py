@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,11 @@ from rstar2_megatron.runs.check.subjects.thin_model import thin_config
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.settings.load import ConfigError, load
 from rstar2_megatron.settings.placement import Slots
+from tests.e2e.runs import ROOT
 from tests.runs.check_faults import FaultyNodes
 
+REQUIREMENTS = ROOT / "requirements"
+PROGRAMS = "tests.runs.check_faults"
 TOPOLOGY = """\
 \tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity
 GPU0\t X \tNV18\t{02}\tPIX\t0-47
@@ -71,7 +75,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "temporary": {"wanted": None, "problem": "", "room_gb": 500.0, "path": "/tmp"},
         "room_gb": {"/nowhere": 900.0},
         "writable": {"/nowhere": ""},
-        "packages": machine.read_pins(machine._REQUIREMENTS, gpu=True),
+        "packages": machine.read_pins(REQUIREMENTS, gpu=True),
         "tools": dict.fromkeys(("nvcc", "ninja", "gcc", "g++"), "/usr/bin/tool"),
         "environment": {"CUDA_HOME": "/usr/local/cuda"},
         "nvcc": "Cuda compilation tools, release 13.0, V13.0.88",
@@ -135,7 +139,7 @@ def test_a_fault_of_the_second_node_is_found(name: str, change: dict[str, Any], 
 
 
 def test_pins_are_those_of_the_files(tmp_path: Path) -> None:
-    assert machine.read_pins(machine._REQUIREMENTS, gpu=False)["torch"] == "2.13.0"
+    assert machine.read_pins(REQUIREMENTS, gpu=False)["torch"] == "2.13.0"
     (tmp_path / "constraints.txt").write_text("torch==9.9.9+cpu\nray[default]==1.0\nother==3\n")
     assert machine.read_pins(tmp_path, gpu=False) == {"torch": "9.9.9", "ray": "1.0"}
 
@@ -299,7 +303,7 @@ def test_checks_use_the_slots_of_the_placement() -> None:
         command.placed_slots(part.settings, Slots(4, 80.0))
     nodes = Nodes("cuda", (4, 5, 6, 7))
     try:
-        assert nodes._job(0, 2, "", 0, 1).devices == (5,)
+        assert nodes.ranks(f"{PROGRAMS}:visible_devices", 2, 60.0) == ["4", "5"]
         here = context(gpu=True)
         here.nodes = nodes
         assert here.slots_per_node == 4
@@ -378,33 +382,34 @@ def test_a_failure_stops_only_what_depends_on_it() -> None:
 
 def test_a_check_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rstar2_megatron.runs.check.runner._GRACE_S", 0.1)
+    ended = threading.Event()
     checks = [
-        Check("hangs", lambda context: time.sleep(30), "", deadline_s=0.2),  # type: ignore[arg-type, return-value]
-        Check("next", finding("fine"), ""),
+        Check("hangs", lambda context: ended.wait(), "", deadline_s=0.2),  # type: ignore[arg-type, return-value]
+        Check("next", finding("fine"), "", deadline_s=60.0),
     ]
     hung, after = run_checks(checks, context(), lambda line: None)
+    ended.set()
     assert (hung.state, after.state) == ("failed", "passed") and "was left behind" in hung.words
 
 
 # ------------------------------------------------------------------------------------- programs of a node
-
-PROGRAMS = "tests.runs.check_faults"
 
 
 def test_programs_that_hang_die_or_raise_are_answers_and_the_next_one_runs() -> None:
     agent = NodeAgent()
     jobs = [Job(rank, 2, devices=(rank,)) for rank in range(2)]
     try:
-        hung = agent.run(f"{PROGRAMS}:one_hangs", jobs, {}, 2.0)
+        assert all(answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 60.0))  # both have started
+        hung = agent.run(f"{PROGRAMS}:one_hangs", jobs, {}, 3.0)
         assert hung[0].value == 0 and "did not answer within its deadline" in hung[1].error
-        died = agent.run(f"{PROGRAMS}:one_dies", jobs, {}, 20.0)
+        died = agent.run(f"{PROGRAMS}:one_dies", jobs, {}, 60.0)
         assert died[0].value == 0 and "exit code 7" in died[1].error and "last words" in died[1].log
-        raised = agent.run(f"{PROGRAMS}:one_raises", jobs, {}, 20.0)
+        raised = agent.run(f"{PROGRAMS}:one_raises", jobs, {}, 60.0)
         assert "ValueError: rank 1" in raised[1].error
         with pytest.raises(CheckFailed, match="node 0 rank 1: ValueError: rank 1"):
             values(raised)
-        same = [answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 20.0)]
-        assert same == [answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 20.0)]
+        same = [answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 60.0)]
+        assert same == [answer.value for answer in agent.run(f"{PROGRAMS}:process_id", jobs, {}, 60.0)]
     finally:
         agent.close()
 

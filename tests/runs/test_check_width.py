@@ -20,9 +20,9 @@ def test_a_wide_model_has_more_time() -> None:
     nodes = Nodes("cpu", (0,))
     try:
         with pytest.raises(CheckFailed, match="within its deadline of 1 s"):
-            nodes.ranks(f"{PROGRAMS}:naps", 1, 1.0, seconds=5.0)
-        nodes.patience = 30.0
-        assert nodes.ranks(f"{PROGRAMS}:naps", 1, 1.0, seconds=5.0) == ["rested"]
+            nodes.ranks(f"{PROGRAMS}:naps", 1, 1.0, seconds=2.0)
+        nodes.patience = 60.0
+        assert nodes.ranks(f"{PROGRAMS}:naps", 1, 1.0, seconds=2.0) == ["rested"]
     finally:
         nodes.close()
 

@@ -28,6 +28,7 @@ log.finish()
 EXPECTED = {"rollout/reward_scores": {1: 0.1, 2: 0.2, 3: 0.3}, "train/actor/lr": dict.fromkeys((1, 2, 3), 1e-06)}
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(180)
 def test_every_backend_holds_every_step_offline(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}

@@ -53,7 +53,7 @@ def test_trees_without_pairs_and_comparisons_without_room_end_with_1(
     assert "a micro-batch has room for 64: raise runner.max_tokens_per_mbs" in capfd.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_a_run_learns_its_pairs_and_exports_a_classifier(words: list[str]) -> None:
     done = subprocess.run(

@@ -147,16 +147,20 @@ async def test_cells_share_a_live_interpreter_across_a_preemption(loop: AgentLoo
     turns = [cell("x = 41"), cell("print(x + 1)"), cell("x / 0"), cell("x"), ANSWER]
     settings = SETTINGS.model_copy(update={"tools": [JUPYTER], "max_assistant_turns": 9})
     template = ChatTemplate(loop.template.tokenizer, settings)
-    engine = ParkableEngine(template.tokenizer, list(turns), delay_s=0.05)
+    engine = ParkableEngine(template.tokenizer, list(turns))
     async with JudgeClient(judge_service.url, time_limit_s=1.0, request_timeout_s=60) as judge:
         cells = AgentLoop(
             engine, judge, template, settings, SamplingParams(max_new_tokens=900), max_context_tokens=2000, timeout_s=120
         )
         preemption = Preemption()
         task = asyncio.create_task(cells.run(problem("right"), 0, preemption=preemption))
-        while len(engine.seen) < 2:  # the first cell has run
+        while len(engine.turns) == len(turns):  # until the first turn has ended
+            await asyncio.sleep(0)
+        engine.go.clear()
+        while len(engine.seen) < 2:  # until the first cell has run
             await asyncio.sleep(0.01)
         await cells.preempt(preemption)
+        engine.go.set()
         parked = await asyncio.wait_for(task, 60)
         assert parked.finish_reason is None and parked.session and len(parked.tool_calls) == 1
         done = await asyncio.wait_for(cells.run(problem("right"), 0, resume=parked), 60)
