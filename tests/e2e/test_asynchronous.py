@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -25,7 +24,7 @@ from tests.processes import command_line
 
 LIMIT_S = 600
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
-BATCH, SIZE, BOUND, STEPS = 2, 8, 2, 5
+BATCH, SIZE, BOUND, STEPS = 2, 8, 2, 6
 ONE_CHECKPOINT_MB = 34  # room for one checkpoint of 21 MB, not for two
 AWAY_S = 10.0
 
@@ -77,62 +76,19 @@ def trained_once(directory: Path, steps: int) -> list[tuple[int, Trajectory]]:
     return every
 
 
-def test_killed_in_mid_run_and_resumed_no_problem_is_lost_or_trained_twice(cache: Path, tmp_path: Path) -> None:
-    """SIGKILL some steps after a checkpoint. Every problem that the loader gave is in exactly one step, whole, however long
-    its trajectories are; what the checkpoint holds of them continues token for token.
+def test_full_disk_absent_judge_and_a_kill_cost_no_problem(cache: Path, tmp_path: Path) -> None:
+    """The disk is full at the second checkpoint, which ends the run. With more space it goes on; the judge stands still for
+    some seconds, which ends nothing; then SIGKILL, some steps after a checkpoint. The third start ends well: every problem
+    that the loader gave is in exactly one step, whole, however long its trajectories are, and what the checkpoint holds of
+    them continues token for token.
     """
-    command = [*apart(cache, tmp_path, STEPS), "runner.trace=4", "runner.val_check_interval=2"]
     directory = tmp_path / "apart"
-    metrics, first = directory / "metrics.jsonl", directory / "checkpoints" / "global_step_2"
-    run = RunProcess(command, tmp_path / "killed.log").start()
-    run.wait_for(lambda: len(read_jsonl(metrics)) >= 3 and first.is_dir(), LIMIT_S, "three steps")
-    run.send(signal.SIGKILL)
-    run.assert_nothing_left(30, killed=True)
-    state = torch.load(first / "data" / "data.pt", weights_only=False)["unfinished"]
-    assert state.open or state.complete
-
-    again = RunProcess(command, tmp_path / "resumed.log", temporary=run.temporary).start()
-    assert again.wait(LIMIT_S) == 0, again.text()[-6000:]
-    again.assert_nothing_left()
-    assert f"resuming from {first}" in again.text()
-
-    rows = read_jsonl(metrics)
-    assert_within_the_bound(rows, STEPS)
-    for row in rows:
-        shares = [row[f"rollout/engine/staleness_share/{n}"] for n in range(BOUND + 1)]
-        assert sum(shares) == pytest.approx(1)
-        assert row["rollout/engine/trainer_idle_seconds"] == row["time/rollout"]
-        assert 0 <= row["rollout/engine/engine_idle_seconds"] <= row["time/step"]
-    assert max(row["rollout/engine/staleness_max"] for row in rows) >= 1
-    assert all(rows[n]["eval/samples"] == 4 for n in (1, 3))
-
-    assert {"engine 0", "actor rank 0"} <= set(row_names(read_trace(trace_path(directory, 4))).values())
-
-    every = trained_once(directory, STEPS)
-    assert any(len({span.version for span in t.version_spans}) > 1 for _, t in every)
-
-    finished = {(t.query_id, t.rollout_index): t for _, t in every}
-    begun = [t for g in state.open for t in (*g.parked.values(), *g.ended.values())]
-    for t in [*begun, *(t for g in (*state.complete, *state.rejected) for t in g.trajectories)]:
-        count = len(t.response_ids)
-        assert finished[t.query_id, t.rollout_index].response_ids[:count].tolist() == t.response_ids.tolist()
-
-
-def ray_workers(run: RunProcess, name: str) -> list[psutil.Process]:
-    return [p for p in run.processes() if "".join(command_line(p)).startswith(f"ray::{name}")]
-
-
-def test_full_disk_absent_judge_and_killed_actor_cost_no_problem(cache: Path, tmp_path: Path) -> None:
-    """The disk is full at the second checkpoint; the run goes on with more space. Then the judge stands still for some
-    seconds, which ends nothing, and the actor is killed, which ends the run. The third start ends it well.
-    """
-    steps, directory = 6, tmp_path / "apart"
     metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
     checkpoints.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={ONE_CHECKPOINT_MB}m", "tmpfs", str(checkpoints)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a small file system here")
-    command = apart(cache, tmp_path, steps)
+    command = [*apart(cache, tmp_path, STEPS), "runner.trace=6", "runner.val_check_interval=2"]
     try:
         full = RunProcess(command, tmp_path / "full.log").start()
         assert full.wait(LIMIT_S) == 1, full.text()[-6000:]
@@ -142,9 +98,8 @@ def test_full_disk_absent_judge_and_killed_actor_cost_no_problem(cache: Path, tm
 
         subprocess.run(["mount", "-o", "remount,size=1g", str(checkpoints)], check=True)
         killed = RunProcess(command, tmp_path / "killed.log").start()
-        rows = len(read_jsonl(metrics))
         killed.wait_for(lambda: "resuming from" in killed.text(), LIMIT_S, "the resume")
-        killed.wait_for(lambda: len(read_jsonl(metrics)) == 3, LIMIT_S, f"step 3 again, after {rows} rows")
+        killed.wait_for(lambda: len(read_jsonl(metrics)) == 3, LIMIT_S, "step 3 again")
         judge = [p for p in killed.processes() if "rstar2_megatron.judge" in " ".join(command_line(p))]
         assert judge
         for process in judge:
@@ -152,20 +107,36 @@ def test_full_disk_absent_judge_and_killed_actor_cost_no_problem(cache: Path, tm
         time.sleep(AWAY_S)
         for process in judge:
             process.resume()
-        killed.wait_for(
-            lambda: len(read_jsonl(metrics)) >= 5 and (checkpoints / "global_step_4").is_dir(), LIMIT_S, "the fifth step"
-        )
-        (actor,) = ray_workers(killed, "ActorWorker")
-        actor.kill()
-        assert killed.wait(120) == 1, killed.text()[-6000:]
-        killed.assert_nothing_left(30)
-        assert "ActorWorker" in killed.text() and "died" in killed.text(), killed.text()[-6000:]
+        fourth = checkpoints / "global_step_4"
+        killed.wait_for(lambda: len(read_jsonl(metrics)) >= 5 and fourth.is_dir(), LIMIT_S, "the fifth step")
+        killed.send(signal.SIGKILL)
+        killed.assert_nothing_left(30, killed=True)
+        state = torch.load(fourth / "data" / "data.pt", weights_only=False)["unfinished"]
+        assert state.open or state.complete
 
-        last = RunProcess(command, tmp_path / "last.log").start()
+        last = RunProcess(command, tmp_path / "last.log", temporary=killed.temporary).start()
         assert last.wait(LIMIT_S) == 0, last.text()[-6000:]
         last.assert_nothing_left()
-        assert f"resuming from {checkpoints / 'global_step_4'}" in last.text()
+        assert f"resuming from {fourth}" in last.text()
     finally:
         subprocess.run(["umount", "-l", str(checkpoints)], check=True)
-    assert_within_the_bound(read_jsonl(metrics), steps)
-    trained_once(directory, steps)
+
+    rows = read_jsonl(metrics)
+    assert_within_the_bound(rows, STEPS)
+    for row in rows:
+        shares = [row[f"rollout/engine/staleness_share/{n}"] for n in range(BOUND + 1)]
+        assert sum(shares) == pytest.approx(1)
+        assert row["rollout/engine/trainer_idle_seconds"] == row["time/rollout"]
+        assert 0 <= row["rollout/engine/engine_idle_seconds"] <= row["time/step"]
+    assert max(row["rollout/engine/staleness_max"] for row in rows) >= 1
+    assert all(rows[n]["eval/samples"] == 4 for n in (1, 3, 5))
+
+    assert {"engine 0", "actor rank 0"} <= set(row_names(read_trace(trace_path(directory, 6))).values())
+
+    every = trained_once(directory, STEPS)
+    assert any(len({span.version for span in t.version_spans}) > 1 for _, t in every)
+    finished = {(t.query_id, t.rollout_index): t for _, t in every}
+    begun = [t for g in state.open for t in (*g.parked.values(), *g.ended.values())]
+    for t in [*begun, *(t for g in (*state.complete, *state.rejected) for t in g.trajectories)]:
+        count = len(t.response_ids)
+        assert finished[t.query_id, t.rollout_index].response_ids[:count].tolist() == t.response_ids.tolist()

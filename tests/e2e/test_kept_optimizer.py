@@ -70,7 +70,7 @@ def rl(name: str, rollouts: Path, steps: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.ci
+@pytest.mark.release
 def test_two_stages_are_one_longer_run(memorised_model: Path, tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     rows = [{"prompt": f"{i}?", "solutions": ["42"], "query_id": str(i)} for i in range(8)]

@@ -28,8 +28,8 @@ PP3 = (  # the tiny model has three layers
 TRAINED = ("policy_loss", "grad_norm", "lr", "entropy", "clip_fraction", "logprob_diff_max", "skipped_update")
 
 
-def killed_and_resumed(command: list[str], directory: Path, moment: str, step: int) -> str:
-    """SIGKILL at `moment` of `step`, then the same command again until its end; returns what that printed."""
+def killed_and_resumed(command: list[str], directory: Path, moment: str, step: int, resumed: list[str] | None = None) -> str:
+    """SIGKILL at `moment` of `step`, then the same command again or `resumed`, until its end; returns what that printed."""
     checkpoints = directory / "checkpoints"
     run = RunProcess(command, directory.with_suffix(".killed.log")).start()
     published = checkpoints / f"global_step_{step - 1}"
@@ -46,7 +46,7 @@ def killed_and_resumed(command: list[str], directory: Path, moment: str, step: i
     assert len(read_jsonl(directory / "metrics.jsonl")) == step - 1
     assert not (checkpoints / f"global_step_{step}").exists()
 
-    again = RunProcess(command, directory.with_suffix(".resumed.log"), temporary=run.temporary).start()
+    again = RunProcess(resumed or command, directory.with_suffix(".resumed.log"), temporary=run.temporary).start()
     assert again.wait(LIMIT_S) == 0, again.text()[-6000:]
     again.assert_nothing_left()
     assert f"resuming from {published}" in again.text()
@@ -54,11 +54,14 @@ def killed_and_resumed(command: list[str], directory: Path, moment: str, step: i
 
 
 @pytest.mark.ci
-def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    command = arguments(
-        cache, tmp_path, "pp3", *PP3, f"runner.replay_rollouts={first_run}/rollouts", "evaluation.before_and_after=False"
-    )
-    killed_and_resumed(command, tmp_path / "pp3", "training", 2)
+def test_a_pipeline_killed_in_training_and_resumed_data_parallel_trains_as_the_tensor_parallel_run(
+    cache: Path, first_run: Path, tmp_path: Path
+) -> None:
+    """The trajectories of the first run (TP 2) again: their first step under PP 3, their second under DP 2."""
+    replay = (f"runner.replay_rollouts={first_run}/rollouts", "evaluation.before_and_after=False")
+    pipeline = arguments(cache, tmp_path, "pp3", *PP3, *replay)
+    data_parallel = arguments(cache, tmp_path, "pp3", "actor.model.tensor_model_parallel_size=1", *replay)
+    killed_and_resumed(pipeline, tmp_path / "pp3", "training", 2, data_parallel)
     ours, theirs = (read_jsonl(directory / "metrics.jsonl") for directory in (tmp_path / "pp3", first_run))
     assert [row["step"] for row in ours] == [1, 2]
     for mine, right in zip(ours, theirs, strict=True):
@@ -70,7 +73,7 @@ def test_a_pipeline_killed_in_training_goes_on_as_the_tensor_parallel_run(cache:
                 assert mine[key] == pytest.approx(right[key], rel=tolerance, abs=1e-6), key
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_metrics_after_a_kill_in_the_sync_are_those_of_the_run_before(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """The first run's trajectories again, in its layout: nothing but the kill differs."""
     command = arguments(

@@ -249,32 +249,6 @@ def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: P
 
 
 @pytest.mark.ci
-def test_tensor_parallel_1_gives_the_same_first_loss(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    """The trajectories of the first run (TP 2) again, under TP 1 by override."""
-    run = RunProcess(
-        arguments(
-            cache,
-            tmp_path,
-            "tp1",
-            "actor.model.tensor_model_parallel_size=1",
-            f"runner.replay_rollouts={first_run}/rollouts",
-            "evaluation.before_and_after=False",
-        ),
-        tmp_path / "tp1.log",
-    ).start()
-    assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
-    run.assert_nothing_left()
-    theirs, ours = read_jsonl(first_run / "metrics.jsonl"), read_jsonl(tmp_path / "tp1" / "metrics.jsonl")
-    first = next(i for i, row in enumerate(theirs) if not row["train/actor/skipped_update"])
-    for name, tolerance in (("policy_loss", 1e-5), ("grad_norm", 1e-4)):
-        key = f"train/actor/{name}"
-        assert ours[first][key] == pytest.approx(theirs[first][key], rel=tolerance, abs=1e-6), key
-    assert ours[first]["train/actor/grad_norm"] > 0
-    assert ours[first]["rollout/logprob_diff_max"] < 1e-3
-    assert [row["rollout/pass_rate"] for row in ours] == [row["rollout/pass_rate"] for row in theirs]
-
-
-@pytest.mark.ci
 def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_path: Path) -> None:
     run = RunProcess(
         arguments(
