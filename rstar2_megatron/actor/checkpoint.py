@@ -39,6 +39,7 @@ from rstar2_megatron.actor.optimizer_state import (
     states_without_data,
     take_held_states,
 )
+from rstar2_megatron.records.checkpoint import not_written
 from rstar2_megatron.settings.planning.host_memory import LOAD_PIECE_BYTES
 from rstar2_megatron.settings.schema import ActorSettings
 
@@ -137,25 +138,18 @@ class PendingSave:
         failed = torch.tensor([int(self._failure is not None)])
         dist.all_reduce(failed, group=_host_group())
         if self._failure is not None:
-            raise self._not_written() from self._failure
+            raise not_written(self._final) from self._failure
         if int(failed):
             raise OSError(f"another rank could not write its part of {self._final}; is the disk full?")
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
         except CheckpointException as error:  # torch's writer does not tell a full disk from other faults
-            raise self._not_written() from error
+            raise not_written(self._final) from error
         dist.barrier()
         if dist.get_rank() == 0:
             replace_directory(self._partial, self._final)
         dist.barrier()
-
-    def _not_written(self) -> OSError:
-        free = shutil.disk_usage(self._partial).free
-        return OSError(
-            f"could not write {self._final} ({free / 1e6:.0f} MB are free there); is the disk full? Earlier checkpoints are "
-            "whole: make room, or set runner.output_dir to a larger disk, and start the same command again"
-        )
 
 
 def _host_copy(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:

@@ -129,11 +129,23 @@ def begin_save(
     save_actor(str(partial / "actor"))
     import torch  # here, because torch takes seconds to load, and finding checkpoints does not need it
 
-    with (partial / "data" / "data.pt").open("wb") as file:
-        torch.save(data_state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with (partial / "data" / "data.pt").open("wb") as file:
+            torch.save(data_state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's writer does not tell a full disk from other faults
+        raise not_written(partial / "data" / "data.pt") from error
     return UnfinishedCheckpoint(checkpoints_dir, step)
+
+
+def not_written(path: Path) -> OSError:
+    """The error for a part of a checkpoint that could not be written."""
+    free = shutil.disk_usage(path.parent).free
+    return OSError(
+        f"could not write {path} ({free / 1e6:.0f} MB are free there); is the disk full? Earlier checkpoints are whole: make "
+        "room, or set runner.output_dir to a larger disk, and start the same command again"
+    )
 
 
 def save(checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int) -> Path:
