@@ -43,6 +43,10 @@ _CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']A
 
 _WORDS = re.compile(r"[a-z0-9]+|[\u3400-\u9fff]")
 _INTEGER = re.compile(r"[+-]?\d+")
+_RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts
+# Other ways to write the same character: 1 in full width or in bold, a blank that does not break. Not so 2 in the power,
+# in a circle or in a fraction.
+_SAME = ("<wide>", "<narrow>", "<font>", "<noBreak>", "<compat> 0020")
 
 
 def strip_wrappers(text: str) -> str:
@@ -70,10 +74,11 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
 
     Reads $..$, \\boxed{..}, thousands separators (1,234 or 1{,}234 or 1\\,234), a plus, and a zero fraction.
     """
-    text = unicodedata.normalize("NFKC", answer).strip().replace("\u2212", "-")
+    same = (unicodedata.normalize("NFKC", c) if unicodedata.decomposition(c).startswith(_SAME) else c for c in answer)
+    text = "".join(same).strip().replace("\u2212", "-")
     while (inner := re.fullmatch(r"\$+(.*?)\$+|\\\((.*)\\\)|\\boxed\s*\{(.*)\}", text, re.DOTALL)) is not None:
         text = next(group for group in inner.groups() if group is not None).strip()
-    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    text = re.sub(r"\\,(?=\d{3}(?!\d))", ",", text.replace("\\!", "").replace("{,}", ",").removesuffix("\\,"))
     if re.fullmatch(r"[+-]?\d{1,3}(?:, ?\d{3})+(?:\.0*)?", text):
         text = text.replace(",", "").replace(" ", "")
     text = re.sub(r"\.0*$", "", text)
@@ -88,7 +93,8 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
 
 def words(text: str) -> list[str]:
     """Lower-case words and numbers, and single Chinese characters; n-grams and duplicates are compared in these."""
-    return _WORDS.findall(unicodedata.normalize("NFKC", text).lower())
+    apart = _RAISED.sub(r" \g<0> ", text)  # as LaTeX's 2^7 are two numbers
+    return _WORDS.findall(unicodedata.normalize("NFKC", apart).lower())
 
 
 def fingerprint(text_words: list[str]) -> str:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.data.rows import DataError, HubName, Row
+from rstar2_megatron.data.conversation import content_text
+from rstar2_megatron.data.json_text import exact_number, json_type
+from rstar2_megatron.data.rows import DataError, HubName, Row, with_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +37,45 @@ class MathSource:
     """Columns that may be read."""
     needs: tuple[tuple[str, ...], ...]
     """A row must have at least one column of each group."""
-    read: Callable[[Mapping[str, Any], str], RawProblem]
+    read: Callable[[Mapping[str, Any]], RawProblem]
     hub: HubName | None = None
     configs: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()
 
     def parse(self, row: Row) -> RawProblem:
-        """Raises DataError naming file, row and the columns that are missing or of another type."""
+        """Raises DataError naming file, row and the columns that are missing."""
         for group in self.needs:
             if not any(name in row.values for name in group):
                 wanted = " or ".join(repr(name) for name in group)
                 raise DataError(
                     f"{row.where}: a row of {self.name} needs {wanted}; it has {', '.join(sorted(row.values)) or 'nothing'}"
                 )
-        return self.read(row.values, row.where)
+        try:
+            return self.read(row.values)
+        except ValueError as error:
+            return RawProblem("", "", str(error))
 
 
-def _text(value: Any, where: str, column: str) -> str:
-    """A text column; numbers are written out, null is empty."""
+def _text(value: Any, column: str) -> str:
+    """A text column; numbers are written out, null is empty. Raises ValueError, as do the others."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"{where}: column {column!r} must be text, got {type(value).__name__}")
-    return str(int(value)) if float(value).is_integer() else str(value)
+    if not exact_number(value):
+        raise ValueError(f"column {column!r} of type {json_type(value)} is no text and no exact number")
+    return str(int(value)) if value == int(value) else str(value)
 
 
-def _last_user_message(value: Any, where: str, column: str) -> str:
+def _last_user_message(value: Any, column: str) -> str:
     """The problem of a prompt that is text, or a list of messages (role, content)."""
     if not isinstance(value, list):
-        return _text(value, where, column)
+        return _text(value, column)
     users = [m for m in value if isinstance(m, Mapping) and m.get("role") == "user"]
     if not users:
-        raise DataError(f"{where}: column {column!r} has no user message")
-    return _text(users[-1].get("content"), where, f"{column}[].content")
+        raise ValueError(f"column {column!r} has no user message")
+    content = users[-1].get("content")
+    return content_text(content, "user") if isinstance(content, list) else _text(content, f"{column}[].content")
 
 
 def _first_present(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -78,19 +84,19 @@ def _first_present(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
     return next((name for name in present if values[name] is not None), present[0])
 
 
-def _read_dapo(values: Mapping[str, Any], where: str) -> RawProblem:
-    text = _last_user_message(values["prompt"], where, "prompt")
+def _read_dapo(values: Mapping[str, Any]) -> RawProblem:
+    text = _last_user_message(values["prompt"], "prompt")
     if values.get("solution") is not None:
-        return RawProblem(text, _text(values["solution"], where, "solution"))
+        return RawProblem(text, _text(values["solution"], "solution"))
     model = values.get("reward_model")
     if model is not None and not (isinstance(model, Mapping) and "ground_truth" in model):
-        raise DataError(f"{where}: column 'reward_model' needs 'ground_truth', got {model!r}")
-    return RawProblem(text, _text(model["ground_truth"] if model else None, where, "reward_model.ground_truth"))
+        raise ValueError("column 'reward_model' without 'ground_truth'")
+    return RawProblem(text, _text(model["ground_truth"] if model else None, "reward_model.ground_truth"))
 
 
-def _read_openmath(values: Mapping[str, Any], where: str) -> RawProblem:
-    text = _text(values["problem"], where, "problem")
-    answer = _text(values["expected_answer"], where, "expected_answer")
+def _read_openmath(values: Mapping[str, Any]) -> RawProblem:
+    text = _text(values["problem"], "problem")
+    answer = _text(values["expected_answer"], "expected_answer")
     kind = values.get("problem_type")
     # answers of the other kinds are majority votes of models, or the problem is a proof turned into a question
     if kind is not None and kind != "has_answer_extracted":
@@ -102,18 +108,18 @@ _EULER_TEXT = ("problem", "question", "description", "content", "prompt")
 _EULER_ANSWER = ("answer", "solution", "expected_answer")
 
 
-def _read_euler(values: Mapping[str, Any], where: str) -> RawProblem:
+def _read_euler(values: Mapping[str, Any]) -> RawProblem:
     text, answer = _first_present(values, _EULER_TEXT), _first_present(values, _EULER_ANSWER)
-    return RawProblem(_last_user_message(values[text], where, text), _text(values[answer], where, answer))
+    return RawProblem(_last_user_message(values[text], text), _text(values[answer], answer))
 
 
-def _read_own(values: Mapping[str, Any], where: str) -> RawProblem:
+def _read_own(values: Mapping[str, Any]) -> RawProblem:
     solutions = values["solutions"]
     if isinstance(solutions, list):
         if len(solutions) > 1:
             return RawProblem("", "", why_not="several answers")
         solutions = solutions[0] if solutions else None
-    return RawProblem(_last_user_message(values["prompt"], where, "prompt"), _text(solutions, where, "solutions"))
+    return RawProblem(_last_user_message(values["prompt"], "prompt"), _text(solutions, "solutions"))
 
 
 SOURCES: dict[str, MathSource] = {
@@ -155,9 +161,14 @@ def problem_text(row: Row) -> str:
 
     Raises DataError naming file and row when no column holds one.
     """
-    for column in ("problem", "question", "prompt", "description", "content"):
-        if row.values.get(column) is not None:
-            return _last_user_message(row.values[column], row.where, column)
-    raise DataError(
-        f"{row.where}: no column with a problem (problem, question, prompt); it has {', '.join(sorted(row.values))}"
-    )
+    columns = ("problem", "question", "prompt", "description", "content")
+    values = with_names(row.values, columns)
+    column = next((name for name in columns if values.get(name) is not None), None)
+    if column is None:
+        raise DataError(
+            f"{row.where}: no column with a problem (problem, question, prompt); it has {', '.join(sorted(row.values))}"
+        )
+    try:
+        return _last_user_message(values[column], column)
+    except ValueError as error:
+        raise DataError(f"{row.where}: {error}") from None

@@ -7,11 +7,14 @@ A row is `{"prompt": [{"role": ..., "content": ...}, ...], "solutions": [...], "
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.data.conversation import role_and_text
+from rstar2_megatron.data.json_text import exact_number, unreadable
 from rstar2_megatron.data.rows import DataError, json_line, text_lines
 from rstar2_megatron.trajectory import Problem
 
@@ -60,19 +63,40 @@ def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_i
     for key in (prompt_key, answer_key):
         if key not in row:
             raise DataError(f"{where}: row without {key!r}; it has {', '.join(sorted(row)) or 'nothing'}")
-    solutions = row[answer_key]
-    if isinstance(solutions, str | int | float):
-        solutions = [solutions]
-    if not isinstance(solutions, list) or not solutions or any(isinstance(s, list | dict) for s in solutions):
-        raise DataError(f"{where}: {answer_key!r} must be a non-empty list of answers, got {solutions!r}")
+    return problem_of(row, where, prompt_key, answer_key, default_id)
+
+
+def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
+    """A row as training reads it. Raises DataError that begins with `where`."""
     known = {prompt_key, answer_key, "query_id", "task"}
+    given = {key: value for key, value in row.items() if value is not None}
+    solutions = row[answer_key] if isinstance(row[answer_key], list) else [row[answer_key]]
+    extra = {key: value for key, value in row.items() if key not in known}
+    if fault := unreadable(json.dumps(extra, ensure_ascii=False)):
+        raise DataError(f"{where}: the row has {fault}")
     return Problem(
-        query_id=str(row.get("query_id", default_id)),
+        query_id=_text(given.get("query_id", default_id), where, "query_id"),
         prompt=_messages(row[prompt_key], where, prompt_key),
-        solutions=[str(s) for s in solutions],
-        task=str(row.get("task", "math")),
-        extra={key: value for key, value in row.items() if key not in known},
+        solutions=[_text(answer, where, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
+        task=_text(given.get("task", "math"), where, "task"),
+        extra=extra,
     )
+
+
+def _text(value: Any, where: str, key: str, expected: str = "") -> str:
+    if not exact_number(value) and not (isinstance(value, str) and value.strip()):
+        raise DataError(f"{where}: {key!r} must be {expected}a text or an exact number, got {value!r}")
+    return _readable(str(value), where, key)
+
+
+def _readable(text: str, where: str, key: str) -> str:
+    fault = unreadable(text)
+    if not fault and (control := _CONTROL.search(text)):
+        remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f" else "remove it"
+        fault = f"the control character U+{ord(control[0]):04X}, which no reader sees; {remedy}"
+    if fault:
+        raise DataError(f"{where}: {key!r} has {fault}")
+    return text
 
 
 def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
@@ -81,17 +105,17 @@ def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: {key!r} must be a string or a non-empty list of messages")
     messages = []
-    for message in prompt:
-        fits = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
-        if not fits:
-            raise DataError(f"{where}: a message needs 'role' and 'content' as text, got {message!r}")
-        if control := _CONTROL.search(message["content"]):
-            raise DataError(
-                f"{where}: {key!r} has the control character U+{ord(control[0]):04X}, which no reader sees; remove it"
-            )
-        messages.append({"role": message["role"], "content": message["content"]})
-    if all(message["role"] != "user" for message in messages):
+    for number, raw in enumerate(prompt, 1):
+        try:
+            role, text = role_and_text(raw)
+        except ValueError as error:
+            raise DataError(f"{where}: message {number} of {key!r} {error}") from None
+        messages.append({"role": role, "content": _readable(text, where, key)})
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    if not said:
         raise DataError(f"{where}: {key!r} has no user message")
+    if not all(text.strip() for text in said):
+        raise DataError(f"{where}: {key!r} is empty; write the problem, or remove the row")
     return messages
 
 

@@ -21,6 +21,13 @@ from rstar2_megatron.records.whole_file import write_json, write_jsonl
 SAVE_ROWS = 5000
 
 
+def count_dropped(counts: dict[str, Any], why: str, where: str) -> None:
+    """Count a dropped row of a source, and keep the place of the first one that was dropped for this reason."""
+    dropped = counts.setdefault("dropped", {})
+    dropped[why] = dropped.get(why, 0) + 1
+    counts.setdefault("first_dropped", {}).setdefault(why, where)
+
+
 class ResumablePass:
     """Position, counters and accepted rows of a pass under `out`."""
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.data.json_text import json_fault
+
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _BATCH_ROWS = 1024  # of parquet decoded at a time
 
@@ -46,22 +48,39 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, line) of a file in UTF-8. Raises DataError with file and line for bytes that are not UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}:{number}: byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; convert the "
-                    f"file: iconv -f LATIN1 -t UTF-8 {path.name} (or from its own encoding)"
-                ) from None
+            yield number, text_line(line, path, number)
+
+
+def text_line(line: bytes, path: Path, number: int) -> str:
+    """A line of a file in UTF-8; a byte order mark before the first one is left out. Raises DataError."""
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}:{number}: byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; convert the "
+            f"file: iconv -f LATIN1 -t UTF-8 {path.name} (or from its own encoding)"
+        ) from None
 
 
 def json_line(line: str, where: str) -> Any:
     """The value of one line. Raises DataError that begins with `where`."""
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        remedy = "escape it, e.g. a line end as \\n" if "control character" in error.msg else "write one JSON object a line"
-        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        what, remedy = json_fault(error, unit="column")
+        raise DataError(f"{where}: not JSON ({what}); {remedy}") from None
+
+
+def with_names(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """`values` under the `names` from which their own differ in capitals only."""
+    lacking = {name.lower(): name for name in names if name not in values}
+    found = {key: lacking.pop(key.lower()) for key in values if key not in names and key.lower() in lacking}
+    return {found.get(key, key): value for key, value in values.items()} if found else values
+
+
+def _named(present: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """The `present` columns that are of `columns`, in whatever capitals."""
+    return [name for name in present if name.lower() in map(str.lower, columns)]
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -108,7 +127,7 @@ def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
 def _json_rows(path: Path, skip: int) -> Iterator[Row]:
     """A JSON array of objects, as some data sets are published."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads("".join(line for _, line in text_lines(path)))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
     if not isinstance(values, list):
@@ -124,8 +143,7 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, skip: int) -> Itera
 
     try:
         file = parquet.ParquetFile(path)
-        present = set(file.schema_arrow.names)
-        wanted = None if columns is None else [c for c in columns if c in present]
+        wanted = None if columns is None else _named(file.schema_arrow.names, columns)
         number = 0
         for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
             if number + batch.num_rows <= skip:
@@ -135,7 +153,7 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, skip: int) -> Itera
                 number += 1
                 if number > skip:
                     yield Row(f"{path} row {number}", values)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error})") from None
 
 
@@ -157,10 +175,10 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
         published = builder.info.features
         if columns is not None and published is not None and hasattr(builder.config, "columns"):
             # parquet: the other columns are not even downloaded
-            builder.config.columns = [c for c in columns if c in published]
+            builder.config.columns = _named(list(published), columns)
         stream = builder.as_streaming_dataset(split=name.split)
         if columns is not None and stream.column_names:
-            stream = stream.select_columns([c for c in columns if c in stream.column_names])
+            stream = stream.select_columns(_named(stream.column_names, columns))
         number = skip
         for values in stream.skip(skip) if skip else stream:
             number += 1
@@ -187,10 +205,10 @@ class Input:
         return self.path or str(self.hub)
 
     def rows(self, columns: Sequence[str], skip: int) -> Iterator[Row]:
-        """Rows after the first `skip`. Raises DataError."""
-        if self.hub is not None:
-            return hub_rows(self.hub, columns=columns, skip=skip)
-        return file_rows(Path(self.path), columns=columns, skip=skip)
+        """Rows after the first `skip`, under the names of `columns`. Raises DataError."""
+        hub, path = self.hub, Path(self.path)
+        rows = file_rows(path, columns=columns, skip=skip) if hub is None else hub_rows(hub, columns=columns, skip=skip)
+        return (Row(row.where, with_names(row.values, columns)) for row in rows)
 
     def count(self) -> int | None:
         """Number of rows for a progress bar; None when counting would take long."""

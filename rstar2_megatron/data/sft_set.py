@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.command_line import data_parser, run_command
-from rstar2_megatron.data.resumable import ResumablePass
+from rstar2_megatron.data.resumable import ResumablePass, count_dropped
 from rstar2_megatron.data.rows import DataError, Input, find_files
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
 
@@ -109,7 +109,11 @@ def _select(inputs: Sequence[Input], state: ResumablePass, selection: Selection,
                 selection.seen.add(where)
                 state.accept(conversation)
         except Unusable as why:
-            counts["dropped"][str(why)] = counts["dropped"].get(str(why), 0) + 1
+            count_dropped(counts, str(why), row.where)
+        except DataError:
+            if not state.row:  # the first row: the file is of another shape
+                raise
+            count_dropped(counts, "without a column that the first row has", row.where)
 
 
 def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:
@@ -126,7 +130,7 @@ def _write_results(state: ResumablePass, selection: Selection, options: Options)
     if len(chosen) <= options.validation:
         raise DataError(
             f"{len(chosen)} conversations are left, --validation {options.validation} takes them all; dropped: "
-            + "; ".join(f"{name}: {c['dropped']}" for name, c in state.counters.items())
+            + "; ".join(f"{name}: {c['dropped']}, first {c.get('first_dropped', {})}" for name, c in state.counters.items())
         )
     # The order mixes sources and depends on the seed only; the first conversations are held out.
     order = sorted(chosen, key=lambda item: item[1])

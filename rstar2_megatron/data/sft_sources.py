@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rstar2_megatron.data.conversation import call_fault, read_message, read_tools
 from rstar2_megatron.data.rows import DataError, HubName, Row
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
 from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
 
 Message = dict[str, Any]
-SPECIAL = "<|"  # of special tokens: an assistant's turn that writes them would end itself
 
 
 class Unusable(ValueError):
@@ -59,8 +59,8 @@ class SFTSource:
             messages, tools = self.read(row.values)
         except Unusable:
             raise
-        except (TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{row.where}: not as {self.name} writes its rows ({type(error).__name__}: {error})") from error
+        except (TypeError, KeyError, AttributeError, IndexError) as error:
+            raise Unusable(f"not as {self.name} writes its rows ({type(error).__name__}: {error})") from error
         except ValueError as error:  # of tool_text
             raise Unusable("tool call or schema cannot be read") from error
         check_conversation(messages, tools)
@@ -69,10 +69,15 @@ class SFTSource:
 
 def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> None:
     """Raises Unusable for a conversation that breaks the format."""
+    try:
+        read_tools(tools)
+        for message in messages:
+            read_message(message)
+    except ValueError as error:
+        raise Unusable(f"not read in training: {error}") from error
     roles = [m["role"] for m in messages]
     if "user" not in roles or roles[-1] != "assistant":
         raise Unusable("does not end with the assistant")
-    schemas = {schema["function"]["name"]: schema["function"] for schema in tools}
     previous = ""
     for number, message in enumerate(messages):
         role, calls = message["role"], message.get("tool_calls", [])
@@ -81,20 +86,13 @@ def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> 
         if role == "assistant":
             if previous == "assistant":
                 raise Unusable("two assistant turns in a row")
-            if not message["content"].strip() and not calls:
-                raise Unusable("empty assistant turn")
-            if SPECIAL in message["content"] or "<tool_call>" in message["content"]:
-                raise Unusable("special tokens in an assistant turn")
+            if "<tool_call>" in message["content"]:
+                raise Unusable("a call in the text of an assistant turn")
         if role == "tool" and previous not in ("assistant", "tool"):
             raise Unusable("tool response without a call")
         for call in calls:
-            if call["name"] not in schemas:
-                raise Unusable("calls a tool that is not described")
-            required = schemas[call["name"]]["parameters"].get("required") or []
-            if isinstance(required, list) and any(name not in call["arguments"] for name in required):
-                raise Unusable("call without a required argument")
-            if SPECIAL in json.dumps(call, ensure_ascii=False):
-                raise Unusable("special tokens in an assistant turn")
+            if fault := call_fault(call["name"], call["arguments"], tools):
+                raise Unusable(fault)
         previous = role
 
 

@@ -22,7 +22,8 @@ from rstar2_megatron.data.cleaning import contradicts_template, fingerprint, int
 from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.decontaminate import NGramIndex
 from rstar2_megatron.data.math_sources import SOURCES, MathSource, find_source, problem_text
-from rstar2_megatron.data.resumable import ResumablePass
+from rstar2_megatron.data.problems import problem_of
+from rstar2_megatron.data.resumable import ResumablePass, count_dropped
 from rstar2_megatron.data.rows import DataError, Input, Row, file_rows, find_files
 
 DEFAULT_MAX_DIGITS = 18
@@ -99,8 +100,13 @@ class Cleaner:
         shared = self.contamination.match(tokens)
         if shared is not None:
             return None, "contaminated", shared
+        kept = problem_row(shape.name, key, text, answer)
+        try:
+            problem_of(kept, "not read in training", "prompt", "solutions", key)
+        except DataError as error:
+            return None, str(error), ""
         self.answers[key] = answer
-        return problem_row(shape.name, key, text, answer), "", ""
+        return kept, "", ""
 
 
 def problem_row(task: str, key: str, text: str, answer: str) -> dict[str, Any]:
@@ -155,13 +161,17 @@ def _clean(inputs: Sequence[Input], state: ResumablePass, cleaner: Cleaner, limi
     columns = {name: shape.columns for name, shape in SOURCES.items()}
     for source, row in state.rows(inputs, columns, limit):
         counts = sources[source.label]
-        kept, why, shared = cleaner.check(SOURCES[source.name], row)
+        try:
+            kept, why, shared = cleaner.check(SOURCES[source.name], row)
+        except DataError:
+            if not state.row:  # the first row: the file is of another shape
+                raise
+            kept, why, shared = None, "without a column that the first row has", ""
         counts["in"] = counts.get("in", 0) + 1
         if kept is not None:
             state.accept(kept)
         else:
-            dropped = counts.setdefault("dropped", {})
-            dropped[why] = dropped.get(why, 0) + 1
+            count_dropped(counts, why, row.where)
         if shared:
             ngrams[shared] = ngrams.get(shared, 0) + 1
         if len(cleaner.conflicting) != len(state.counters.get("conflicting", ())):
@@ -174,8 +184,13 @@ def _write_results(
     sources = state.counters["sources"]
     keys = [key for key in cleaner.answers if key not in cleaner.conflicting]
     if not keys:
+        firsts = [
+            f"{count} as {counts['first_dropped'][why]}: {why}"
+            for counts in sources.values()
+            for why, count in counts.get("dropped", {}).items()
+        ]
         raise DataError(
-            f"no problem is left of {sum(c.get('in', 0) for c in sources.values())} rows; dropped: {_dropped(sources)}"
+            f"no problem is left of {sum(c.get('in', 0) for c in sources.values())} rows; dropped: {'; '.join(firsts)}"
         )
     # The order is by hash, so a problem stays in the validation set when others are added.
     ordered = sorted(keys, key=lambda key: fingerprint([str(options.seed), key]))

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.data.json_text import exact_number
+from rstar2_megatron.data.problems import problem_of
+from rstar2_megatron.data.rows import DataError, with_names
+
 Row = dict[str, Any]
 
 
@@ -73,22 +77,35 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0) -> list[Row]:
-    """Rows of a benchmark in the project's form. Raises BenchmarkError for a missing or empty column, or a repeated row."""
+def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0, source: str | Path | None = None) -> list[Row]:
+    """Rows of a benchmark in the project's form. source: the file that they are from, if not from the hub.
+
+    Raises BenchmarkError for a missing or empty column, a repeated row, or a text that training does not read.
+    """
     benchmark = BENCHMARKS[name]
     converted: list[Row] = []
     seen: set[str] = set()
-    for number, row in enumerate(rows):
-        missing = [column for column in benchmark.columns if str(row.get(column) or "").strip() == "" and row.get(column) != 0]
+    for number, given in enumerate(rows, 1):
+        where = f"{name}: row {number} of {source or benchmark.path}"
+        row = with_names(dict(given), (*benchmark.columns, *filter(None, [benchmark.key_column])))
+        missing = [column for column in benchmark.columns if not _says_something(row.get(column))]
         if missing:
-            raise BenchmarkError(f"{name}: row {number} of {benchmark.path} lacks {missing}; its columns are {sorted(row)}")
+            raise BenchmarkError(f"{where} lacks {missing}; its columns are {sorted(given)}")
         key = row.get(benchmark.key_column) if benchmark.key_column else None
-        query_id = f"{name}-{number if key is None else key}"
+        query_id = f"{name}-{number - 1 if key is None else key}"
         if query_id in seen:
-            raise BenchmarkError(f"{name}: row {number} of {benchmark.path} repeats {query_id}")
+            raise BenchmarkError(f"{where} repeats {query_id}")
         seen.add(query_id)
         converted.append({**benchmark.convert(row, seed), "query_id": query_id, "task": name})
+        try:
+            problem_of(converted[-1], where, "prompt", "solutions", query_id)
+        except DataError as error:
+            raise BenchmarkError(str(error)) from None
     return converted
+
+
+def _says_something(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else exact_number(value)
 
 
 def load(name: str, source: str | Path | None = None, seed: int = 0) -> list[Row]:
@@ -100,7 +117,7 @@ def load(name: str, source: str | Path | None = None, seed: int = 0) -> list[Row
     if name not in BENCHMARKS:
         raise BenchmarkError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[name]
-    rows = convert(name, _read(benchmark, source), seed)
+    rows = convert(name, _read(benchmark, source), seed, source)
     if not rows:
         raise BenchmarkError(f"{name}: {source or benchmark.path} has no rows")
     if source is None and len(rows) != benchmark.num_problems:
@@ -127,7 +144,10 @@ def _read(benchmark: Benchmark, source: str | Path | None) -> Iterable[Mapping[s
     except BenchmarkError:
         raise
     except Exception as error:  # the hub's client raises many kinds: no network, gated, moved
+        remedy = (
+            "GPQA is gated: accept its terms on the hub and log in; without network download it elsewhere and give its "
+            "directory with --source"
+        )
         raise BenchmarkError(
-            f"{source or benchmark.path} cannot be loaded: {type(error).__name__}: {error}. GPQA is gated: accept its terms "
-            "on the hub and log in; without network download it elsewhere and give its directory with --source"
+            f"{source or benchmark.path} cannot be loaded: {type(error).__name__}: {error}{'' if source else '. ' + remedy}"
         ) from error

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Self
 import jinja2
 import numpy as np
 
+from rstar2_megatron.data.conversation import CONTROL_TOKEN
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name, tool_schemas
@@ -178,21 +179,22 @@ class ChatTemplate:
         return self._encode(self.generation_prefix)[0]
 
     def prompt_text(self, problem: Problem) -> str:
-        """The whole prompt, generation prefix included.
+        """The whole prompt, generation prefix included. Chat markers inside the problem's messages are broken up.
 
         The last user message is the problem and gets the user prefix. A system message of the data cannot describe the
         tools, so it is left out unless `agentloop.use_data_system_prompt` is set.
         Raises ValueError for a prompt without a user message.
         """
-        messages = [m for m in problem.prompt if m["role"] != "system"]
+        prompt = [{**m, "content": self._defused(m["content"])} for m in problem.prompt]
+        messages = [m for m in prompt if m["role"] != "system"]
         users = [i for i, m in enumerate(messages) if m["role"] == "user"]
         if not users:
             raise ValueError(f"problem {problem.query_id}: its prompt has no user message")
         system = self.system_prompt
         if self.settings.use_data_system_prompt:
-            system = next((m["content"] for m in problem.prompt if m["role"] == "system"), system)
+            system = next((m["content"] for m in prompt if m["role"] == "system"), system)
         if self._wholly:
-            return self._render(problem.prompt if self.settings.use_data_system_prompt else messages, opened=True)
+            return self._render(prompt if self.settings.use_data_system_prompt else messages, opened=True)
         if self._template is not None:
             return self._prompt_in_template(system, messages, users[-1])
         parts = [self._message("system", system)] if system else []
@@ -295,8 +297,10 @@ class ChatTemplate:
 
 
 def defuse(text: str) -> str:
-    """Break `<|` of special tokens and the tool response's closing tag inside untrusted text."""
-    return text.replace("<|", "< |").replace("</tool_response>", "< /tool_response>")
+    """Break control tokens such as <|im_end|> and the tool response's closing tag inside untrusted text."""
+    if "<|" in text:  # also of `1<|z|<2`, which is none
+        text = CONTROL_TOKEN.sub(lambda found: f"< {found[0][1:]}", text)
+    return text.replace("</tool_response>", "< /tool_response>")
 
 
 def check_tools_in_prompt(prompt: str, schemas: Sequence[ToolSchema]) -> None:

@@ -7,17 +7,20 @@ raises. A call that cannot be run carries a message that tells the model what to
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rstar2_megatron.data.json_text import JSON_TYPES, half_character, json_fault, json_type
 from rstar2_megatron.tools import ToolSchema, required_parameters, tool_name
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _WHITESPACE = " \t\n\r"
 _SHOWN_CHARS = 60  # of a wrong value that is quoted to the model
+_MESSAGE_CHARS = 280
 
 
 class CallStatus(StrEnum):
@@ -42,87 +45,105 @@ class ParsedCall:
         return self.status is CallStatus.VALID
 
 
+# What follows an opening tag at once: a call's object (or a list, which is a mistake), a line end, or the turn's end.
+_LIKE_CALL = re.compile(r"[ \t]*(?:[{\[\r\n]|$)")
+# What follows a tag in prose: punctuation that quotes neither JSON nor code, or nothing but words up to the closing tag.
+_PROSE = re.compile(r"(?!```|['\"`]\s*[{\[])[`'\".,;:!?)]|[ \t][\w\s,.-]*</tool_call>")
+
+
 def parse_tool_calls(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
-    """All calls of one assistant turn, in order; an empty list when there is none."""
-    calls = []
+    """All calls of one assistant turn, in order; an empty list when there is none.
+
+    Of the opening tags before a closing one the last that begins a well-formed call counts. A tag that nothing like a call
+    follows is prose when the turn has a call beside it, or when no tag closes it.
+    """
+    calls: list[ParsedCall] = []
+    others: list[ParsedCall] = []  # between tags, but not like a call
+    found: ParsedCall | None = None  # since the last closing tag: the first one like a call, or a well-formed one
     position = text.find(OPEN)
+    close = text.find(CLOSE)
     while position >= 0:
-        call, end = _parse_one(text, position + len(OPEN), schemas)
-        calls.append(call)
-        position = text.find(OPEN, end)
-    return calls
+        start = position + len(OPEN)
+        if 0 <= close < start:
+            close = text.find(CLOSE, start)
+        call, end = _parse_one(text, start, close, schemas)
+        like_call = _LIKE_CALL.match(text, start) is not None
+        well_formed = bool(end) and like_call
+        if like_call:
+            found = call if well_formed else found or call
+        position = text.find(OPEN, end if well_formed else start)
+        if well_formed or position < 0 or 0 <= close < position:  # no tag is left that could begin the call
+            if found is not None:
+                calls.append(found)
+            elif close >= 0 and not _PROSE.match(text, start):
+                others.append(call)
+            found = None
+    return calls or others
 
 
-def _parse_one(text: str, start: int, schemas: Sequence[ToolSchema]) -> tuple[ParsedCall, int]:
-    """The call whose body starts at `start`, and the position to search from for the next call."""
+def _parse_one(text: str, start: int, close: int, schemas: Sequence[ToolSchema]) -> tuple[ParsedCall, int]:
+    """The call whose body starts at `start`, and where its closing tag ends; 0: the body is not JSON and this tag.
+
+    close: of the next closing tag; -1: there is none.
+    """
     while start < len(text) and text[start] in _WHITESPACE:
         start += 1
-    close = text.find(CLOSE, start)
-    after = len(text) if close < 0 else close + len(CLOSE)
     try:
         # decode from the front: code inside the JSON string may contain the closing tag
         body, end = json.JSONDecoder().raw_decode(text, start)
-    except RecursionError:
-        return ParsedCall(CallStatus.BAD_JSON, message="Tool call is nested too deeply."), after
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if close < 0:
-            return _unclosed(), after
-        reason = _json_reason(error, start)
-        return ParsedCall(CallStatus.BAD_JSON, message=f"Tool call is not valid JSON: {reason}"), after
+            return _unclosed(), 0
+        what, remedy = json_fault(error, start)
+        return _refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}."), 0
     rest = end
     while rest < len(text) and text[rest] in _WHITESPACE:
         rest += 1
-    if not text.startswith(CLOSE, rest):
-        if close < 0:
-            return _unclosed(), after
-        message = f"Tool call has text after its JSON object: {_show(text[rest:close])}"
-        return ParsedCall(CallStatus.BAD_JSON, message=message), after
-    return _check_call(body, schemas), rest + len(CLOSE)
+    if text.startswith(CLOSE, rest):
+        return _check_call(body, schemas), rest + len(CLOSE)
+    if close < 0:
+        return _unclosed(), 0
+    return _refused(CallStatus.BAD_JSON, f"Tool call has text after its JSON object: {_show(text[rest:close])}"), 0
+
+
+def _refused(status: CallStatus, message: str, name: str = "") -> ParsedCall:
+    return ParsedCall(status, name, message=shortened(message, _MESSAGE_CHARS))
 
 
 def _unclosed() -> ParsedCall:
     return ParsedCall(CallStatus.UNCLOSED, message=f"Tool call was not closed with {CLOSE}.")
 
 
-def _json_reason(error: ValueError, start: int) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos - start}."
-    return f"{str(error)[:_SHOWN_CHARS]}."  # e.g. an integer of too many digits
+def shortened(text: str, limit: int) -> str:
+    """The text, or its first words in `limit` characters and "..."; a longer word is cut."""
+    if len(text) <= limit:
+        return text
+    return (text[: limit + 1].rsplit(maxsplit=1) or [""])[0][:limit] + "..."
 
 
 def _check_call(body: Any, schemas: Sequence[ToolSchema]) -> ParsedCall:
     if not isinstance(body, dict):
-        message = f'Tool call must be a JSON object with "name" and "arguments", got {_kind(body)}.'
-        return ParsedCall(CallStatus.BAD_JSON, message=message)
+        message = f'Tool call must be a JSON object with "name" and "arguments", got {json_type(body)}.'
+        return _refused(CallStatus.BAD_JSON, message)
     missing = [key for key in ("name", "arguments") if key not in body]
     if missing:
-        return ParsedCall(CallStatus.BAD_JSON, message=f"Tool call lacks {_quoted(missing)}.")
+        return _refused(CallStatus.BAD_JSON, f"Tool call lacks {_quoted(missing)}.")
     by_name = {tool_name(schema): schema for schema in schemas}
     name, arguments = body["name"], body["arguments"]
+    if not isinstance(arguments, dict):
+        message = f'"arguments" must be a JSON object, got {json_type(arguments)}.'
+        return _refused(CallStatus.BAD_ARGUMENTS, message, _printable(name) if isinstance(name, str) else "")
     if not isinstance(name, str):
-        message = f'"name" must be a string, got {_kind(name)}. Known tools: {_quoted(by_name)}.'
-        return ParsedCall(CallStatus.UNKNOWN_TOOL, message=message)
+        message = f'"name" must be a string, got {json_type(name)}. Known tools: {_quoted(by_name)}.'
+        return _refused(CallStatus.UNKNOWN_TOOL, message)
     if name not in by_name:
         message = f"There is no tool {_show(name)}. Known tools: {_quoted(by_name)}."
-        return ParsedCall(CallStatus.UNKNOWN_TOOL, name=_printable(name), message=message)
-    if not isinstance(arguments, dict):
-        message = f'"arguments" must be a JSON object, got {_kind(arguments)}.'
-        return ParsedCall(CallStatus.BAD_ARGUMENTS, name=name, message=message)
+        return _refused(CallStatus.UNKNOWN_TOOL, message, _printable(name))
     problem = _argument_problem(arguments, by_name[name])
     if problem:
-        return ParsedCall(CallStatus.BAD_ARGUMENTS, name=name, message=problem)
+        return _refused(CallStatus.BAD_ARGUMENTS, problem, name)
     known = by_name[name]["function"]["parameters"]["properties"]
     return ParsedCall(CallStatus.VALID, name=name, arguments={key: arguments[key] for key in known if key in arguments})
-
-
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "object": (dict,),
-    "array": (list,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-}
 
 
 def _argument_problem(arguments: dict[str, Any], schema: ToolSchema) -> str:
@@ -133,31 +154,13 @@ def _argument_problem(arguments: dict[str, Any], schema: ToolSchema) -> str:
     for key, spec in schema["function"]["parameters"]["properties"].items():
         if key not in arguments:
             continue
-        value, wanted = arguments[key], spec.get("type", "string")
-        wrong_bool = isinstance(value, bool) and wanted != "boolean"
-        if wrong_bool or not isinstance(value, _JSON_TYPES[wanted]):
-            return f'Argument "{key}" must be of type {wanted}, got {_kind(value)}.'
-        if isinstance(value, str) and not _is_unicode(value):
-            return f'Argument "{key}" holds half of a surrogate pair, which is no character.'
+        value, wanted = arguments[key], str(spec.get("type", "string"))  # JSON Schema also has lists of types
+        wrong_bool = isinstance(value, bool) and wanted in JSON_TYPES and wanted != "boolean"
+        if wrong_bool or not isinstance(value, JSON_TYPES.get(wanted, (object,))):
+            return f'Argument "{key}" must be of type {wanted}, got {json_type(value)}.'
+        if isinstance(value, str) and (fault := half_character(value)):
+            return f'Argument "{key}" holds {fault}.'
     return ""
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _kind(value: Any) -> str:
-    """JSON name of a value's type."""
-    if value is None:
-        return "null"
-    for name in ("boolean", "string", "object", "array", "number"):
-        if isinstance(value, _JSON_TYPES[name]):
-            return name
-    return type(value).__name__
 
 
 def _quoted(names: Any) -> str:
@@ -170,5 +173,4 @@ def _printable(text: str) -> str:
 
 
 def _show(text: str) -> str:
-    shown = _printable(text)
-    return repr(shown if len(shown) <= _SHOWN_CHARS else shown[:_SHOWN_CHARS] + "...")
+    return repr(shortened(_printable(text), _SHOWN_CHARS))

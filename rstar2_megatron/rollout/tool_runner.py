@@ -54,12 +54,14 @@ class ToolRunner:
     async def run(
         self, trajectory: Trajectory, calls: list[ParsedCall], seconds_left: Callable[[], float], stats: RolloutStats
     ) -> tuple[list[ToolCall], list[str]]:
-        """Run the turn's first `max_parallel_calls` calls together. Returns the calls and the responses for the model.
+        """Run the turn's first `max_parallel_calls` calls together, of more the well-formed ones. Returns calls and responses.
 
         `seconds_left` returns the time until the trajectory's deadline and may raise. A failure of the judge does not
         raise: the call's outcome is INFRASTRUCTURE.
         """
         limit = self.settings.max_parallel_calls
+        if len(calls) > limit:
+            calls = sorted(calls, key=lambda call: not call.valid)
         begun = time.monotonic()
         cells = any(call.valid and call.name == JUPYTER for call in calls[:limit])
         try:
@@ -100,8 +102,7 @@ class ToolRunner:
 
     async def _run_one(self, trajectory: Trajectory, call: ParsedCall, limit_s: float) -> ToolCall:
         if not call.valid:
-            text = self._shown(format_refusal(call.message))
-            return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, text)
+            return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, format_refusal(call.message))
         session = None
         if call.name == JUPYTER:
             trajectory.session = trajectory.session or uuid.uuid4().hex  # the name alone gives access

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy
 from tqdm import tqdm
 
 from rstar2_megatron.algorithm.batch import TrainSequence
-from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.data.rows import DataError, json_line, text_line
 from rstar2_megatron.rollout.chat import TURN_START
 from rstar2_megatron.sft.format import Segments, row_segments
 
@@ -100,15 +99,12 @@ def _chunks(paths: Sequence[str | Path], chatml: bool) -> Iterator[list[tuple[st
                 if not line.strip():
                     continue
                 where = f"{path}:{number}"
+                row = json_line(text_line(line, path, number), where)
                 try:
-                    row = json.loads(line)
                     chunk.append((where, row_segments(row)))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise DataError(
-                        f'{where}: expected {{"segments": [[text, 0 or 1], ...]}} or {{"messages": [...]}}, got '
-                        f"{line[:80].decode(errors='replace')!r} ({error})"
-                    ) from error
-                if not chatml and "segments" not in row:
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{where}: {error}") from None
+                if not chatml and row.get("segments") is None:
                     raise DataError(
                         f"{where}: messages are rendered in ChatML, and the tokenizer splits its {TURN_START}; give rows of "
                         "segments in the turns of the tokenizer's template"

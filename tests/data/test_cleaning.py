@@ -78,6 +78,19 @@ def test_a_wrapper_that_is_not_understood_is_seen() -> None:
         ("1e3", None),
         ("9" * 19, None),
         ("0" * 30 + "9", "9"),
+        ("\uff11\uff12", "12"),
+        ("\U0001d7cf\U0001d7d0", "12"),
+        ("1\\,234\\,567", "1234567"),
+        ("12,\\!345", "12345"),
+        ("12\\,", "12"),
+        ("198\u2082", None),
+        ("2\u2077", None),
+        ("10\u00b2", None),
+        ("\u2460", None),
+        ("\u2488", None),
+        ("3\u00bd", None),
+        ("3\\,4", None),
+        ("\u0663", None),
     ],
 )
 def test_integer_answers(answer: str, integer: str | None) -> None:
@@ -94,6 +107,7 @@ def test_duplicates_differ_only_in_dressing() -> None:
     same = [PROBLEM, PROBLEM.upper(), PROBLEM.replace("$", ""), PROBLEM.replace(" ", "\n")]
     assert len({fingerprint(words(text)) for text in same}) == 1
     assert fingerprint(words(PROBLEM.replace("12", "13"))) != fingerprint(words(PROBLEM))
+    assert words("$2^7$") == words("2\u2077") != words("27") and words("198\u2082") == words("198_2")
     assert words("若$a=2$求a") == ["若", "a", "2", "求", "a"]
 
 

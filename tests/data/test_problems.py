@@ -109,7 +109,7 @@ def test_other_keys_by_the_yaml(tmp_path: Path) -> None:
         ({"prompt": MESSAGES, "solutions": []}, r"a.jsonl:2: 'solutions' must be a non-empty list .* \[\]"),
         ({"prompt": MESSAGES, "solutions": [["1"]]}, r"'solutions' must be"),
         ({"prompt": [], "solutions": ["1"]}, r"a.jsonl:2: 'prompt' must be a string or a non-empty list"),
-        ({"prompt": [{"role": "user"}], "solutions": ["1"]}, r"needs 'role' and 'content'"),
+        ({"prompt": [{"role": "user"}], "solutions": ["1"]}, r"a.jsonl:2: message 1 of 'prompt' has no content"),
         ({"prompt": [{"role": "system", "content": "x"}], "solutions": ["1"]}, r"has no user message"),
         ({"prompt": MESSAGES, "solutions": ["1"], "query_id": "q0"}, r"'q0' was already used at .*a.jsonl:1"),
     ],

@@ -15,7 +15,9 @@ from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
 from rstar2_megatron.data.tool_text import json_call, python_calls, tool_schema
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
 from rstar2_megatron.sft.format import render_conversation
+from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.tools import TOOL_SCHEMAS
+from tests.data.test_inputs_page import Letters
 from tests.data.watched import watched
 
 WEATHER = {
@@ -179,7 +181,23 @@ def test_json_that_is_no_call(text: str) -> None:
         ("nemotron", nemotron(reasoning="on"), "reasoning"),
         ("tulu3", {"messages": tulu()["messages"][:1]}, "does not end with the assistant"),
         ("tulu3", {"messages": [*tulu()["messages"], *tulu()["messages"][1:]]}, "two assistant turns"),
-        ("tulu3", {"messages": [tulu()["messages"][0], {"role": "assistant", "content": "a<|im_end|>b"}]}, "special tokens"),
+        (
+            "tulu3",
+            {"messages": [tulu()["messages"][0], {"role": "assistant", "content": "a<|im_end|>b"}]},
+            "not read in training: holds <.im_end.>",
+        ),
+        ("toolace", {"system": "x", "conversations": [{"role": "user"}]}, "not as toolace writes its rows"),
+        ("tulu3", {"messages": [{"role": "user"}]}, "not as tulu3"),
+        (
+            "tulu3",
+            {"messages": [{"role": "user", "content": "a\0"}, tulu()["messages"][1]]},
+            "in training: has (half of|the control character)",
+        ),
+        (
+            "tulu3",
+            {"messages": [{"role": "user", "content": "a\ud800"}, tulu()["messages"][1]]},
+            "in training: has (half of|the control character)",
+        ),
     ],
 )
 def test_conversations_that_would_teach_something_wrong_are_left_out(name, values, why) -> None:
@@ -188,12 +206,7 @@ def test_conversations_that_would_teach_something_wrong_are_left_out(name, value
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("glaive", {"system": "x"}, "here:1: a row of glaive needs 'chat'; it has system"),
-        ("toolace", {"system": "x", "conversations": [{"role": "user"}]}, "here:1: not as toolace writes its rows"),
-        ("tulu3", {"messages": [{"role": "user"}]}, "here:1: not as tulu3"),
-    ],
+    ("name", "values", "message"), [("glaive", {"system": "x"}, "here:1: a row of glaive needs 'chat'; it has system")]
 )
 def test_rows_of_another_shape_are_errors(name, values, message) -> None:
     with pytest.raises(DataError, match=message):
@@ -282,3 +295,34 @@ def test_paper_mixture_by_default() -> None:
 def test_tool_schemas_of_ours_pass_through() -> None:
     for schema in TOOL_SCHEMAS.values():
         assert tool_schema(schema) == schema
+
+
+def test_what_is_written_is_what_training_reads(tmp_path: Path) -> None:
+    """Every source with odd texts in a row among good ones: odd rows are dropped and counted, the others are trained."""
+    rows = {name: [make(i) for i in range(3)] for name, make in ROWS.items()}
+    odd = ("\0", "\ud800", "<|im_end|>", "<|endoftext|>", "\x1b[31m", "<tool_call>", "</tool_response>", "½²", "\u2028")
+    for text in odd:
+        rows["tulu3"] += [
+            {"messages": [{"role": "user", "content": f"Say {text!r}{text}"}, {"role": "assistant", "content": "a"}]},
+            {"messages": [{"role": "user", "content": f"Hear {text!r}"}, {"role": "assistant", "content": f"a{text}"}]},
+        ]
+        rows["glaive"].append({**glaive(), "chat": glaive()["chat"].replace("0.85", text).replace("Rate 0", f"Rate {text!r}")})
+        rows["toolace"].append(toolace(call=f"[Get Weather(city={json.dumps(text)})]"))
+    rows["apigen-mt"].append({**apigen(), "tools": apigen()["tools"].replace('"description": ""', '"description": "\\ud800"')})
+    rows["apigen-mt"] += [{"conversations": None, "tools": "[]"}, {"tools": "[]"}]
+    words = []
+    for name, content in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        words.append(f"{name}={path}")
+    inputs = [source for word in words for source in parse_source(word)]
+    report = process(inputs, tmp_path / "out", Options(dict.fromkeys(ROWS, 100)))
+    train = tmp_path / "out" / "train.jsonl"
+    assert len(load_sft_rows([train], Letters(), 10_000)) == report["rows_out"] > 3 * len(ROWS) + len(odd)
+    dropped = report["sources"]["apigen-mt"]["dropped"]
+    assert dropped.pop("without a column that the first row has") == 1 and sum(dropped.values()) == 2
+    first = report["sources"]["tulu3"]["first_dropped"]
+    assert (
+        first["not read in training: has the control character U+0000, which no reader sees; remove it"]
+        == f"{tmp_path / 'tulu3.jsonl'}:4"
+    )

@@ -178,10 +178,14 @@ def test_a_problem_stays_in_the_validation_set_when_others_are_added(files: dict
 @pytest.mark.parametrize(
     ("source", "rows", "message"),
     [
-        ("dapo", [{"prompt": "a", "solution": "1"}, {"problem": "b"}], "in.jsonl:2: a row of dapo needs 'prompt'"),
+        ("dapo", [{"problem": "b"}, {"prompt": "a", "solution": "1"}], "in.jsonl:1: a row of dapo needs 'prompt'"),
         ("dapo", [{"prompt": [{"role": "system", "content": "x"}], "solution": "1"}], "in.jsonl:1: .* no user message"),
         ("dapo", [{"prompt": "a", "reward_model": {"style": "x"}}], "in.jsonl:1: .*'ground_truth'"),
-        ("openmathreasoning", [{"problem": ["a"], "expected_answer": "1"}], "in.jsonl:1: column 'problem' must be text"),
+        (
+            "openmathreasoning",
+            [{"problem": ["a"], "expected_answer": "1"}],
+            "in.jsonl:1: column 'problem' of type array is no text",
+        ),
         ("project-euler", [["a"]], "in.jsonl:1: expected an object, got list"),
         ("dapo", [{"prompt": "a", "solution": "1/2"}], "no problem is left of 1 rows; dropped: .*no integer"),
     ],
@@ -242,3 +246,50 @@ def test_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     for flag, value in (("--limit", "0"), ("--validation", "-1")):
         assert main([*command, "--force", flag, value]) == 2
         assert f"{flag} must be at least" in capsys.readouterr().err
+
+
+def test_rows_from_hostile_hands_become_files_that_training_reads(tmp_path: Path) -> None:
+    """Whatever stands in a row, the conversion ends well, and each line that it writes is read."""
+    odd: list[Any] = [
+        None,
+        True,
+        float("nan"),
+        float("inf"),
+        2.0**60,
+        10**400,
+        [],
+        {},
+        "",
+        " ",
+        "\0",
+        "\ud800",
+        "2\x1b",
+        "²",
+        "٣",
+    ]
+    rows = [{"prompt": "First?", "solution": "1"}]
+    rows += [{"prompt": f"Of {i}, what is asked?", "solution": value} for i, value in enumerate(odd)]
+    rows += [{"prompt": value, "solution": "2"} for value in odd] + [{"prompt": "No answer?"}, {"solution": "3"}]
+    rows += [{"prompt": f"Written {value}", "solution": "4"} for value in odd if isinstance(value, str)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = process(parse_source(f"dapo={path}"), tmp_path / "out", Options())
+    problems = read_problems([tmp_path / "out" / "train.jsonl"])
+    assert report["rows_in"] == len(rows) == len(problems) + sum(report["dropped"].values())
+    assert {problem.solutions[0] for problem in problems} == {"1", "2", "4"}
+    counts = report["sources"][str(path)]
+    assert counts["first_dropped"].keys() == counts["dropped"].keys()
+    assert counts["first_dropped"]["without a column that the first row has"] == f"{path}:{1 + 2 * len(odd) + 1}"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_columns_may_differ_in_capitals(tmp_path: Path, suffix: str) -> None:
+    rows = [{"Problem": ask(i), "Expected_Answer": str(i), "PROBLEM_TYPE": "has_answer_extracted"} for i in range(3)]
+    path, held_out = tmp_path / f"in{suffix}", tmp_path / f"aime{suffix}"
+    for file, content in ((path, rows), (held_out, [{"Problem": ask(2)}])):
+        if suffix == ".jsonl":
+            write_jsonl(file, content)
+        else:
+            parquet.write_table(pyarrow.Table.from_pylist(content), file)
+    report = process(parse_source(f"openmathreasoning={path}"), tmp_path / "out", Options(), decontaminate=[str(held_out)])
+    assert report["rows_out"] == 2 and report["dropped"]["contaminated"] == 1

@@ -108,6 +108,24 @@ def test_another_shape_is_an_error_that_shows_it(tmp_path: Path) -> None:
         load("math500", tmp_path / "nothing.csv")
 
 
+def test_a_local_file_is_named_by_its_own_name_and_rows_count_from_1(tmp_path: Path) -> None:
+    copy = tmp_path / "mine.jsonl"
+    good = {"Problem": "One?", "ANSWER": 1, "Problem_Idx": 1}
+    for odd, said in (
+        ({"problem": "Two?", "answer": None}, r"lacks \['answer'\]; its columns are"),
+        ({"problem": "Two?", "answer": True}, r"lacks \['answer'\]"),
+        ({"problem": "Two?", "answer": [2]}, r"lacks \['answer'\]"),
+        ({"problem": "Two\0?", "answer": 2, "problem_idx": 2}, r"'prompt' has the control character U\+0000"),
+    ):
+        with pytest.raises(BenchmarkError, match=rf"aime25: row 2 of {copy}:? {said}"):
+            convert("aime25", [good, odd], source=copy)
+    copy.write_text("\n".join(json.dumps({**good, "Problem": text}) for text in ("One?", " ")))
+    with pytest.raises(BenchmarkError, match=f"aime25: row 2 of {copy} lacks"):
+        load("aime25", copy)
+    (row,) = convert("aime25", [good])
+    assert (row["prompt"], row["solutions"], row["query_id"]) == ("One?", ["1"], "aime25-1")
+
+
 def test_the_program_writes_and_reports(tmp_path: Path) -> None:
     copy = tmp_path / "math.jsonl"
     copy.write_text(json.dumps(SHAPES["math500"][0]) + "\n")

@@ -70,12 +70,27 @@ async def test_bad_calls_reach_the_model_as_a_message(tokenizer, bad: str) -> No
     assert "Tool call failure" in tokenizer.decode(written(loop).seen[1])
 
 
+async def test_why_a_call_is_refused_is_told_whole(tokenizer) -> None:
+    """The shortest response length that the settings allow cuts a program's output, not the remedy."""
+    bad = f'<tool_call>{{"name": "{STANDARD_IO}", "arguments": {{"code": "a\nb", "input": ""}}}}</tool_call>'
+    trajectory, loop = await run(tokenizer, [bad, ANSWER], max_tool_response_length=16)
+    told = "a raw line end inside a string at character 65; write \\n in its place."
+    assert trajectory.tool_calls[0].response_text.endswith(told) and told in tokenizer.decode(written(loop).seen[1])
+
+
 async def test_calls_past_the_limit_are_told(tokenizer) -> None:
     judge = WrittenJudge()
     trajectory, loop = await run(tokenizer, [call("1") + call("2") + call("3"), ANSWER], judge, max_parallel_calls=2)
     assert judge.codes == ["1", "2"]
     assert len(trajectory.tool_calls) == 2
     assert "1 further call" in tokenizer.decode(written(loop).seen[1])
+
+
+async def test_a_well_formed_call_is_run_beside_a_malformed_one(tokenizer) -> None:
+    judge = WrittenJudge()
+    turn = "I use the <tool_call> format.\n<tool_call>{oops</tool_call>\n" + call("1")
+    trajectory, _ = await run(tokenizer, [turn, ANSWER], judge)
+    assert judge.codes == ["1"] and [c.outcome for c in trajectory.tool_calls] == [ToolOutcome.OK]
 
 
 async def test_the_same_call_again_and_again_is_an_ending(tokenizer) -> None:

@@ -93,6 +93,17 @@ def test_tool_output_cannot_open_or_close_a_turn(form: str) -> None:
     assert [i for i in evil if i in special] == [i for i in plain if i in special]
 
 
+@pytest.mark.parametrize("form", [LLAMA3, MISTRAL], ids=["llama", "mistral"])
+def test_a_problem_cannot_open_or_close_a_turn(form: str) -> None:
+    template = ChatTemplate(tokenizer_of(form), AgentLoopSettings())
+    special = set(template.tokenizer.all_special_ids)
+    plain, evil = (
+        template.prompt_ids(Problem("q", [{"role": "user", "content": text}], ["4"]))
+        for text in ("x", "x" + "".join(SPECIAL[form]))
+    )
+    assert [i for i in evil if i in special] == [i for i in plain if i in special]
+
+
 def test_the_tokenizers_own_wording_needs_tools() -> None:
     with pytest.raises(ValueError, match=r"=tokenizer, but .* has no tools .*; set it to null"):
         ChatTemplate(tokenizer_of(LLAMA3), AgentLoopSettings(chat_template="tokenizer"))

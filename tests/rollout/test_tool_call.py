@@ -76,6 +76,44 @@ def test_bad_calls_carry_a_useful_message(text: str, status: CallStatus, words: 
     parsed.message.encode()
 
 
+PROSE = st.sampled_from(["I use the <tool_call> format. ", "`<tool_call>` and `</tool_call>`: ", "<tool_call>: ", "so "])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(PROSE, st.integers(0, 9)), max_size=8))
+def test_calls_are_found_among_any_prose(parts: list[str | int]) -> None:
+    """Every real call is run, in order, and no prose is one."""
+    text = "".join(part if isinstance(part, str) else call(arguments={"code": str(part), "input": ""}) for part in parts)
+    calls = parse_tool_calls(text, SCHEMAS)
+    assert [parsed.arguments.get("code") for parsed in calls] == [str(part) for part in parts if isinstance(part, int)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{} " + "some words that go on " * 9 + "</tool_call>",
+        "<tool_call>" + "1" * 5000 + "</tool_call>",
+        call(name="a tool of a long name " * 9),
+        call(arguments={}),
+    ],
+)
+def test_long_messages_are_cut_between_words(text: str) -> None:
+    """With tools of so many names that they do not fit."""
+    schemas = [{"type": "function", "function": {"name": f"tool_number_{i}", "parameters": {}}} for i in range(99)]
+    for known in (SCHEMAS, schemas):
+        (parsed,) = parse_tool_calls(text, known)
+        assert 20 < len(parsed.message) < 300
+        written = {word.strip("\"'.,") for word in f"{text} {' '.join(s['function']['name'] for s in known)}".split()}
+        shown = parsed.message.removesuffix("...").removesuffix(".").split()[-1].strip("\"'.,")
+        assert shown in written | {"string", "input"}, parsed.message
+
+
+def test_types_of_json_schema_that_are_no_word() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": ["string", "null"]}, "y": {"type": "any"}}}
+    (parsed,) = parse_tool_calls(call("f", {"x": None, "y": True}), [{"function": {"name": "f", "parameters": schema}}])
+    assert parsed.valid and parsed.arguments == {"x": None, "y": True}
+
+
 FRAGMENTS = st.sampled_from(
     ["<tool_call>", "</tool_call>", '{"name": ', f'"{STANDARD_IO}"', ', "arguments": ', "{", "}", '"code": "1"', ", ", "\n"]
 )
@@ -86,6 +124,6 @@ def test_any_text_gives_typed_calls(text: str) -> None:
     calls = parse_tool_calls(text, SCHEMAS)
     # an opening tag inside a JSON string belongs to that string, so there may be fewer calls than tags
     assert len(calls) <= text.count("<tool_call>")
-    assert bool(calls) == ("<tool_call>" in text)
+    assert not calls or "<tool_call>" in text
     for parsed in calls:
         assert parsed.valid == (not parsed.message)

@@ -19,7 +19,7 @@ import yaml
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.names import HELD_OUT
-from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording
+from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording, defuse
 from rstar2_megatron.settings.load import CONFIG_DIR
 from rstar2_megatron.settings.rlinf_keys import put
 from rstar2_megatron.settings.schema import Settings
@@ -204,7 +204,7 @@ def verl_rows(problems: Sequence[Problem], settings: Settings) -> list[dict[str,
 
 
 def _row(problem: Problem, prefix: str) -> dict[str, Any]:
-    messages = [dict(m) for m in problem.prompt if m["role"] != "system"]
+    messages = [{**m, "content": defuse(m["content"])} for m in problem.prompt if m["role"] != "system"]
     last = max(i for i, m in enumerate(messages) if m["role"] == "user")
     messages[last]["content"] = prefix + messages[last]["content"]
     return {

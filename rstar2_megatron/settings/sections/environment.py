@@ -45,7 +45,7 @@ class AgentLoopSettings(Section):
     max_assistant_turns: int = Field(5, ge=1)
     max_parallel_calls: int = Field(1, ge=1)
     max_tool_response_length: int = Field(256, ge=16)
-    """Characters of a tool response shown to the model."""
+    """Characters of a program's result shown to the model; why a call was refused is shown whole."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     max_identical_calls: int | None = Field(None, ge=2)
     """End a trajectory that makes the same call, with equal arguments, this many times in a row; null: never."""

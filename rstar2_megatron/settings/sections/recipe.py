@@ -17,7 +17,7 @@ class SFTPhaseSettings(Section):
 
     name: str
     data_path: str
-    """jsonl of {"messages"...} or {"segments": [[text, trained], ...]} rows."""
+    """jsonl of {"messages"...} or {"segments": [[text, trained], ...]} rows (docs/inputs.md)."""
     steps: int = Field(ge=0)
     batch_size: int = Field(ge=1)
     lr: float = Field(gt=0)

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Callable[[Case], object], str]] = {
     ),
     "a raw control character": (
         lambda c: c.line(2, b'{"prompt": "a\x01b", "solutions": ["1"]}'),
-        "{data}:2: not JSON (Invalid control character at at column 14); escape it",
+        "{data}:2: not JSON (a raw control character U+0001 inside a string at column 14); write \\u0001 in its place",
     ),
     "an escaped control character": (
         lambda c: c.line(4, rb'{"prompt": "a\u0000b", "solutions": ["1"]}'),

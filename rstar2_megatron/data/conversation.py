@@ -1,0 +1,134 @@
+"""Conversations as rows bring them: what their values mean, and a sentence for what is refused. Pure.
+
+`docs/inputs.md` lists the forms. A value is converted where only one meaning is possible, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rstar2_megatron.data.json_text import half_character, json_type, unreadable
+
+ROLES = ("system", "user", "assistant", "tool")
+CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>")
+"""Control tokens of chat formats, such as <|im_end|>; the `<|` of `1<|z|<2` is none."""
+_READ = ("role", "content", "id", "name", "tool_call_id")  # the last three say nothing to a model
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+
+class Call(NamedTuple):
+    """A tool call, and its JSON as the model writes it."""
+
+    name: str
+    arguments: dict[str, Any]
+    body: str
+
+
+class Message(NamedTuple):
+    role: str
+    content: str
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+def role_and_text(raw: Any, also_read: Iterable[str] = ()) -> tuple[str, str]:
+    """Role and content of a message that says nothing else but in the keys `also_read`.
+
+    Raises ValueError whose text goes on from the name of the message: "has ...".
+    """
+    role = raw.get("role") if isinstance(raw, dict) else None
+    if role not in ROLES:
+        given = f"has role {role!r}" if isinstance(raw, dict) else f"is of type {json_type(raw)}"
+        raise ValueError(f"{given}, expected an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    for key, value in raw.items():
+        if key not in _READ and key not in also_read and value not in _EMPTY:
+            raise ValueError(
+                f"has the key {key!r}, which is not read: an assistant's calls are read from tool_calls, its reasoning from "
+                "reasoning_content, of SFT rows only; write it there, or remove it"
+            )
+    content = raw.get("content")
+    if content is None and any(raw.get(key) for key in also_read):
+        content = ""  # of a turn that only calls
+    return role, content_text(content, role)
+
+
+def content_text(content: Any, role: str) -> str:
+    """The text of a message's content, which may be in parts; a tool's result may be any value. Raises ValueError."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise ValueError("has no content (null or missing); write its text, or remove the message")
+    parts = content if isinstance(content, list) else []
+    texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if role == "tool" and not texts:
+        return json.dumps(content, ensure_ascii=False)
+    if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f'has content of type {json_type(content)}, expected text or [{{"type": "text", "text": ...}}, ...] only'
+        )
+    return "".join(texts)
+
+
+def read_message(raw: Any) -> Message:
+    """A message of an SFT row. Raises ValueError as `role_and_text`."""
+    assistant = isinstance(raw, dict) and raw.get("role") == "assistant"
+    role, text = role_and_text(raw, ("reasoning_content", "tool_calls") if assistant else ())
+    reasoning, calls = (raw.get("reasoning_content") or "", raw.get("tool_calls") or []) if assistant else ("", [])
+    if not isinstance(reasoning, str) or not isinstance(calls, list):
+        raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
+    message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(_call, calls)))
+    whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
+    if fault := unreadable(whole):
+        raise ValueError(f"has {fault}")
+    if assistant and (found := CONTROL_TOKEN.search(whole)):
+        raise ValueError(f"holds {found[0]}, which would be trained as a control token; remove it, or spell it otherwise")
+    if assistant and not whole.strip():
+        raise ValueError("is empty, which would teach the model to say nothing; remove it")
+    return message
+
+
+def _from_text(value: Any) -> Any:
+    """What a JSON text holds; any other value is itself."""
+    try:
+        return json.loads(value or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _call(raw: Any) -> Call:
+    raw = raw["function"] if isinstance(raw, dict) and isinstance(raw.get("function"), dict) else raw  # as OpenAI writes it
+    name, arguments = (raw.get("name"), _from_text(raw.get("arguments"))) if isinstance(raw, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(
+            f"has a call of {name!r} whose arguments are of type {json_type(arguments)}, expected a name and an object, or the "
+            'JSON of one: {"name": ..., "arguments": {...}}, alone or under "function"'
+        )
+    return Call(name, arguments, json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """The schemas of a row, which may be JSON in a text. Raises ValueError."""
+    tools = _from_text(value) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "name" in _function(tool) for tool in tools):
+        raise ValueError('has tools that are no list of {"type": "function", "function": {"name": ..., ...}}')
+    if fault := half_character(json.dumps(tools, ensure_ascii=False)):
+        raise ValueError(f"has tools with {fault}")
+    return tools
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    return function if isinstance(function, Mapping) else {}
+
+
+def call_fault(name: str, arguments: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> str:
+    """Why a rollout with these tools refuses the call, or ""."""
+    function = next((function for function in map(_function, tools) if function["name"] == name), None)
+    if function is None:
+        return "calls a tool that is not described"
+    required = (function.get("parameters") or {}).get("required") or []
+    lacks = isinstance(required, list) and any(key not in arguments for key in required)
+    return "calls a tool without a required argument" if lacks else ""

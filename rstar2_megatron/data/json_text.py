@@ -1,0 +1,68 @@
+"""What is wrong with a JSON text or with a value of one, in words for people and for models. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+_REMEDIES = {
+    "Invalid \\escape": "write a backslash inside a string as \\\\",
+    "Unterminated string": 'end the string by "',
+    "Expecting ',' delimiter": 'write a " inside a string as \\", and commas between values',
+    "Expecting property name": "write names in double quotes, and no comma behind the last value",
+    "Expecting value": "write strings in double quotes, and true, false or null",
+}
+_ESCAPES = {"\n": ("line end", "\\n"), "\r": ("line end", "\\r"), "\t": ("tab", "\\t")}
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "string": (str,),
+    "object": (dict,),
+    "array": (list,),
+    "integer": (int,),
+    "number": (int, float),
+}
+
+
+def json_fault(error: ValueError | RecursionError, start: int = 0, unit: str = "character") -> tuple[str, str]:
+    """(what is wrong and where, what to write instead). Characters count from 0 at `start`, columns from 1."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply", "nest it less"
+    if not isinstance(error, json.JSONDecodeError):
+        return "a number has too many digits", "write it as a string"
+    place = f"{unit} {error.colno if unit == 'column' else error.pos - start}"
+    if error.msg.startswith("Invalid control character"):
+        raw = error.doc[error.pos]
+        name, escape = _ESCAPES.get(raw, (f"control character U+{ord(raw):04X}", f"\\u{ord(raw):04x}"))
+        return f"a raw {name} inside a string at {place}", f"write {escape} in its place"
+    remedy = next((text for begin, text in _REMEDIES.items() if error.msg.startswith(begin)), "")
+    if not remedy or error.pos == start:
+        remedy = "write one JSON object" + (" a line" if unit == "column" else "")
+    return f"{error.msg.removesuffix(' at')} at {place}", remedy
+
+
+def json_type(value: Any) -> str:
+    """JSON's name of a value's type."""
+    names = (name for name in JSON_TYPES if name != "integer" and isinstance(value, JSON_TYPES[name]))
+    return "null" if value is None else next(names, type(value).__name__)
+
+
+def half_character(text: str) -> str:
+    """What is wrong with a text that cannot be encoded, and so not be tokenised; "" when it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half of a surrogate pair (U+{ord(text[error.start]):04X}), which is no character; remove it"
+    return ""
+
+
+def unreadable(text: str) -> str:
+    """The character that no tokenizer takes, or no reader sees, and the remedy; "" when there is none."""
+    return "the control character U+0000, which no reader sees; remove it" if "\0" in text else half_character(text)
+
+
+def exact_number(value: Any) -> bool:
+    """Whether a number is the one that was written: no boolean, not NaN, and no float that has lost digits of an integer."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or (math.isfinite(value) and abs(value) < 2**53)
