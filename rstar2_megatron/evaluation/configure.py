@@ -14,6 +14,7 @@ import yaml
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.model.weight_files import weight_notes, weight_problems
 from rstar2_megatron.records.model_format import FILE, read_format
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
@@ -67,7 +68,7 @@ def default_out(model: Path) -> Path:
 
 
 def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
-    """The configuration and the sampling settings. Raises ValueError for arguments that contradict each other.
+    """The configuration and the sampling settings. Raises ValueError for bad arguments and a bad model.
 
     arguments: model, config, overrides, samples, temperature, top_p, max_turns, max_tokens (None: the default), engines.
     """
@@ -85,6 +86,10 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     model = hugging_face_directory(arguments.model, base if config else None)
 
     shape = ModelConfig.from_directory(model)
+    for problem in weight_problems(model, shape):
+        raise ValueError(problem)
+    for note in weight_notes(model, shape, settings.rollout.model.precision):
+        print(f"note: {note}", file=sys.stderr)
     most = shape.max_position_embeddings - CONTEXT_SLACK
     tokens = arguments.max_tokens or MAX_TOKENS
     context = tokens + settings.data.max_prompt_length

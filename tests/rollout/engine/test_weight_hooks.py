@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import EngineError
+from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import flatten, handle_of
 from tests.rollout.engine.test_engine import settings_for
 
@@ -58,5 +60,18 @@ async def test_a_bucket_that_one_rank_cannot_load_is_refused(tiny_model: Path) -
             await client._update_call("load_bucket", {"handles": [good, broken], "version": 1})
         await client._update_call("load_bucket", {"handles": [good, good], "version": 1})
         await client._update_call("end_update", None)
+    finally:
+        await client.close()
+
+
+async def test_an_engine_loads_the_files_that_the_actor_loads(tiny_model: Path, tmp_path: Path) -> None:
+    """SGLang alone would load the backup over the model."""
+    directory = shutil.copytree(tiny_model, tmp_path / "model")
+    good = load_file(tiny_model / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in good.items()}, directory / "old-backup.safetensors")
+    client = EngineClient(settings_for(directory), name="a backup")
+    try:
+        await client.start()
+        assert await client.weights_checksum() == weights_checksum(good.items())
     finally:
         await client.close()
