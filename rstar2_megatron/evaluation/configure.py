@@ -68,7 +68,7 @@ def default_out(model: Path) -> Path:
 
 
 def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:
-    """The configuration and the sampling settings. Raises ValueError for bad arguments and a bad model.
+    """The configuration and the sampling settings. Raises ValueError for arguments that contradict each other.
 
     arguments: model, config, overrides, samples, temperature, top_p, max_turns, max_tokens (None: the default), engines.
     """
@@ -86,10 +86,6 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     model = hugging_face_directory(arguments.model, base if config else None)
 
     shape = ModelConfig.from_directory(model)
-    for problem in weight_problems(model, shape):
-        raise ValueError(problem)
-    for note in weight_notes(model, shape, settings.rollout.model.precision):
-        print(f"note: {note}", file=sys.stderr)
     most = shape.max_position_embeddings - CONTEXT_SLACK
     tokens = arguments.max_tokens or MAX_TOKENS
     context = tokens + settings.data.max_prompt_length
@@ -115,6 +111,16 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
             f"{engines * settings.rollout.tensor_parallel_size} GPUs, {gpus} are visible"
         )
     return settings, SamplingSettings.of(settings, spec, model=model, max_context_tokens=context, num_engines=engines)
+
+
+def check_weights(sampling: SamplingSettings) -> None:
+    """Print what the engines leave out of the model's weights. Raises ValueError for weights that are not the model's."""
+    model = Path(sampling.rollout.model.model_path)
+    shape = ModelConfig.from_directory(model)
+    for problem in weight_problems(model, shape):
+        raise ValueError(problem)
+    for note in weight_notes(model, shape, sampling.rollout.model.precision):
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:
