@@ -5,20 +5,18 @@ Pure: no torch, no transformers, so that `--dry-run` takes milliseconds.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-SUPPORTED_ARCHITECTURES = (
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-)
+from rstar2_megatron.model.config_json import DEFAULTS, is_positive, key_problems, read_object
+
 _CLASSIFIER = "ForSequenceClassification"
-_NEEDED = ("num_attention_heads", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_FOREIGN = {
+    "adapter_config.json": "a LoRA adapter, which is not loaded: merge it into its model by merge_and_unload of peft, and give "
+    "the directory of the result",
+    "hf_quant_config.json": "a quantized model, which cannot be trained: take the model in bfloat16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,8 @@ class ModelConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     scores: bool = False
     """A reward model: a head of one row at the last token (`score.weight`) in place of the vocabulary's."""
+    score_head: bool = False
+    """The directory holds a reward model, and no policy from which one is trained."""
 
     @classmethod
     def from_directory(cls, model_path: str | Path, *, scores: bool = False) -> ModelConfig:
@@ -66,39 +66,32 @@ class ModelConfig:
         scores: the shape as a reward model; the directory may hold one, or a policy from which one is trained.
         """
         path = Path(model_path) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        for name, what in _FOREIGN.items():
+            if path.with_name(name).is_file():
+                raise ValueError(f"{path.with_name(name)}: this is {what}")
+        if not path.is_file():
             raise ValueError(
                 f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not JSON: {error}; copy it again from where the model came") from None
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path} is not a JSON object; copy it again from where the model came")
+            )
+        raw = read_object(path)
         return cls.from_dict(raw, where=str(path), scores=scores)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], where: str = "config.json", *, scores: bool = False) -> ModelConfig:
         """Read the keys of a config.json. Raises ValueError for a model that the actor cannot train exactly."""
-        architecture = (raw.get("architectures") or ["(none)"])[0]
+        architecture = named = str((raw.get("architectures") or ["(none)"])[0])
         if scores and architecture.endswith(_CLASSIFIER):
             if len(raw.get("id2label") or (0, 1)) != 1:  # without the key transformers has two labels
                 raise ValueError(f"{where}: a reward model has one label, this classifier has others")
             architecture = architecture.removesuffix(_CLASSIFIER) + "ForCausalLM"
-        if architecture not in SUPPORTED_ARCHITECTURES:
+        if architecture not in DEFAULTS:
             raise ValueError(
                 f"{where}: architecture {architecture} is not supported; "
-                f"supported: {', '.join(SUPPORTED_ARCHITECTURES)} (docs/add_a_model.md adds one)"
+                f"supported: {', '.join(DEFAULTS)} (docs/add_a_model.md adds one)"
             )
-        missing = [key for key in _NEEDED if not isinstance(raw.get(key), int) or raw[key] < 1]
-        if missing:
-            raise ValueError(
-                f"{where}: {', '.join(f'{key}={raw.get(key)}' for key in missing)}, expected a whole number from 1 on; copy "
-                "the config.json again from where the model came"
-            )
+        raw = {**DEFAULTS[architecture], **raw}
+        for problem in key_problems(raw, DEFAULTS[architecture]["model_type"]):
+            raise ValueError(f"{where}: {problem}")
         if raw.get("use_sliding_window"):
             raise ValueError(f"{where}: use_sliding_window is true; only full causal attention is supported")
         if architecture == "MistralForCausalLM" and raw.get("sliding_window") is not None:
@@ -113,25 +106,27 @@ class ModelConfig:
             )
         if raw.get("hidden_act", "silu") != "silu":
             raise ValueError(f"{where}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
-        heads = int(raw["num_attention_heads"])
+        heads = raw["num_attention_heads"]
+        rope = _rope_parameters(raw, where)
         qwen3 = architecture.startswith("Qwen3")
         return cls(
             architecture=architecture,
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or (128 if qwen3 else int(raw["hidden_size"]) // heads)),
-            rope_theta=_rope_theta(raw),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            rope_theta=float(rope["rope_theta"]),
+            rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
+            max_position_embeddings=raw.get("max_position_embeddings") or 32768,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=bool(raw.get("attention_bias", False)) if qwen3 else architecture == "Qwen2ForCausalLM",
             qk_norm=qwen3,
-            rope_scaling=_rope_scaling(raw, where),
+            rope_scaling=_rope_scaling(rope, where),
             scores=scores,
+            score_head=named.endswith(_CLASSIFIER),
             **(_experts(raw, where) if architecture == "Qwen3MoeForCausalLM" else {}),
         )
 
@@ -205,32 +200,41 @@ def _experts(raw: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: decoder_sparse_step={raw.get('decoder_sparse_step')}, mlp_only_layers="
             f"{raw.get('mlp_only_layers')}; only models whose every layer has experts are supported"
         )
+    experts, per_token = raw.get("num_local_experts") or raw["num_experts"], raw["num_experts_per_tok"]  # transformers 5, 4
+    if per_token > experts:
+        raise ValueError(
+            f"{where}: num_experts_per_tok={per_token} of {experts} experts; take the config.json of these weights"
+        )
     return {
-        "num_experts": int(raw.get("num_experts") or raw["num_local_experts"]),  # transformers 4 and 5
-        "experts_per_token": int(raw["num_experts_per_tok"]),
-        "expert_intermediate_size": int(raw["moe_intermediate_size"]),
+        "num_experts": experts,
+        "experts_per_token": per_token,
+        "expert_intermediate_size": raw["moe_intermediate_size"],
         "norm_topk_prob": bool(raw.get("norm_topk_prob", False)),
     }
 
 
-def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """The flat form of a config.json's rotary embedding (transformers 4) has rope_scaling, transformers 5 rope_parameters."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def _rope_parameters(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The keys of the rotary embedding: rope_scaling (transformers 4), which transformers 5 prefers, or rope_parameters."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"{where}: rope_scaling or rope_parameters is {given!r}, expected one object for all layers, or null")
+    whole = {key: raw.get(key, default) for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1))}
+    parameters = {**whole, **given}
+    if not is_positive(parameters["rope_theta"]):
+        raise ValueError(f"{where}: rope_theta={parameters['rope_theta']!r}, expected a number above 0")
+    if parameters["partial_rotary_factor"] != 1:
+        raise ValueError(f"{where}: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; supported: 1")
+    return parameters
 
 
-def _rope_theta(raw: dict[str, Any]) -> float:
-    return float(_rope_parameters(raw).get("rope_theta", raw.get("rope_theta", 10000.0)))
-
-
-def _rope_scaling(raw: dict[str, Any], where: str) -> RopeScaling | None:
-    parameters = _rope_parameters(raw)
+def _rope_scaling(parameters: dict[str, Any], where: str) -> RopeScaling | None:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"{where}: rope type {kind} is not supported; supported: default, llama3")
-    if missing := [field.name for field in fields(RopeScaling) if field.name not in parameters]:
-        raise ValueError(f"{where}: rope type llama3 lacks {', '.join(missing)}")
+    if missing := [field.name for field in fields(RopeScaling) if not is_positive(parameters.get(field.name))]:
+        raise ValueError(f"{where}: rope type llama3 lacks {', '.join(missing)}, numbers above 0")
     return RopeScaling(
         factor=float(parameters["factor"]),
         low_freq_factor=float(parameters["low_freq_factor"]),

@@ -31,11 +31,11 @@ class Comparison:
     levels: Sequence[float] = ()
     """Rewards whose first step the table names."""
     messages: Sequence[str] = ()
-    """What was left out before the arms were made."""
+    """What is wrong with logs that give nothing."""
 
     @property
     def faults(self) -> list[str]:
-        return [*self.messages, *faults(self.arms, self.panels)]
+        return list(dict.fromkeys([*self.messages, *faults(self.arms, self.panels)]))  # runs of one file may say the same
 
     @property
     def conclusions(self) -> list[str]:
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        notes = [*self.conclusions, "", *caveats(self.arms, self.panels), *(f"warning: {m}" for m in self.faults)]
+        notes = [*self.conclusions, "", *caveats(self.arms, self.panels)]
         return "\n".join([render_text(*self.table), "", *notes]) + "\n"
 
 
@@ -116,7 +116,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     figure.savefig(png, dpi=120)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg")
-    text.write_text(comparison.text, encoding="utf-8")
+    text.write_text(comparison.text + "".join(f"warning: {fault}\n" for fault in comparison.faults), encoding="utf-8")
     page.write_text(_page(buffer.getvalue(), comparison), encoding="utf-8")
     return [png, page, text]
 

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 when nothing could be read, runs were named wrongly, or --strict found a fault."""
+    """Returns 0, or 1 when a named log gave nothing, runs were named wrongly, or --strict found a fault."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not (arguments.runs or arguments.verl or arguments.arm):
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     written = write_comparison(comparison, arguments.out or _default_out(comparison.arms[0].logs[0]))
     print(comparison.text)
     print("wrote " + ", ".join(map(str, written)))
-    return 0
+    return 1 if comparison.messages else 0
 
 
 def _compare(arguments: argparse.Namespace) -> Comparison:
@@ -98,6 +98,13 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         missing = ", ".join(shown.metric for shown in panels if shown.metric not in held)
         raise ValueError(f"no log has {missing}; --metrics takes {', '.join(PANELS)}, or a metric's name")
     panels = [shown for shown in panels if shown.metric in held] or [panel("reward")]
+    metrics = [shown.metric for shown in panels]
+    empty += [
+        f"{log.path}: has none of {', '.join(metrics)}; --metrics draws others, e.g. {', '.join(sorted(log.series)[:3])}"
+        for arm in with_curves
+        for log in arm.logs
+        if not any(metric in log.series for metric in metrics)
+    ]
     for arm in with_curves:
         if not arm.clock(arguments.x):
             raise ValueError(f"{arm.label} does not log what --x {arguments.x} needs; --x step always works")

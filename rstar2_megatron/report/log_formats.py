@@ -6,20 +6,23 @@ Each reader fills a `Log` with curves under the names of the file, and with mess
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from rstar2_megatron.report.number_text import cell_number, decimal_mark, is_like_a_number, number
 from rstar2_megatron.report.wandb_file import BrokenFile, read_history
 
 Series = dict[int, float]  # step -> value
 
 EVENT_FILE = "events.out.tfevents"
-LOG_SUFFIXES = (".jsonl", ".csv", ".log", ".txt", ".wandb")
+TABLES = (".csv", ".tsv")
+LOG_SUFFIXES = (".jsonl", *TABLES, ".log", ".txt", ".wandb")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CONSOLE = re.compile(r"\bstep:\s*(\d+)\s+-\s+(.*)")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")  # Ray's, behind a line
@@ -36,6 +39,8 @@ class Log:
     """Steps of each curve whose value is NaN or infinite; `series` has no point there."""
     repeated: set[int] = field(default_factory=set)
     """Steps that are logged more than once with different values; the last counts."""
+    unread: list[str] = field(default_factory=list)
+    """What looks like a number and cannot be read as one, with its step."""
     settings: dict[str, Any] | None = None
     """The run's saved configuration, where it has one."""
     messages: list[str] = field(default_factory=list)
@@ -50,7 +55,7 @@ class Log:
         path = self.path.resolve()
         while path.name in ("metrics.jsonl", "tensorboard", "all") or path.name.startswith(EVENT_FILE):
             path = path.parent
-        return path.stem if path.suffix in LOG_SUFFIXES else path.name
+        return path.stem if path.suffix.lower() in LOG_SUFFIXES else path.name
 
     def add(self, name: str, step: int, value: float) -> None:
         if not math.isfinite(value):
@@ -61,6 +66,13 @@ class Log:
             self.repeated.add(step)
         series[step] = value
 
+    def add_text(self, name: str, step: int, text: str, value: float | None) -> None:
+        """Add the value that was read of a text. None: it has none, which is told of what looks like a number."""
+        if value is not None:
+            self.add(name, step, value)
+        elif is_like_a_number(text):
+            self.unread.append(f"{text.strip()!r} at step {step}")
+
     def aligned(self, name: str) -> Series:
         """A curve with steps counted from 1."""
         shift = 1 - self.first_step
@@ -70,25 +82,25 @@ class Log:
 def read_jsonl(log: Log, path: Path) -> None:
     """Ours `{"step": n, name: value}`, verl's `{"step": n, "data": {...}}`, wandb's `{"_step": n, ...}`."""
     bad: list[int] = []
-    for number, row in _json_rows(path):
+    for place, row in _json_rows(path):
         step = None if row is None else row.get("step", row.get("_step"))
-        if row is None or not isinstance(step, int | float) or not math.isfinite(step):
-            bad.append(number)
+        if row is None or not isinstance(step, int | float) or not float(step).is_integer():
+            bad.append(place)
             continue
         _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
     _report_bad(log, path, bad, "lines")
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+    with _opened(path) as file:
+        for place, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, RecursionError):
                 row = None
-            yield number, row if isinstance(row, dict) else None
+            yield place, row if isinstance(row, dict) else None
 
 
 def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
@@ -97,16 +109,38 @@ def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
         if name == "step" or name.startswith("_") or isinstance(value, bool):
             continue
         if value is None or isinstance(value, str):
-            value = _number(value or "nan")
-        if isinstance(value, int | float):
+            text = value or "nan"
+            log.add_text(name, step, text, number(text))
+        elif isinstance(value, int | float):
             log.add(name, step, float(value))
+
+
+def _opened(path: Path, newline: str | None = None) -> IO[str]:
+    """UTF-8 with or without a byte-order mark, or UTF-16 with one."""
+    with path.open("rb") as file:
+        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    return path.open(encoding="utf-16" if wide else "utf-8-sig", errors="replace", newline=newline)
+
+
+def _table(path: Path) -> tuple[str, list[list[str]]]:
+    """(delimiter, rows): the delimiter that `sep=` before the names says, else one by which they have a column of steps."""
+    with _opened(path, newline="") as file:
+        said, rest = re.match(r"(?:sep=(.)\r?\n)?(.*)", file.read(), re.DOTALL).groups()  # type: ignore[union-attr]
+    for delimiter in said or "\t;,":
+        try:
+            rows = [row for row in csv.reader(io.StringIO(rest, newline=""), delimiter=delimiter) if row]
+        except csv.Error as error:
+            raise ValueError(f"not a table: {error}; export it again") from None
+        if rows and _step_columns(rows[0]):
+            break
+    return delimiter, rows or [[]]
 
 
 def csv_runs(path: Path) -> list[str]:
     """The runs of a wandb export, whose columns are named `RUN - metric`; "" where they are not."""
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        names = next(csv.reader(file), [])
-    runs = {run for name in names if name not in _step_columns(names) for run, _ in [_split_column(name)]}
+    names = _table(path)[1][0]
+    steps = _step_columns(names)
+    runs = {_split_column(name)[0] for name in names if steps and name not in steps}
     return sorted(runs) or [""]
 
 
@@ -121,28 +155,27 @@ def _split_column(name: str) -> tuple[str, str]:
 
 def read_csv(log: Log, path: Path, run: str = "") -> None:
     """The columns of `run` in a wandb export."""
+    delimiter, (names, *rows) = _table(path)
+    steps = _step_columns(names)
+    if not steps:
+        log.messages.append(f"{path}: no column Step, _step or global_step; columns {names}")
+        return
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        log.messages.append(f"{path}: several columns are named {', '.join(twice)} and are left out; rename them")
+    mark = decimal_mark((cell for row in rows for cell in row), delimiter)
     bad: list[int] = []
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        rows = csv.DictReader(file)
-        steps = _step_columns(rows.fieldnames or [])
-        if not steps:
-            log.messages.append(f"{path}: no column Step, _step or global_step; columns {rows.fieldnames}")
-            return
-        for number, row in enumerate(rows, 2):
-            try:
-                step = int(float(row[steps[0]]))
-            except (TypeError, ValueError, OverflowError):
-                bad.append(number)
+    for place, row in enumerate(rows, 2):
+        fits = len(row) >= len(names) and not any(row[len(names) :])
+        step = cell_number(row[names.index(steps[0])], mark) if fits else None
+        if step is None or not step.is_integer():
+            bad.append(place)
+            continue
+        for column, text in zip(names, row):
+            owner, name = _split_column(column)
+            if column in steps or column in twice or owner != run or name.startswith("_") or name.endswith(("__MIN", "__MAX")):
                 continue
-            for column, text in row.items():
-                if column is None or column in steps or not isinstance(text, str):
-                    continue
-                owner, name = _split_column(column)
-                value = _number(text)
-                if owner != run or name.startswith("_") or name.endswith(("__MIN", "__MAX")):
-                    continue
-                if value is not None:
-                    log.add(name, step, value)
+            log.add_text(name, int(step), text, cell_number(text, mark))
     _report_bad(log, path, bad, "rows")
 
 
@@ -160,8 +193,8 @@ def read_wandb(log: Log, path: Path) -> None:
 def read_console(log: Log, path: Path) -> None:
     """verl's console: `step:N - key:value - key:value`, with colour codes and a process prefix before it."""
     found = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+    with _opened(path) as file:
+        for place, line in enumerate(file, 1):
             match = _CONSOLE.search(_COLOUR.sub("", line))
             if not match:
                 continue
@@ -169,12 +202,11 @@ def read_console(log: Log, path: Path) -> None:
             pairs = re.split(r"\s-\s(?=[\w@/.\-]+:)", _REPEATED.sub("", match.group(2)).strip())
             if not line.endswith("\n"):
                 pairs.pop()  # 5 of 512.5 would pass for a value
-                log.messages.append(f"{path}: line {number} has no end; its last value is left out")
+                log.messages.append(f"{path}: line {place} has no end; its last value is left out")
             for pair in pairs:
                 name, colon, text = pair.rpartition(":")
-                value = _number(text) if colon else None
-                if value is not None:
-                    log.add(name.strip(), int(match.group(1)), value)
+                if colon:
+                    log.add_text(name.strip(), int(match.group(1)), text, number(text))
     if not found:
         log.messages.append(f"{path}: no lines of the form `step:N - key:value - ...`")
 
@@ -215,16 +247,6 @@ def _holds_records(path: Path, count: int) -> bool:
             file.seek(offset)
             offset += int.from_bytes(file.read(8), "little") + 16
     return offset == size
-
-
-def _number(text: str) -> float | None:
-    """0.41 of "0.41", "np.float64(0.41)", "tensor(0.41)"; also of nan and inf."""
-    match = re.fullmatch(
-        r"\s*(?:[\w.]+\(\s*)?([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf(?:inity)?))\s*(?:,.*)?\)?\s*",
-        text,
-        re.IGNORECASE,
-    )
-    return float(match.group(1)) if match else None
 
 
 def _report_bad(log: Log, path: Path, bad: list[int], what: str) -> None:

@@ -18,6 +18,7 @@ import yaml
 from rstar2_megatron.report.log_formats import (
     EVENT_FILE,
     LOG_SUFFIXES,
+    TABLES,
     Log,
     Series,
     csv_runs,
@@ -60,7 +61,7 @@ def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
         for place, run, reader in sources or [(path, "", lambda log: None)]
     ]
     if len(logs) > 1:
-        names = ", ".join(log.label for log in logs[:5]) + (", ..." if len(logs) > 5 else "")
+        names = _some([log.label for log in logs])
         logs[0].messages.append(f"{path}: holds {len(logs)} runs, each read by itself ({names})")
     return logs
 
@@ -80,10 +81,19 @@ def _finish(log: Log, reader: Reader, verl: bool) -> Log:
     else:
         log.messages.append(f"{log.path}: no training curves found")
     if log.repeated:
-        steps = ", ".join(map(str, sorted(log.repeated)[:5])) + (", ..." if len(log.repeated) > 5 else "")
+        steps = _some(sorted(log.repeated))
         log.messages.append(f"{log.path}: {len(log.repeated)} steps are logged more than once ({steps}); the last counts")
+    if log.unread:
+        log.messages.append(
+            f"{log.path}: {len(log.unread)} values look like numbers and cannot be read ({_some(log.unread)}); write a point "
+            "before decimals and nothing between thousands"
+        )
     log.settings = _saved_settings(log)
     return log
+
+
+def _some(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:5])) + (", ..." if len(items) > 5 else "")
 
 
 def _name_rewards_of_all(log: Log) -> None:
@@ -136,7 +146,7 @@ def _sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
             offline.setdefault(file.name, []).append(file)
         found = [(files[0], "", partial(_all_wandb, files=files)) for files in offline.values()]
     if not found:
-        files = [file for file in sorted(path.rglob("*")) if file.suffix in LOG_SUFFIXES and file.is_file()]
+        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in LOG_SUFFIXES and file.is_file()]
         found = [source for file in files for source in _file_sources(file)]
     for place, run, reader in found:
         yield (path if len(found) == 1 else place), run, reader
@@ -159,13 +169,13 @@ def _all_wandb(log: Log, files: Sequence[Path]) -> None:
 def _file_sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
     if EVENT_FILE in path.name:
         yield path, "", partial(read_tensorboard, files=[path])
-    elif path.suffix == ".csv":
+    elif path.suffix.lower() in TABLES:
         runs = csv_runs(path)
         for run in runs:
             yield path, run, partial(read_csv, path=path, run=run)
     else:
         readers = {".jsonl": read_jsonl, ".wandb": read_wandb}
-        yield path, "", partial(readers.get(path.suffix, read_console), path=path)
+        yield path, "", partial(readers.get(path.suffix.lower(), read_console), path=path)
 
 
 # ------------------------------------------------------------------------------------------ names and steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,38 @@ def test_missing_tensor_names_it(models: dict[str, Path], tmp_path: Path) -> Non
 def test_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
         hf_weights.HFReader(tmp_path)
+
+
+def broken(source: Path, target: Path, change: dict[str, torch.Tensor]) -> Path:
+    shutil.copytree(source, target)
+    save_file({**load_file(source / "model.safetensors"), **change}, target / "model.safetensors")
+    return target
+
+
+def test_each_rank_refuses_nan_and_infinity_in_what_it_reads(models: dict[str, Path], tmp_path: Path) -> None:
+    """The checks before a start see only a part of a large model's values."""
+    norm, head = "model.layers.3.input_layernorm.weight", "lm_head.weight"
+    stored = load_file(models["qwen2"] / "model.safetensors")
+    stored[norm][7] = float("nan")
+    stored[head][-1, -1] = float("-inf")  # of the second rank
+    reader = hf_weights.HFReader(broken(models["qwen2"], tmp_path / "model", {name: stored[name] for name in (norm, head)}))
+    assert torch.equal(reader.read(head, "rows", 0, 2), stored[head][: len(stored[head]) // 2])
+    for name, kind in ((head, "rows"), (norm, "whole")):
+        with pytest.raises(
+            ValueError, match=rf"/model\.safetensors: {name} holds NaN or infinity; .* take an earlier checkpoint"
+        ):
+            reader.read(name, kind, 1, 2)
+
+
+def test_a_tensor_that_does_not_divide_as_config_says_is_refused(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each of two ranks would read half of its rows, the second one the wrong half."""
+    head = load_file(models["qwen2"] / "model.safetensors")["lm_head.weight"]
+    directory = broken(models["qwen2"], tmp_path / "longer", {"lm_head.weight": torch.cat([head, head[:1]])})
+    with pytest.raises(RuntimeError, match=rf"ValueError: {directory}/model\.safetensors: lm_head\.weight has the shape"):
+        pool.run(training.round_trip, 2, settings(model=TP2), directory, tmp_path / "out", timeout_s=120)
+    pool.close()  # its ranks keep their process group
 
 
 def test_checksum_notices_what_sums_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Every example of docs/inputs.md is what the page says, sentence by sentence."""
+"""Every example of rows and calls in docs/inputs.md is what the page says, sentence by sentence."""
 
 from __future__ import annotations
 

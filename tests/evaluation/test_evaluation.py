@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rstar2_megatron.evaluation.__main__ import configure, default_out, main, parse
+from rstar2_megatron.search.__main__ import main as search
 from tests.e2e.runs import ProgramRun, read_jsonl
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS
 from tests.runs.inputs.models import CONFIG, write_directory
@@ -104,6 +106,20 @@ def test_bad_input_ends_with_2_before_anything_starts(
     model = model_of_context(tmp_path / "model", 4096)
     assert main(["--model", str(model), "--data", str(data), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_bad_weights_end_with_2_and_ignored_ones_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_directory(tmp_path / "model")
+    words = ["--model", str(model), "--data", str(tmp_path / "none.jsonl")]
+    weights = load_file(model / "model.safetensors")
+    save_file(weights, model / "old-backup.safetensors")
+    assert main(words) == 2
+    assert f"note: {model}: old-backup.safetensors (1 files) is not loaded" in capsys.readouterr().err
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, model / "model.safetensors")
+    for program in (main, search):
+        assert program(words) == 2
+        assert f"error: {model}/model.safetensors: model.norm.weight holds NaN or infinity" in capsys.readouterr().err
 
 
 def test_results_of_a_run_lie_in_the_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from rstar2_megatron.model.weight_files import weight_files
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import open_device_bucket
 
@@ -39,7 +41,8 @@ def load_shared(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 def install() -> None:
     """Add the checksum call to the scheduler class, make a tensor that cannot be loaded an error reply, repair a wake-up.
 
-    SGLang does not catch a loader's exception in a tensor update, so the scheduler would die of it.
+    SGLang does not catch a loader's exception in a tensor update, so the scheduler would die of it. Without an index it loads
+    every *.safetensors of a directory, one over the other, and with one those that lie beside it; here it loads the actor's.
     """
     # Imported here: other processes import this module without SGLang.
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -47,10 +50,14 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.model_loader.loader import DefaultModelLoader
 
     setattr(Scheduler, CHECKSUM_METHOD, _write_checksums)
     update = WeightUpdater.update_weights_from_tensor
     resume = SchedulerWeightUpdaterManager.resume_memory_occupation
+
+    def same_files(self: Any, model_path: str, *args: Any, **kwargs: Any) -> tuple[str, list[str], bool]:
+        return model_path, [str(file) for file in weight_files(Path(model_path))], True
 
     def update_or_refuse(self: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         try:
@@ -65,6 +72,7 @@ def install() -> None:
             clear_padding(self.scheduler.req_to_token_pool)
         return answer
 
+    DefaultModelLoader._prepare_weights = same_files
     WeightUpdater.update_weights_from_tensor = update_or_refuse
     SchedulerWeightUpdaterManager.resume_memory_occupation = resume_with_padding
 

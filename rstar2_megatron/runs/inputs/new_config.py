@@ -13,7 +13,8 @@ import yaml
 
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.runs.inputs.model_files import tokenizer_problems, weight_problems
+from rstar2_megatron.model.weight_files import weight_problems
+from rstar2_megatron.runs.inputs.model_files import tokenizer_problems
 from rstar2_megatron.settings.load import ConfigError, load, users_path
 from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.planning.plan import make_plan

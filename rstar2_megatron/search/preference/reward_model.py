@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.evaluation.services import SamplingSettings
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.model.weight_files import weight_problems
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.rollout.engine.reward_engine import SERVED, RewardEngine
 from rstar2_megatron.search.values import Prefix
@@ -85,6 +86,8 @@ def check_reward_model(reward: Path, policy: Path, context_tokens: int) -> None:
             f"{word!r} is {theirs.get(word)} there, {ours.get(word)} here): its scores of the policy's token ids would mean "
             "nothing; train one from a model with the policy's tokenizer"
         )
+    for problem in weight_problems(reward, model):
+        raise ValueError(f"--reward-model {problem}")
 
 
 def _architecture(directory: Path) -> str:

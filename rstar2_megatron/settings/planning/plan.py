@@ -45,7 +45,7 @@ def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
     Raises ValueError for a config.json that the actor does not support.
     """
     path = settings.rollout.model.model_path
-    if (Path(path) / "config.json").is_file():
+    if Path(path).is_dir():
         scores = settings.runner.task_type == "preference"
         return ModelConfig.from_directory(path, scores=scores), "config.json"
     return known_model(path), "by the directory's name"

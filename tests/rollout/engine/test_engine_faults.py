@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rstar2_megatron.rollout.engine.client import EngineClient
@@ -118,5 +119,18 @@ async def test_two_ranks_share_a_model_and_refuse_weights_together(tiny_model: P
             await client.update_weights(from_both(good, broken), version=2)
         await client.update_weights(from_both(good, good), version=3)
         assert await client.weights_checksum() == weights_checksum(more.items())
+    finally:
+        await client.close()
+
+
+async def test_an_engine_loads_the_files_that_the_actor_loads(tiny_model: Path, tmp_path: Path) -> None:
+    """SGLang alone would load the backup over the model."""
+    directory = shutil.copytree(tiny_model, tmp_path / "model")
+    good = load_file(tiny_model / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in good.items()}, directory / "old-backup.safetensors")
+    client = EngineClient(settings_for(directory), name="a backup")
+    try:
+        await client.start()
+        assert await client.weights_checksum() == weights_checksum(good.items())
     finally:
         await client.close()

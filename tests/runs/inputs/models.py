@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "vocab_size": 640,
     "hidden_size": 64,
     "intermediate_size": 128,

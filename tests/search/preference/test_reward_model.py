@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from rstar2_megatron.search.__main__ import main
@@ -63,6 +64,14 @@ def test_refusals(model: Path, reward: Path, tmp_path: Path) -> None:
     shutil.copytree(reward, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(ValueError, match=r"has no tokenizer|has another vocabulary"):
         check_reward_model(bare, model, 100)
+    headless = shutil.copytree(reward, tmp_path / "headless")
+    save_file(
+        {k: v for k, v in load_file(reward / "model.safetensors").items() if "score" not in k}, headless / "model.safetensors"
+    )
+    with pytest.raises(
+        ValueError, match=r"--reward-model .*headless has no tensor score.weight, which its config.json asks for"
+    ):
+        check_reward_model(headless, model, 100)
     experts = write_model(tmp_path / "experts", experts={})
     config = json.loads((experts / "config.json").read_text())
     config["architectures"], config["id2label"] = ["Qwen3MoeForSequenceClassification"], {"0": "LABEL_0"}

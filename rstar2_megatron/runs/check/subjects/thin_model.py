@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.model.config_json import DEFAULTS
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.check.context import Context
@@ -16,13 +17,6 @@ from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 
 LAYERS = 2
 _MORE_TIME = 1e9  # so many parameters double every later deadline
-_KINDS = {
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-}
 _NOT_COPIED = {"config.json", "generation_config.json"}
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "chat_template", "special")
 
@@ -60,7 +54,7 @@ def _as_dict(model: ModelConfig) -> dict[str, Any]:
     fields = asdict(model)
     raw: dict[str, Any] = {
         "architectures": [model.architecture],
-        "model_type": _KINDS[model.architecture],
+        "model_type": DEFAULTS[model.architecture]["model_type"],
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
         "rope_parameters": {
@@ -94,7 +88,7 @@ def build(job: Job, raw: dict[str, Any], directory: str, precision: str, tokeniz
 
     target = Path(directory)
     torch.manual_seed(0)
-    kind = raw.get("model_type") or _KINDS[raw["architectures"][0]]
+    kind = raw.get("model_type") or DEFAULTS[raw["architectures"][0]]["model_type"]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config = AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
