@@ -100,9 +100,9 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
     try:
         cluster.start()
         groups = {
-            "actor": cluster._launch(PaperActor, "Actors", "actor", settings),
-            "engine": cluster._launch(PaperRollout, "Rollouts", "rollout", settings, "cpu", max_concurrency=256),
-            "reward": cluster._launch(PaperReward, "Rewards", "reward", settings.reward, max_concurrency=16),
+            "actor": cluster.launch(PaperActor, "Actors", "actor", settings),
+            "engine": cluster.launch(PaperRollout, "Rollouts", "rollout", settings, "cpu", max_concurrency=256),
+            "reward": cluster.launch(PaperReward, "Rewards", "reward", settings.reward, max_concurrency=16),
         }
         known = {pid: kind for kind, g in groups.items() for pid in g.call("process_id", timeout_s=_START_S)}
         start = (str(tokenizer), options.mean_tokens, options.max_tokens)

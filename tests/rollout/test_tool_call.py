@@ -79,7 +79,6 @@ def test_bad_calls_carry_a_useful_message(text: str, status: CallStatus, words: 
 PROSE = st.sampled_from(["I use the <tool_call> format. ", "`<tool_call>` and `</tool_call>`: ", "<tool_call>: ", "so "])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(PROSE, st.integers(0, 9)), max_size=8))
 def test_calls_are_found_among_any_prose(parts: list[str | int]) -> None:
     """Every real call is run, in order, and no prose is one."""
