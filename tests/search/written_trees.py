@@ -14,6 +14,7 @@ from rstar2_megatron.search.mcts import MCTS
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.tree_file import TreeFile, tree_row
 from rstar2_megatron.trajectory import FinishReason, Problem
+from tests.e2e.runs import read_jsonl
 from tests.search.scripted import drive, settings
 
 PROMPT = "What is 12+5?"
@@ -56,8 +57,7 @@ def write_trees(path: Path, tokenizer: Any, count: int = 4, *, stray: int | None
 def trees(path: Path) -> dict[str, Any]:
     """Nodes by query id, without what differs between equal trees: seconds, and log-probs in the last bits."""
     found = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        row = json.loads(line)
+    for row in read_jsonl(path):
         for node in row["nodes"]:
             if node["step"] is not None:
                 del node["step"]["logprobs"]
