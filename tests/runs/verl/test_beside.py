@@ -1,4 +1,4 @@
-"""verl beside this project: the arms' settings, and, in the ci tier, three steps of verl itself."""
+"""verl beside this project: the arms' settings, and, for a release, three steps of verl itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_finished_runs_are_drawn_and_not_run_again(tmp_path: Path) -> None:
     assert "grpo - verl: +0.100 at trajectories 256" in text
 
 
-@pytest.mark.ci
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_three_steps_of_verl_itself(memorised_model: Path, tmp_path: Path) -> None:
     """verl's trainer, agent loop and engine with this project's tool, judge and grader. The model knows one of the prompts."""
