@@ -30,9 +30,11 @@ try:
         def eat(self):
             import time
             kept = []
-            while len(kept) < 80:  # 10 GB at most
+            while len(kept) < 48:  # 6 GB at most
                 kept.append(bytearray(os.urandom(1 << 20) * 128))
                 time.sleep(0.1)
+            while True:
+                time.sleep(1)  # until the monitor has looked
 
     worker = Hungry.remote()
     try:
