@@ -29,6 +29,7 @@ await_cluster(load_settings("rstar2-tiny-cpu", ["cluster.num_nodes=2", "cluster.
 """
 
 
+@pytest.mark.ci
 def test_a_head_that_never_gets_its_nodes_is_an_error_in_time(cluster: TrainingCluster) -> None:
     """In a process of its own, because this one is connected to the head already."""
     done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=200)

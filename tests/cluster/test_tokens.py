@@ -63,6 +63,7 @@ def test_workers_keep_what_a_batch_is_not_done_with(holders: WorkerGroup, sender
         source.fetch([there[2]])
 
 
+@pytest.mark.ci
 def test_a_batch_larger_than_the_store_arrives_whole(holders: WorkerGroup, senders: WorkerGroup) -> None:
     """Ray moves blocks to the disk of its session directory, and back when they are read."""
     source = TokenSource(holders, 120.0)
@@ -76,6 +77,7 @@ def test_a_batch_larger_than_the_store_arrives_whole(holders: WorkerGroup, sende
         assert senders.call("sums", batch, 3, timeout_s=CALL_S)[0] == expected
 
 
+@pytest.mark.ci
 def test_blocks_of_a_dead_worker_are_a_clear_error(holders: WorkerGroup, senders: WorkerGroup) -> None:
     """It kills the holders: no later test uses them."""
     there, _ = held(holders, 2)

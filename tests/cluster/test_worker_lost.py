@@ -25,6 +25,7 @@ from tests.cluster.weight_ends import Fault, Receiver, Sender
 NEVER_S = 1000.0  # a deadline that no sync here may wait for: the death itself ends the wait
 
 
+@pytest.mark.ci
 def test_an_actor_rank_that_dies_in_a_sync_is_named_at_once(
     launch: Launch, settings: Settings, receivers: WorkerGroup, tmp_path: Path
 ) -> None:
