@@ -33,10 +33,10 @@ def _own_directory(controller: str) -> tuple[Path, int]:
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             return _MOUNT / controller / path.lstrip("/"), 1
-    return _own_unified_directory(), 2
+    return own_unified_directory(), 2
 
 
-def _own_unified_directory() -> Path:
+def own_unified_directory() -> Path:
     """This process's group of version 2, which is also mounted beside hierarchies of version 1."""
     for mount in (_MOUNT, _MOUNT / "unified"):
         if (mount / "cgroup.controllers").exists():
@@ -47,7 +47,7 @@ def _own_unified_directory() -> Path:
     raise OSError(errno.ENOENT, "no control groups of version 2")
 
 
-def _enable(controller: str, directory: Path) -> None:
+def enable(controller: str, directory: Path) -> None:
     """Let the children of a group of version 2 have a controller. Raises OSError."""
     for ancestor in (*reversed(directory.parents), directory):
         try:
@@ -237,12 +237,12 @@ class GroupTree:
         self.without_cpu: OSError | None = None  # why there are no CPU groups
         self._version = version
         if version == 2:
-            _enable("memory", base)
+            enable("memory", base)
         self.roots = [_make_root(base)]
         self.slots: list[SlotGroup] = []
         try:
             if version == 2:
-                _enable("memory", self.roots[0])
+                enable("memory", self.roots[0])
             _share_memory(base, version)
             cpu = parent = None
             try:
@@ -259,7 +259,7 @@ class GroupTree:
     def _cpu_root(self, memory_version: int) -> Path:
         if memory_version == 2:
             for directory in (self.roots[0].parent, self.roots[0]):
-                _enable("cpu", directory)
+                enable("cpu", directory)
             return self.roots[0]
         base, version = _own_directory("cpu")
         if version != 1:
@@ -270,7 +270,7 @@ class GroupTree:
     def _freezer_root(self, memory_version: int) -> Path | None:
         if memory_version == 1:
             try:
-                self.roots.append(_make_root(_own_unified_directory()))
+                self.roots.append(_make_root(own_unified_directory()))
             except OSError:
                 return None
         return self.roots[-1]

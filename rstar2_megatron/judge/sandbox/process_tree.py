@@ -122,11 +122,13 @@ class Supervision:
         group: SlotGroup | None,
         on_demotion: Callable[[], None],
         cpu_before_s: float = 0.0,
+        usage: Callable[[int], Usage] = usage_of,
     ) -> None:
         """`find_pid` is called at the first look; most calls end before it. `on_demotion` is called once, when the call
         sleeps, has run for `_PERMIT_S`, or has used its slice of CPU: another call may begin. `cpu_before_s`: used by a
         session's earlier calls."""
         self.find_pid = find_pid
+        self.usage = usage
         self.started = started
         self.limit_s = limit_s
         self.group = group
@@ -140,7 +142,7 @@ class Supervision:
         self._is_demoted = False
 
     def look(self, now: float) -> None:
-        usage = usage_of(self.find_pid())
+        usage = self.usage(self.find_pid())
         self.cpu_s = usage.cpu_s - self._cpu_before_s
         if not usage.is_running:  # what a late look tells is not true of all the time before it
             self.slept_s += min(now - self._last_look, 2 * _LATER_LOOK_S)

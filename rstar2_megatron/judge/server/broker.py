@@ -25,7 +25,6 @@ from rstar2_megatron.reward.pool import GRADER_TIMEOUT, GraderLost, GraderPool
 
 log = logging.getLogger(__name__)
 _GRACE_S = 15.0 + 2 * HEARTBEAT_TTL_S  # beyond the time limits of a call that runs twice
-_CHECK_S = 5.0
 _PREPARED_AT_ONCE = 64  # submissions of a batch between two turns of the event loop
 LONG_QUEUE_TIME_LIMIT_S = 3600.0  # of the long-batch routes, as the public server's
 _CACHED = (Outcome.OK, Outcome.ERROR)  # the others are no property of the program
@@ -49,13 +48,17 @@ class Ticket:
 class Broker:
     """Submits jobs and waits for their answers."""
 
-    def __init__(self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache: bool = False) -> None:
-        """With `cache`, identical stateless calls of a client are one job while its answer is kept."""
+    def __init__(
+        self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache: bool = False, check_s: float = 5.0
+    ) -> None:
+        """With `cache`, identical stateless calls of a client are one job while its answer is kept. Every `check_s` the broker
+        looks whether Redis knows the pending jobs."""
         self.queue = queue
         self.limits = limits
         self._ceiling = limits._replace(output_chars=MEGABYTE)
         self.cache = cache
         self.queue_time_limit_s = queue_time_limit_s
+        self.check_s = check_s
         self.name = uuid.uuid4().hex
         self.waiting: dict[str, list[Ticket]] = {}  # unanswered calls by their job's key
         self._all_read_at = 0.0  # a monotonic time at which Redis held no answer that is not read by now
@@ -260,7 +263,7 @@ class Broker:
         unknown: set[str] = set()
         seen_at = 0.0
         while True:
-            await asyncio.sleep(_CHECK_S)
+            await asyncio.sleep(self.check_s)
             if unknown and self._all_read_at < seen_at:
                 continue  # their answers may be among those that wait to be read
             try:

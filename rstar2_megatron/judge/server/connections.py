@@ -7,12 +7,11 @@ import resource
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_S = 15.0  # from a connection's start, or a request's first byte, to the end of its head
-
 
 class BoundedProtocol(HttpToolsProtocol):
     """Closes a connection whose head does not come in time, or that takes the second half of this process's descriptors."""
 
+    head_s = 15.0  # from a connection's start, or a request's first byte, to the end of its head
     _closing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -35,7 +34,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _await_head(self) -> None:
-        self._closing = self.loop.call_later(HEAD_S, self.transport.close)
+        self._closing = self.loop.call_later(self.head_s, self.transport.close)
 
     def _stop_waiting(self) -> None:
         if self._closing is not None:

@@ -21,7 +21,6 @@ class SessionGone(Exception):
     """The call needs the interpreter of a session that is not open at this worker; the text says why."""
 
 
-EVICTABLE_AFTER_S = 20.0  # a session that was unused for so long makes room for a client with fewer
 _REPLAY_S = 20.0  # all cells together
 _KEPT_ANSWERS = 4
 _REPLAYED = ("ok", "error")
@@ -57,6 +56,8 @@ class _Turns:
 
 class Sessions:
     """Opens, finds and ends the sessions of a worker."""
+
+    evictable_after_s = 20.0  # a session that was unused for so long makes room for a client with fewer
 
     def __init__(self, pool: SlotPool, time_to_live_s: float, queue: JobQueue) -> None:
         self.pool = pool
@@ -167,7 +168,7 @@ class Sessions:
         """
         if self.pool.session_room:
             return []
-        oldest = time.monotonic() - EVICTABLE_AFTER_S
+        oldest = time.monotonic() - self.evictable_after_s
         waiting, before = await self.queue.waiting_openers(), self._waited
         self._waited = waiting
         wanted = Counter({client: count for client, count in waiting.items() if client in before})

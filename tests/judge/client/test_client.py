@@ -7,27 +7,29 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
+import httpx
 import pytest
 
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeRejected, JudgeUnavailable
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
+from tests.judge.calls import HELD, let_go, until_marked
+from tests.judge.waiting import until
 
 
 @pytest.fixture
 async def client(judge: JudgeService) -> AsyncIterator[JudgeClient]:
-    async with JudgeClient(judge.url, time_limit_s=2.0) as client:
+    async with JudgeClient(judge.url, time_limit_s=1.0) as client:
         yield client
 
 
 async def test_results_are_typed(client: JudgeClient) -> None:
-    programs = ["1 + 1", "1 / 0", "while True: pass", "import sys; sys.exit(3)"]
+    programs = ["1 + 1", "1 / 0", "import time; time.sleep(60)", "import sys; sys.exit(3)"]
     results = await asyncio.gather(*(client.run(p) for p in programs))
     assert [r.outcome for r in results] == [Outcome.OK, Outcome.ERROR, Outcome.TIMEOUT, Outcome.ERROR]
     assert results[0].ok and results[0].stdout == "2\n"
     assert results[3].exit_code == 3
-    assert results[2].seconds >= 2.0  # the client's time limit, below the service's
+    assert results[2].seconds >= 1.0
     assert not any(r.is_infrastructure for r in results)
     counters = client.counters
     assert (counters["calls"], counters["retries"], counters["outcome_timeout"]) == (4, 0, 1)
@@ -85,12 +87,12 @@ def test_a_url_without_scheme_is_refused() -> None:
 
 
 async def test_calls_travel_together_and_each_comes_back_when_it_is_ready(judge: JudgeService) -> None:
-    async with JudgeClient(judge.url, batch_size=4, batch_window_s=0.05) as client:
-        slow = asyncio.create_task(client.run("import time; time.sleep(1.5); print('slow')"))
+    async with JudgeClient(judge.url, time_limit_s=60.0, batch_size=4, batch_window_s=0.05) as client:
+        slow = asyncio.create_task(client.run(HELD))
         quick = [asyncio.create_task(client.run(f"print({i})")) for i in range(3)]
         results = await asyncio.gather(*quick)
         assert [r.stdout for r in results] == ["0\n", "1\n", "2\n"] and not slow.done()
-        assert (await slow).stdout == "slow\n"
+        assert [r.stdout for r in await let_go(judge, slow)] == ["done\n"]
 
 
 async def test_a_call_waits_for_no_other_while_it_is_alone(judge: JudgeService) -> None:
@@ -133,15 +135,25 @@ async def test_a_batch_that_breaks_off_is_sent_again() -> None:
     assert again["sub_id"] == first["submissions"][1]["sub_id"]
 
 
-async def test_calls_that_are_cancelled_end_at_the_judge(judge: JudgeService) -> None:
-    async with JudgeClient(judge.url) as client:
-        calls = [asyncio.create_task(client.run("import time; time.sleep(60)")) for _ in range(2)]
-        await asyncio.sleep(0.5)
-        for call in calls:
+async def test_a_client_that_leaves_ends_its_calls_at_the_judge(judge: JudgeService) -> None:
+    """Those that run and those that wait, of this client and of one that sends a plain request."""
+    endless = {"type": "python", "solution": HELD, "options": {"time_limit_s": "60"}}
+    async with JudgeClient(judge.url, time_limit_s=60.0) as client, httpx.AsyncClient(trust_env=False, timeout=60) as plain:
+
+        async def queued() -> int:
+            return int((await plain.get(f"{judge.url}/status")).json()["queue"])
+
+        async def one_is_queued() -> bool:
+            return await queued() == 1
+
+        calls = [asyncio.create_task(client.run(HELD)), asyncio.create_task(plain.post(f"{judge.url}/run", json=endless))]
+        await until_marked(judge, 2)
+        calls.append(asyncio.create_task(client.run(HELD)))
+        await until(one_is_queued, "the third call waits")
+        for call in reversed(calls):
             call.cancel()
-        started = asyncio.get_running_loop().time()
-        assert (await client.run("1")).ok
-        assert asyncio.get_running_loop().time() - started < 1.5  # of the 2 s they would still have run
+        await until_marked(judge, 0)
+        assert await queued() == 0
 
 
 class Scripted:
@@ -214,15 +226,16 @@ async def test_refusal_is_not_retried() -> None:
 
 
 async def test_a_late_answer_is_no_outage(judge: JudgeService) -> None:
-    crowd = [{"type": "python", "solution": "import time; time.sleep(2.5)"}] * 2
-    async with aiohttp.ClientSession() as others, JudgeClient(judge.url, request_timeout_s=1.0, max_outage_s=0.1) as client:
-        busy = asyncio.create_task(others.post(f"{judge.url}/run/batch", json={"submissions": crowd}))
-        async with asyncio.timeout(20):
-            while (await (await others.get(f"{judge.url}/status")).text()).find('"running":2') < 0:
-                await asyncio.sleep(0.05)
-            assert (await client.run("1 + 1")).ok
-            await busy
-        assert client.counters["failed_timeout"] >= 1 and client.counters["outages"] == 0
+    async with (
+        JudgeClient(judge.url, time_limit_s=60.0) as others,
+        JudgeClient(judge.url, request_timeout_s=0.3, max_outage_s=0.1) as client,
+    ):
+        busy = [asyncio.create_task(others.run(HELD)) for _ in range(2)]
+        await until_marked(judge, 2)
+        late = asyncio.create_task(client.run("1 + 1"))
+        await until(lambda: client.counters.get("failed_timeout"), "a request took too long")
+        await let_go(judge, *busy)
+        assert (await late).ok and client.counters["outages"] == 0
 
 
 async def test_a_judge_that_answers_nothing_is_away() -> None:

@@ -6,18 +6,19 @@ machine does not give is skipped by that layer's name.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
+from tests.judge.calls import HELD, let_go, until_marked
 from tests.judge.conftest import SECRET, Run
 from tests.judge.sandbox.conftest import need
 
@@ -111,40 +112,33 @@ print(wrote)
     assert run(program)["stdout"] == "[]\n"
 
 
-def test_a_call_sees_nothing_of_its_sibling(run: Run, layers: set[str]) -> None:
+async def test_a_call_sees_nothing_of_its_sibling(judge: JudgeService, layers: set[str]) -> None:
     """While another call runs with a secret in its directory, memory, arguments and environment."""
     need(layers, "pid_namespace", "private_tmpfs")
     sibling = f"""
-import os, time
+import os
 os.environ['HIDDEN'] = {SECRET!r}
 open('hidden', 'w').write({SECRET!r})
 os.mkfifo('fifo'); os.symlink('/', 'root')
-time.sleep(1.5)
-print('undisturbed')
-"""
+{HELD}"""
     search = """
-import glob, os, time
-time.sleep(0.5)
+import glob, os
 found = []
-for pattern in ('/tmp/*', '/dev/shm/*', '/proc/[0-9]*/root/tmp/*', '/proc/[0-9]*/cwd/*', '/proc/[0-9]*/environ',
-                '/proc/[0-9]*/fd/*', '/proc/[0-9]*/task/*/fd/*', '/proc/self/root/tmp/*', '/proc/1/map_files/*'):
+for pattern in ('/tmp/*', '/tmp/*/*', '/dev/shm/*', '/proc/[0-9]*/root/tmp/*/*', '/proc/[0-9]*/cwd/*', '/proc/[0-9]*/environ',
+                '/proc/[0-9]*/fd/*', '/proc/[0-9]*/task/*/fd/*', '/proc/self/root/tmp/*/*', '/proc/1/map_files/*'):
     for path in glob.glob(pattern):
         if path.rsplit('/', 1)[1] not in '012':
             try: found.append('a-secret' '-of-the-service' in open(path, errors='replace').read())
             except OSError: pass
 print(any(found), [p for p in range(1, 5000) if p != os.getpid() and os.path.exists(f'/proc/{p}')])
 """
-    answers: dict[str, dict[str, Any]] = {}
-    threads = [
-        threading.Thread(target=lambda name=name, code=code: answers.update({name: run(code)}))  # type: ignore[misc]
-        for name, code in (("sibling", sibling), ("search", search))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert answers["search"]["stdout"] == "False []\n", answers["search"]["stderr"]
-    assert answers["sibling"]["stdout"] == "undisturbed\n"
+    async with JudgeClient(judge.url, time_limit_s=60.0) as client:
+        other = asyncio.create_task(client.run(sibling))
+        await until_marked(judge, 1)
+        told = await client.run(search)
+        (undisturbed,) = await let_go(judge, other)
+    assert told.stdout == "False []\n", told.stderr
+    assert undisturbed.stdout == "done\n"
 
 
 def test_descriptor_tricks_open_nothing(run: Run, layers: set[str]) -> None:
@@ -228,19 +222,16 @@ def test_stdin_cannot_be_used_to_reach_others(run: Run) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs several uids")
-def test_each_slot_has_its_own_uid(run: Run, layers: set[str]) -> None:
+async def test_each_slot_has_its_own_uid(judge: JudgeService, layers: set[str]) -> None:
     need(layers, "own_uid")
-    seen: list[str] = []
-    program = "import os, time; time.sleep(0.5); print(os.getuid())"
-    threads = [threading.Thread(target=lambda: seen.append(run(program)["stdout"])) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(set(seen)) == 2 and "0\n" not in seen
+    async with JudgeClient(judge.url, time_limit_s=60.0) as client:
+        calls = [asyncio.create_task(client.run(HELD)) for _ in range(2)]
+        uids = {process.uids().real for process in await until_marked(judge, 2)}
+        await let_go(judge, *calls)
+    assert len(uids) == 2 and 0 not in uids
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     program=st.one_of(
         st.text(max_size=200),
@@ -249,7 +240,7 @@ def test_each_slot_has_its_own_uid(run: Run, layers: set[str]) -> None:
     )
 )
 def test_random_programs_never_take_the_service_down(http: httpx.Client, program: str) -> None:
-    body = {"type": "python", "solution": program, "input": program[:10], "options": {"time_limit_s": "1"}}
+    body = {"type": "python", "solution": program, "input": program[:10], "options": {"time_limit_s": "0.3"}}
     response = http.post("/run", content=json.dumps(body).encode(), headers={"content-type": "application/json"})
     if response.status_code != 422:  # lone surrogates are no valid JSON text
         assert response.json()["reason"] in ("", "worker_timeout")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -18,19 +14,14 @@ from benchmarks.judge.programs import in_public_template
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
+from tests.judge.calls import HELD, until_marked
 from tests.judge.conftest import Run
-from tests.judge.waiting import until
-from tests.judge.worker.test_faults import busy_slots, gone
+from tests.judge.sandbox.conftest import need
 
 LIBRARIES = ["", "import numpy\n"]  # which of a slot's two call parents is used
 
 
-@pytest.fixture(scope="module")
-def single() -> Iterator[JudgeService]:
-    with JudgeService(workers=1, time_limit_s=10.0) as service:
-        yield service
-
-
+@pytest.mark.ci
 def test_a_call_ended_at_any_moment_leaves_its_program_to_nobody() -> None:
     program = """
 import os, random, time
@@ -83,7 +74,7 @@ def test_a_program_longer_than_a_message(run: Run, library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-async def test_no_program_or_output_is_in_a_later_calls_memory(single: JudgeService, library: str) -> None:
+async def test_no_program_or_output_is_in_a_later_calls_memory(judge: JudgeService, library: str) -> None:
     # The word is in two halves here, so that what looks does not find itself.
     look = """
 import ctypes
@@ -96,62 +87,39 @@ for line in open("/proc/self/maps"):
         found += (ctypes.c_char * (end - start)).from_address(start).raw.count(word)
 print(found)
 """
-    async with JudgeClient(single.url) as client:
-        before = await client.run(library + look)
-        told = await client.run(library + "print('mark-of' + '-another')  # mark-of-another")
-        assert told.stdout == "mark-of-another\n"
-        after = await client.run(library + look)
-        here = await client.run(library + "kept = 'mark-of-another'\n" + look)
-    assert before.ok and after.stdout == before.stdout, before.stderr
-    assert int(here.stdout) > int(before.stdout)  # it does find what is there
+
+    async def in_both_slots(client: JudgeClient, program: str) -> set[str]:
+        """Slots take turns."""
+        results = [await client.run(library + program) for _ in range(2)]
+        assert all(result.ok for result in results), results
+        return {result.stdout for result in results}
+
+    async with JudgeClient(judge.url, batch_size=1) as client:
+        before = await in_both_slots(client, look)
+        told = await in_both_slots(client, "print('mark-of' + '-another')  # mark-of-another")
+        assert told == {"mark-of-another\n"}
+        assert await in_both_slots(client, look) == before
+        here = await in_both_slots(client, "kept = 'mark-of-another'\n" + look)
+    assert min(map(int, here)) > max(map(int, before))  # it does find what is there
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_call_does_not_outlive_its_slot(single: JudgeService, library: str) -> None:
-    async with JudgeClient(single.url, time_limit_s=10.0) as client:
-        call = asyncio.create_task(client.run(library + "import time; time.sleep(60)"))
-        await until(lambda: busy_slots(single), "the call runs")
-        parent = busy_slots(single)[0]
-        (process,) = parent.children()
-        # zygote > slot > call parent, and zygote > library zygote > call parent
-        zygote = parent.parents()[1]
-        (slot,) = [p for p in zygote.children() if _is_slot(p)]
-        slot.send_signal(signal.SIGKILL)
-        await until(lambda: gone(process), "its call has ended", timeout_s=5.0)
-        await until(lambda: gone(parent), "its call parent has ended", timeout_s=5.0)
-        call.cancel()  # it is being done once more
-        await asyncio.gather(call, return_exceptions=True)
-        assert (await client.run(library + "1 + 1")).stdout == "2\n"
-
-
-async def test_a_call_ends_before_its_mount_namespace_is_dropped(single: JudgeService) -> None:
+async def test_a_call_ends_before_its_mount_namespace_is_dropped(judge: JudgeService, layers: set[str]) -> None:
     """Its parent has the namespace too: the kernel drops one only when all cores have rested, which may take 100 ms."""
-    async with JudgeClient(single.url, time_limit_s=10.0) as client:
-        if "private_tmpfs" not in await _layers(single):
-            pytest.skip("this machine gives calls no mount namespaces")
-        call = asyncio.create_task(client.run("open('left', 'w').close(); import time; time.sleep(60)"))
-        await until(lambda: busy_slots(single), "the call runs")
-        parent = busy_slots(single)[0]
-        (process,) = parent.children()
+    need(layers, "private_tmpfs")
+    async with JudgeClient(judge.url, time_limit_s=60.0) as client:
+        call = asyncio.create_task(client.run(f"open('left', 'w').close()\n{HELD}"))
+        (process,) = await until_marked(judge, 1)
+        parent = process.parent()
+        assert parent is not None
         assert _mount_namespace(process) == _mount_namespace(parent) != _mount_namespace(psutil.Process())
         process.kill()
         assert (await call).outcome == Outcome.KILLED
-        assert (await client.run("import os; os.listdir('.')")).stdout == "[]\n"  # in a namespace of its own
+        for _ in range(2):  # in namespaces of their own, in both slots
+            assert (await client.run("import os; os.listdir('.')")).stdout == "[]\n"
 
 
 def _mount_namespace(process: psutil.Process) -> str:
     return os.readlink(f"/proc/{process.pid}/ns/mnt")
-
-
-async def _layers(service: JudgeService) -> list[str]:
-    async with httpx.AsyncClient() as http:
-        (worker,) = (await http.get(f"{service.url}/status")).json()["workers"].values()
-    return list(worker["isolation"]["active"])
-
-
-def _is_slot(process: psutil.Process) -> bool:
-    """Not the library zygote, which has imported numpy."""
-    return "numpy" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 @pytest.mark.parametrize("library", [True, False])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.sandbox.output import Output
-from tests.judge.conftest import TIME_LIMIT_S, Run
-from tests.judge.sandbox.conftest import need
+from tests.judge.calls import HELD, let_go, until_marked
+from tests.judge.conftest import Run
+from tests.judge.sandbox.conftest import SURVIVOR, need
 
 pytestmark = pytest.mark.usefixtures("service_untouched")
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("service_untouched")
     ],
 )
 def test_ten_gigabytes_of_memory(run: Run, program: str) -> None:
-    result = run(program, options={"time_limit_s": "2"})
+    result = run(program, options={"time_limit_s": "0.5"})
     assert result["outcome"] in ("memory", "error", "timeout") and not result["run_success"]
 
 
@@ -42,7 +44,7 @@ try:
     for i in range(100_000): os.mkdir(f'd{i}'); made += 1
 except OSError as error: print(error.errno, end=' ')
 try:
-    fd = os.open('/tmp/d0/f', os.O_CREAT | os.O_WRONLY)
+    fd = os.open('d0/f', os.O_CREAT | os.O_WRONLY)
     os.posix_fallocate(fd, 0, 10 << 30)
 except OSError as error: print(error.errno, end=' ')
 print(made < 10_001)
@@ -53,7 +55,7 @@ print(made < 10_001)
 @pytest.mark.parametrize("number", [1, 2, 3, 6, 9, 11, 13, 14, 15, 19, 24, 31])
 def test_signals_to_itself_end_only_itself(run: Run, number: int) -> None:
     program = f"import os, signal\nif os.fork() == 0:\n    os.kill(os.getpid(), {number})\nos.kill(os.getpid(), {number})"
-    result = run(program, options={"time_limit_s": "1"})
+    result = run(program, options={"time_limit_s": "0.3"})
     assert result["reason"] in ("", "worker_timeout")
 
 
@@ -67,53 +69,62 @@ def test_signals_to_itself_end_only_itself(run: Run, number: int) -> None:
     ],
 )
 def test_deep_recursion_ends_only_itself(run: Run, program: str) -> None:
-    result = run(program)
+    result = run(program, options={"time_limit_s": "0.5"})
     assert not result["run_success"] and result["reason"] in ("", "worker_timeout")
 
 
-def test_a_call_goes_first_when_memory_is_short(run: Run, judge: JudgeService) -> None:
-    for _ in range(2):
-        assert run("print(open('/proc/self/oom_score_adj').read(), end='')")["stdout"] == "1000\n"
-    assert judge.process is not None
-    own = Path(f"/proc/{judge.process.pid}/oom_score_adj").read_text()
-    scores: list[str] = []
-    deadline = time.monotonic() + 10  # an earlier test may have ended a slot, whose successor is on its way
-    # Redis, worker, launcher, two zygotes, two slots, each with two call parents; an open session's interpreter has a
-    # call's score.
-    while scores.count(own) < 11 and time.monotonic() < deadline:
-        scores = []
-        for process in psutil.Process(judge.process.pid).children(recursive=True):
-            with contextlib.suppress(OSError):  # it has just ended
-                scores.append(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
-    assert scores.count(own) >= 11, scores
+@pytest.mark.parametrize("library", ["", "import numpy\n"])
+async def test_a_call_goes_first_when_memory_is_short(judge: JudgeService, library: str) -> None:
+    async with JudgeClient(judge.url, time_limit_s=60.0) as client:
+        for _ in range(2):  # the second inherits nothing of the first
+            call = asyncio.create_task(client.run(library + HELD))
+            (process,) = await until_marked(judge, 1)
+            assert judge.process is not None
+            above = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in _pids_up_to(judge.process.pid, process)]
+            await let_go(judge, call)
+            assert above[0] == 1000 and set(above[1:]) == {above[-1]} != {1000}, above
+
+
+def _pids_up_to(last: int, process: psutil.Process) -> Iterator[int]:
+    """Of a process and those above it."""
+    yield process.pid
+    for above in process.parents():
+        yield above.pid
+        if above.pid == last:
+            return
 
 
 def test_fork_bomb_ends_with_the_call(run: Run) -> None:
-    result = run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    result = run(bomb, options={"time_limit_s": "0.5"})
     assert result["outcome"] in ("timeout", "memory", "killed", "error")
 
 
 def test_daemons_die_with_the_call(run: Run) -> None:
-    program = """
-import os, sys, signal, time
+    program = f"""
+import os, sys, signal
+reader, writer = os.pipe2(0)
 if os.fork() == 0:
+    os.close(reader)
     os.setsid()
     if os.fork() == 0:
         for number in range(1, 32):
             try: signal.signal(number, signal.SIG_IGN)
             except OSError: pass
-        os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', 'attack-survivor'])
+        tell = f'import os, time; os.close({{writer}}); time.sleep(60)'
+        os.execv(sys.executable, [sys.executable, '-c', tell, {SURVIVOR!r}])
     os._exit(0)
-time.sleep(0.3)
+os.close(writer)
+os.read(reader, 1)  # until the daemon runs
 print('started')
 """
     result = run(program)
-    assert result["stdout"] == "started\n" and result["cost"] < TIME_LIMIT_S
+    assert (result["stdout"], result["outcome"]) == ("started\n", "ok")
 
 
 def test_a_child_that_keeps_stdout_open_does_not_hold_the_slot(run: Run) -> None:
     result = run("import os, time\nif os.fork() == 0:\n    time.sleep(60)\nprint('parent done')")
-    assert "parent done" in result["stdout"] and result["cost"] < TIME_LIMIT_S
+    assert (result["stdout"], result["outcome"]) == ("parent done\n", "ok")
 
 
 def test_ignored_signals_do_not_stop_the_clock(run: Run) -> None:
@@ -127,7 +138,7 @@ while True:
         while True: pass
     except BaseException: pass
 """
-    result = run(program, options={"time_limit_s": "0.7"})
+    result = run(program, options={"time_limit_s": "0.3"})
     assert (result["outcome"], result["reason"]) == ("timeout", "worker_timeout")
 
 
@@ -162,20 +173,9 @@ for _ in range(8):
         time.sleep(60)
 time.sleep(60)
 """
-    result = run(program, options={"time_limit_s": "2"})
+    result = run(program, options={"time_limit_s": "1"})
     assert result["outcome"] in ("memory", "timeout")
     assert result["peak_memory_bytes"] < 600 << 20
-
-
-def test_memfd_counts_as_memory(run: Run, layers: set[str]) -> None:
-    need(layers, "memory_cgroup")
-    program = """
-import os
-fd = os.memfd_create('x')
-while True: os.write(fd, bytes(1 << 20))
-"""
-    result = run(program)
-    assert result["outcome"] in ("memory", "error", "killed")
 
 
 def test_disk_is_bounded(run: Run, layers: set[str]) -> None:

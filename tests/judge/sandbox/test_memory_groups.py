@@ -1,17 +1,20 @@
-"""The memory of all calls together has a limit of its own, and a call that ends for it is not the program's failure."""
+"""The slots' control groups: what a call weighs, and whose fault it is that memory was short."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.sandbox.call import Runner
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, Share, SlotGroup
-from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
+from tests.judge.calls import HELD, control_group, let_go, until_marked
+from tests.judge.conftest import Run
+from tests.judge.sandbox.conftest import need
 
 MB = 1 << 20
 
@@ -29,8 +32,10 @@ def tree() -> Iterator[GroupTree]:
 def test_a_demoted_group_has_a_small_weight_or_none(tree: GroupTree) -> None:
     if tree.without_cpu is not None:
         pytest.skip(f"no CPU groups: {tree.without_cpu}")
-    group, slot = tree.slots[0], tree.roots[-2 if len(tree.roots) == 3 else -1] / "slot-0"
-    (weight,) = [path for name in ("cpu.shares", "cpu.weight") if (path := slot / name).exists()]
+    group = tree.slots[0]
+    weights = [root / "slot-0" / name for root in tree.roots for name in ("cpu.shares", "cpu.weight")]
+    (weight,) = {path for path in weights if path.exists()}
+    slot = weight.parent
     of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
     has_idle = (slot / "cpu.idle").exists()
     for share, part in ((Share.NEW, 1), (Share.IDLE, 0), (Share.DEMOTED, 4), (Share.IDLE, 0), (Share.NO_CALL, 1)):
@@ -91,21 +96,48 @@ def _wait(pid: int) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-@pytest.mark.parametrize(("own_mb", "outcome"), [(1000, Outcome.QUEUE_TIMEOUT), (40, Outcome.MEMORY)])
-def test_the_service_has_a_limit_below_the_machines_memory(tree: GroupTree, own_mb: int, outcome: Outcome) -> None:
-    (limit,) = [path for name in ("memory.limit_in_bytes", "memory.max") if (path := tree.roots[0] / name).exists()]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert int(limit.read_text()) <= memory * 3 // 4
-    limit.write_text(str(100 * MB))
-    group = tree.slots[0]
-    group.set_limit(own_mb * MB)
-    runner = Runner(IsolationLayers(), 0, group, "")
-    runner.shortage_before = group.shortage()
-    pid = os.fork()
-    if pid == 0:
-        group.join()
-        filled = [b"x" * MB for _ in range(300)]
-        os._exit(len(filled) & 1)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    assert runner._killed_for_memory() is outcome
+_TWO_PROCESSES = """
+import os
+child = os.fork()
+filled = bytearray(200 << 20)
+filled[::4096] = bytes([1]) * len(filled[::4096])
+if child: os.waitpid(child, 0)
+"""
+
+
+def test_a_call_whose_processes_pass_its_limit_together_has_used_up_its_memory(run: Run, layers: set[str]) -> None:
+    need(layers, "memory_cgroup")
+    assert run(_TWO_PROCESSES)["outcome"] == "memory"
+
+
+async def test_a_call_that_others_leave_no_memory_is_not_blamed(judge: JudgeService, layers: set[str]) -> None:
+    """All calls of a judge have three quarters of the machine's memory together, which is less than their limits promise."""
+    need(layers, "memory_cgroup")
+    async with (
+        JudgeClient(judge.url, time_limit_s=60.0) as client,
+        httpx.AsyncClient(base_url=judge.url, trust_env=False, timeout=60) as plain,
+    ):
+        call = asyncio.create_task(client.run(HELD))
+        (process,) = await until_marked(judge, 1)
+        all_calls = control_group(process, "memory").parent
+        (limit,) = [path for name in ("memory.limit_in_bytes", "memory.max") if (path := all_calls / name).exists()]
+        (used,) = [path for name in ("memory.usage_in_bytes", "memory.current") if (path := all_calls / name).exists()]
+        await let_go(judge, call)
+        usual = limit.read_text()
+        assert int(usual) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
+
+        async def told(size: int, **options: str) -> tuple[str, str]:
+            body = {"type": "python", "solution": f"x = b'x' * ({size} << 20)", "options": options}
+            while True:
+                low = (int(used.read_text()) // MB + 60) * MB
+                limit.write_text(str(low))
+                result = (await plain.post("/run", json=body)).json()
+                if int(limit.read_text()) == low:  # else a judge that started elsewhere has shared the memory out anew
+                    return result["outcome"], result["reason"]
+
+        try:
+            assert await told(150) == ("queue_timeout", "queue_timeout")
+            assert await told(150, session="short-of-memory") == ("internal_error", "internal_error")
+            assert await told(10) == ("ok", "")
+        finally:
+            limit.write_text(usual)

@@ -149,7 +149,7 @@ def _execute(compiled: tuple[CodeType | None, CodeType | None]) -> tuple[str, st
     return out.getvalue(), shown, sorted(namespace)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from(_LINES), min_size=1, max_size=7).map("\n".join))
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 def test_the_last_line_by_itself_means_what_it_means_in_the_program(source: str) -> None:

@@ -9,16 +9,25 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.server import connections
+from rstar2_megatron.judge.server.connections import BoundedProtocol
 
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("field", ['"sub_id": "\\ud800"', '"input": "\\udfff"', '"options": {"files": {"\\ud800": "x"}}'])
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"solution": "1", "sub_id": "\\ud800"',
+        '"solution": "1", "input": "\\udfff"',
+        '"solution": "1", "options": {"files": {"\\ud800": "x"}}',
+        '"solution": "\\ud800"',
+    ],
+)
 def test_a_lone_surrogate_fails_only_its_own_submission(http: httpx.Client, field: str) -> None:
-    good, bad = ('{"type": "python", "solution": "1 + 1"', '{"type": "python", "solution": "1", ' + field)
+    good, bad = ('{"type": "python", "solution": "1 + 1"', '{"type": "python", ' + field)
     body = '{"sub_id": "\\ud800", "submissions": [' + good + "}, " + bad + "}]}"
     response = http.post("/run/batch", content=body.encode(), headers=JSON)
     assert response.status_code == 200, response.text
@@ -60,22 +69,21 @@ async def test_a_large_batch_does_not_hold_up_others(judge: JudgeService) -> Non
     assert pings > 5
 
 
-async def test_a_connection_that_sends_no_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import uvicorn
-
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+async def test_a_connection_that_sends_no_head_is_closed() -> None:
+    class Impatient(BoundedProtocol):
+        head_s = 0.3
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.6)  # an answer may take longer than a head
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    config = uvicorn.Config(app, lifespan="off", log_level="error", http=connections.BoundedProtocol)
+    config = uvicorn.Config(app, lifespan="off", log_level="error", http=Impatient, timeout_keep_alive=1)
     server = uvicorn.Server(config)
     server.config.load()
     sock = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not server.started:
             await asyncio.sleep(0.01)
         head = b"GET / HTTP/1.1\r\nHost: x\r\n"

@@ -1,68 +1,54 @@
-"""A call whose answer Redis has lost runs again; one whose answer is only late does not."""
+"""How long a call may wait in the queue and what that costs; a call whose answer Redis has lost runs again."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+import os
 
+import orjson
 import pytest
 
-from rstar2_megatron.judge.queue import Jobs
-from rstar2_megatron.judge.server import broker as broker_module
-from rstar2_megatron.services.redis_server import RedisServer
-from tests.judge.in_process import Judge, judge
+from rstar2_megatron.judge.limits import Submission
+from tests.judge.calls import HELD, let_go, until_marked
+from tests.judge.in_process import Judge
+from tests.judge.waiting import until
 
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def checked_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module, "_CHECK_S", 0.05)
-
-
-def count_again(there: Judge, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Keys of the jobs that are queued again from now on."""
-    again: list[str] = []
-    enqueue_again = there.broker.queue.enqueue_again
-
-    async def counted(reply: str, jobs: Jobs) -> None:
-        again.extend(key for key, _ in jobs)
-        await enqueue_again(reply, jobs)
-
-    monkeypatch.setattr(there.broker.queue, "enqueue_again", counted)
-    return again
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.parametrize("slow", ["enqueue", "replies"])
-async def test_a_slow_way_to_or_from_redis_loses_nothing(
-    redis: RedisServer, checked_often: None, monkeypatch: pytest.MonkeyPatch, slow: str
-) -> None:
-    async with judge(redis, permits=2) as there:
-        again = count_again(there, monkeypatch)
-        real = getattr(there.broker.queue, slow)
-
-        async def delayed(*arguments: Any, **options: Any) -> Any:
-            await asyncio.sleep(0.5)
-            return await real(*arguments, **options)
-
-        monkeypatch.setattr(there.broker.queue, slow, delayed)
-        tickets = await there.submit(*["print(1)"] * 3)
-        assert [result["outcome"] for result in await there.results(tickets)] == ["ok"] * 3
-        assert again == []
+async def test_a_slow_way_to_or_from_redis_loses_nothing(there: Judge, slow: str) -> None:
+    there.brokers_queue.slow = slow
+    tickets = await there.submit(*["print(1)"] * 3)
+    assert [result["outcome"] for result in await there.results(tickets)] == ["ok"] * 3
+    assert there.brokers_queue.again == []
 
 
-async def test_a_job_that_redis_forgets_runs_again(
-    redis: RedisServer, checked_often: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with judge(redis, permits=2) as there:
-        again = count_again(there, monkeypatch)
-        (ticket,) = await there.submit("import time; time.sleep(0.5); print(1)")
-        await asyncio.sleep(0.2)
-        await there.queue.redis.delete(f"{there.queue.prefix}jobs", f"{there.queue.prefix}owner")
-        assert [result["outcome"] for result in await there.results([ticket])] == ["ok"]
-        assert again == [ticket.key]
+@pytest.mark.ci
+async def test_a_job_that_redis_forgets_is_queued_again(there: Judge) -> None:
+    """A worker that still runs it does not run it twice."""
+    (ticket,) = await there.submit(HELD)
+    result = asyncio.ensure_future(there.results([ticket]))
+    await until_marked(os.getpid(), 1)
+    leases = there.workers_queue.exchanges
+    await there.workers_queue.redis.flushdb()
+    await until(lambda: there.workers_queue.exchanges == leases + 1, "it is leased again")
+    assert there.brokers_queue.again == [ticket.key]
+    ((told,),) = await let_go(os.getpid(), result)
+    assert told["stdout"] == "done\n"
+
+
+async def test_a_long_batch_waits_on_and_the_others_leave_in_one_request(there: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    await there.hold()
+    monkeypatch.setattr(there.broker, "queue_time_limit_s", 0.2)
+    program = [Submission("python", "1 + 1")]
+    short = await there.broker.submit(program * 20, "tests")
+    long = await there.broker.submit(program * 3, "tests", long=True)
+    waiting = asyncio.gather(*map(there.broker.wait, long))
+    async with asyncio.timeout(60):
+        left = await asyncio.gather(*map(there.broker.wait, short))
+        there.let_begin()
+        stayed = await waiting
+    assert [orjson.loads(answer)["outcome"] for answer in (*left, *stayed)] == ["queue_timeout"] * 20 + ["ok"] * 3
+    requests = there.brokers_queue.withdrawn
+    assert sum(requests) == 20 and len(requests) <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from typing import Any
@@ -9,16 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
+from rstar2_megatron.judge.client.service import JudgeService
+from tests.judge.calls import HELD, let_go
+
 RESULT_FIELDS = {"sub_id", "success", "run_success", "cost", "stdout", "stderr", "reason"}
 EXTRA_FIELDS = {"outcome", "exit_code", "signal", "truncated", "peak_memory_bytes", "queue_seconds", "worker", "session"}
 
 
 def submission(solution: str, **fields: Any) -> dict[str, Any]:
     return {"type": "python", "solution": solution, **fields}
-
-
-def test_ping(http: httpx.Client) -> None:
-    assert http.get("/ping").json() == "pong"
 
 
 def test_status(http: httpx.Client) -> None:
@@ -63,7 +63,7 @@ def test_judge_compares_and_hides_output(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("route", ["/run/batch", "/run/long-batch", "/judge/batch", "/judge/long-batch"])
 def test_batches_keep_order(http: httpx.Client, route: str) -> None:
-    programs = ["import time; time.sleep(0.3); print('slow')", "print('quick')", "1/0"]
+    programs = ["import time; time.sleep(0.1); print('slow')", "print('quick')", "1/0"]
     body = {"type": "batch", "sub_id": "b", "submissions": [submission(p) for p in programs]}
     answer = http.post(route, json=body).json()
     assert set(answer) == {"sub_id", "results"} and answer["sub_id"] == "b"
@@ -74,12 +74,16 @@ def test_batches_keep_order(http: httpx.Client, route: str) -> None:
         assert all("stdout" not in r and "stderr" not in r for r in answer["results"])
 
 
-def test_stream_answers_in_order_of_completion(http: httpx.Client) -> None:
-    programs = ["import time; time.sleep(1); print('slow')", "print('quick')"]
-    body = {"type": "batch", "submissions": [submission(p) for p in programs]}
-    lines = [json.loads(line) for line in http.post("/run/stream", json=body).text.splitlines()]
-    assert [line["index"] for line in lines] == [1, 0]
-    assert [line["result"]["stdout"] for line in lines] == ["quick\n", "slow\n"]
+async def test_stream_answers_in_order_of_completion(judge: JudgeService) -> None:
+    body = {"type": "batch", "submissions": [submission(HELD), submission("print('quick')")]}
+    async with (
+        httpx.AsyncClient(base_url=judge.url, trust_env=False, timeout=60) as http,
+        http.stream("POST", "/run/stream", json=body) as response,
+    ):
+        lines = response.aiter_lines()
+        quick = json.loads(await anext(lines))
+        (slow,) = map(json.loads, await let_go(judge, asyncio.ensure_future(anext(lines))))
+    assert [(line["index"], line["result"]["stdout"]) for line in (quick, slow)] == [(1, "quick\n"), (0, "done\n")]
 
 
 @pytest.mark.parametrize(
@@ -89,18 +93,12 @@ def test_schema_errors_are_422(http: httpx.Client, body: dict[str, Any]) -> None
     assert http.post("/run", json=body).status_code == 422
 
 
-def test_lone_surrogates_are_invalid_input(http: httpx.Client) -> None:
-    content = b'{"type": "python", "solution": "\\ud800"}'
-    response = http.post("/run", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 200 and response.json()["reason"] == "invalid_input"
-
-
 def test_empty_batch_is_422(http: httpx.Client) -> None:
     assert http.post("/run/batch", json={"type": "batch", "submissions": []}).status_code == 422
 
 
 def test_timeout_is_worker_timeout(http: httpx.Client) -> None:
-    body = submission("while True: pass", options={"time_limit_s": "0.5"})
+    body = submission("import time; time.sleep(60)", options={"time_limit_s": "0.2"})
     result = http.post("/run", json=body).json()
     assert (result["reason"], result["outcome"]) == ("worker_timeout", "timeout")
     assert not result["success"] and not result["run_success"]
@@ -182,8 +180,6 @@ def test_files_lie_in_the_working_directory(http: httpx.Client) -> None:
         {"/etc/x": ""},
         {"../x": ""},
         {"a/../../x": ""},
-        {"a": "", "a/b": ""},
-        {"a": "", "./a": ""},
         {"": ""},
         {"x": 3},
         {"x": {"base64": "é"}},

@@ -8,14 +8,13 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
-import psutil
 import pytest
 
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
 from tests.judge.conftest import MEMORY_MB, Run
-from tests.processes import command_line
+from tests.judge.waiting import until
 
 
 @pytest.fixture
@@ -130,9 +129,9 @@ if os.fork() == 0:
     assert (await client.run(counting, session=name)).outcome is Outcome.OK
     look = "before = count\nlen(os.read(reader, 100000)), count"
     await client.run(look, session=name)
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.5)
     written = (await client.run(look, session=name)).stdout
-    assert int(written.strip("(").split(",")[0]) < 200  # of about 1,000 had it not been stopped
+    assert int(written.strip("(").split(",")[0]) < 200  # of about 500 had it not been stopped
     await client.close_session(name)
 
 
@@ -161,36 +160,33 @@ def test_a_session_that_must_be_open_and_is_not(run: Run, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[JudgeService]:
-    extra = ("--sessions", "2", "--session-ttl-s", "1.5", "--queue-time-limit-s", "20", "--cache")
+    extra = ("--sessions", "2", "--session-ttl-s", "1", "--cache")
     with JudgeService(workers=2, time_limit_s=5.0, extra_arguments=extra) as service:
         yield service
 
 
-async def test_hundreds_of_sessions_and_slots_have_their_descriptors() -> None:
-    """Above 1,023, where select() ends, in each process of the sandbox."""
-    with JudgeService(workers=2, extra_arguments=("--sessions", "500")) as service:
-        async with JudgeClient(service.url) as client:
-            results = await asyncio.gather(client.run("1"), client.run("import sympy; 2"), client.run("3", session="many"))
-            assert [r.stdout for r in results] == ["1\n", "2\n", "3\n"]
-            ended = await client.run("import os; os._exit(1)", session="many")
-            assert ended.session == "lost" and (await client.run("4", session="many")).stdout == "4\n"
-
-
+@pytest.mark.ci
 async def test_more_sessions_than_room_wait_for_the_time_to_live(small: JudgeService, name: str) -> None:
     async with JudgeClient(small.url, time_limit_s=3.0) as client:
         started = time.monotonic()
-        await asyncio.gather(*(client.run("x = 1", session=f"{name}{i}") for i in range(3)))
-        assert time.monotonic() - started > 1.5  # the third waited until an idle one ended
-        assert (await client.run("print(1)")).ok  # and held nothing else up
-        await asyncio.sleep(3.5)
-        gone = await client.run("x", session=f"{name}2")
-        assert gone.outcome is Outcome.SESSION_LOST and gone.is_infrastructure
+        opened = [asyncio.create_task(client.run("x = 1", session=f"{name}{i}")) for i in range(3)]
+        assert (await client.run("print(1)")).ok  # nothing else is held up
+        assert all(result.ok for result in await asyncio.gather(*opened))
+        assert time.monotonic() - started > 1.0  # the third waited until an idle one ended
+
+        async def has_room() -> bool:
+            status = (await asyncio.to_thread(httpx.get, f"{small.url}/status", trust_env=False)).json()
+            assert status["session_room"] + status["sessions"] == 2
+            return bool(status["session_room"] == 2)
+
+        await until(has_room, "all have ended")
+        lost = await client.run("x", session=f"{name}2")
+        assert lost.outcome is Outcome.SESSION_LOST and lost.is_infrastructure
         assert (await client.run("'x' in globals()", session=f"{name}2")).stdout == "False\n"
         await client.close_session(f"{name}2")
-        status = httpx.get(f"{small.url}/status", trust_env=False).json()
-        assert status["session_room"] + status["sessions"] == 2
 
 
+@pytest.mark.ci
 async def test_only_results_of_identical_stateless_calls_are_cached(small: JudgeService, name: str) -> None:
     program = "import os; print(os.urandom(8).hex())"
 
@@ -211,16 +207,3 @@ async def test_only_results_of_identical_stateless_calls_are_cached(small: Judge
     body = {"submissions": [{"type": "python", "solution": program, "input": "y", "sub_id": name} for name in ("a", "b")]}
     one, other = httpx.post(f"{small.url}/run/batch", json=body, trust_env=False).json()["results"]
     assert (one.pop("sub_id"), other.pop("sub_id")) == ("a", "b") and one == other
-
-
-async def test_a_worker_that_dies_takes_its_sessions_along(small: JudgeService, name: str) -> None:
-    assert small.process is not None
-    async with JudgeClient(small.url, time_limit_s=3.0) as client:
-        await client.run("x = 1", session=name)
-        family = psutil.Process(small.process.pid).children(recursive=True)
-        next(p for p in family if "worker" in command_line(p)).kill()
-        call = client.run("x", session=name)
-        first_call = client.run("import time; time.sleep(0.3); 'fresh'", session=name + "b")
-        lost, fresh = await asyncio.gather(call, first_call)
-        assert lost.outcome is Outcome.SESSION_LOST
-        assert fresh.stdout == "'fresh'\n"

@@ -1,0 +1,157 @@
+"""The service as a whole: it ends without a trace, refuses what it cannot serve, and shares its work between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
+from rstar2_megatron.judge.outcome import Outcome
+from rstar2_megatron.services.process import listen
+from tests.judge.calls import HELD, control_group, find, gone, let_go, processes, until_marked
+from tests.judge.waiting import until
+
+TOKEN = "sesame"
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[JudgeService]:
+    """Two worker processes with three slots, a token, and a short queue: half of it is one client's."""
+    extra = ("--processes", "2", "--sessions", "5", "--max-queued", "6", "--queue-time-limit-s", "1")
+    service = JudgeService(workers=3, time_limit_s=60.0, extra_arguments=extra)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("JUDGE_TOKEN", TOKEN)
+        service.begin()
+    try:
+        service.wait_ready()
+        yield service
+    finally:
+        service.stop()
+
+
+def plain(node: JudgeService) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.AsyncClient(base_url=node.url, headers=headers, trust_env=False, timeout=60)
+
+
+@pytest.mark.ci
+async def test_worker_processes_share_a_nodes_slots_and_replace_each_other(node: JudgeService) -> None:
+    async with JudgeClient(node.url, time_limit_s=60.0, token=TOKEN) as client, plain(node) as http:
+        workers = (await http.get("/status")).json()["workers"].values()
+        assert sorted(worker["slots"] for worker in workers) == [1, 2]
+        assert sorted(worker["session_room"] for worker in workers) == [2, 3]
+        calls = [asyncio.create_task(client.run(HELD)) for _ in range(3)]
+        await until_marked(node, 3)
+        find(node, "worker").kill()
+        assert [result.stdout for result in await let_go(node, *calls)] == ["done\n"] * 3
+
+
+@pytest.mark.ci
+async def test_a_full_queue_and_the_time_in_it(node: JudgeService) -> None:
+    item = {"type": "python", "solution": "1"}
+    async with JudgeClient(node.url, time_limit_s=60.0, token=TOKEN) as client, plain(node) as http:
+
+        async def has_queued(count: int) -> bool:
+            return bool((await http.get("/status")).json()["queue"] == count)
+
+        busy = [asyncio.create_task(client.run(HELD)) for _ in range(3)]
+        await until_marked(node, 3)
+        waiting = asyncio.create_task(http.post("/run/long-batch", json={"submissions": [item] * 3}))
+        await until(lambda: has_queued(3), "three wait")
+        refused = await http.post("/run", json=item)
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        waiting.cancel()
+        await until(lambda: has_queued(0), "they are forgotten")
+        results = (await http.post("/run/batch", json={"submissions": [item] * 3})).json()["results"]
+        assert [result["reason"] for result in results] == ["queue_timeout"] * 3
+        assert [result.stdout for result in await let_go(node, *busy)] == ["done\n"] * 3
+
+
+@pytest.mark.ci
+async def test_only_who_has_the_token_may_run_programs(node: JudgeService) -> None:
+    async with httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=60) as stranger:
+        assert (await stranger.get("/ping")).status_code == 200
+        assert (await stranger.get("/status")).status_code == 401
+        assert (await stranger.post("/run", json={"type": "python", "solution": "1"})).status_code == 401
+    async with JudgeClient(node.url, time_limit_s=60.0, token=TOKEN) as client:
+        assert (await client.run("1")).outcome is Outcome.OK
+
+
+def traces(family: list[psutil.Process]) -> set[Path]:
+    """Directories that these processes own, by their locks, and control groups that they made for calls."""
+    found = set()
+    for process in family:
+        with contextlib.suppress(OSError):  # a call's, where it has another uid
+            for link in Path(f"/proc/{process.pid}/fd").iterdir():
+                target = Path(os.readlink(link))
+                if target.name == ".owner":
+                    found.add(target.parent)
+        group = control_group(process, "memory")
+        if group != control_group(psutil.Process(), "memory"):
+            found |= {group, group.parent}
+    return found
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGKILL", marks=pytest.mark.ci)])
+async def test_a_service_that_is_ended_leaves_nothing(tmp_path: Path, how: str) -> None:
+    """No process, directory or group, and no word of error: neither of a call that ends, nor of the workers."""
+    log = tmp_path / "judge.log"
+    with JudgeService(workers=2, log_path=log, time_limit_s=60.0) as service:
+        async with JudgeClient(service.url, time_limit_s=60.0) as client:
+            call = asyncio.create_task(client.run(HELD))
+            await until_marked(service, 1)  # a call is running when the end comes
+            family = processes(service)
+            left = traces(family)
+            assert len(left) >= 2
+            call.cancel()
+            assert service.process is not None
+            service.process.send_signal(signal.Signals[how])
+            await until(lambda: all(map(gone, family)), "all processes have ended")
+    if how == "SIGTERM":
+        assert "ERROR" not in log.read_text()
+        assert not [path for path in left if path.exists()]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{service.url}/ping", trust_env=False)
+
+
+@pytest.mark.ci
+def test_a_service_ends_with_the_process_that_started_it() -> None:
+    code = (
+        "import sys, time\nfrom rstar2_megatron.judge.client.service import JudgeService\n"
+        "s = JudgeService(workers=1).start()\nprint(s.process.pid, flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=os.getcwd()) as parent:
+        assert parent.stdout is not None
+        family = processes(int(parent.stdout.readline()))
+        parent.kill()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert all(map(gone, alive))
+
+
+def test_taken_port_is_named() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(JudgeServiceError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
+            JudgeService(port=port).start()
+
+
+def test_absent_redis_is_named() -> None:
+    with pytest.raises(JudgeServiceError, match=r"no Redis answers at redis://127\.0\.0\.1:9/0"):
+        JudgeService(redis_uri="redis://127.0.0.1:9/0").start()
+
+
+def test_beyond_loopback_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    with pytest.raises(JudgeServiceError, match="JUDGE_TOKEN"):
+        JudgeService(host="0.0.0.0").start()
