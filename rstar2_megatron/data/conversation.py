@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rstar2_megatron.data.json_text import half_character, json_type, unreadable
+from rstar2_megatron.tools import render_schemas
 
 ROLES = ("system", "user", "assistant", "tool")
 CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>")
 """Control tokens of chat formats, such as <|im_end|>; the `<|` of `1<|z|<2` is none."""
-_READ = ("role", "content", "id", "name", "tool_call_id")  # the last three say nothing to a model
+_READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three say nothing to a model
+_ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -34,8 +36,8 @@ class Message(NamedTuple):
     calls: tuple[Call, ...] = ()
 
 
-def role_and_text(raw: Any, also_read: Iterable[str] = ()) -> tuple[str, str]:
-    """Role and content of a message that says nothing else but in the keys `also_read`.
+def role_and_text(raw: Any, read: frozenset[str] = _READ) -> tuple[str, str]:
+    """Role and content of a message that says nothing in other keys than `read`.
 
     Raises ValueError whose text goes on from the name of the message: "has ...".
     """
@@ -43,14 +45,14 @@ def role_and_text(raw: Any, also_read: Iterable[str] = ()) -> tuple[str, str]:
     if role not in ROLES:
         given = f"has role {role!r}" if isinstance(raw, dict) else f"is of type {json_type(raw)}"
         raise ValueError(f"{given}, expected an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]}")
-    for key, value in raw.items():
-        if key not in _READ and key not in also_read and value not in _EMPTY:
+    for key in sorted(raw.keys() - read):
+        if raw[key] not in _EMPTY:
             raise ValueError(
                 f"has the key {key!r}, which is not read: an assistant's calls are read from tool_calls, its reasoning from "
                 "reasoning_content, of SFT rows only; write it there, or remove it"
             )
     content = raw.get("content")
-    if content is None and any(raw.get(key) for key in also_read):
+    if content is None and any(raw.get(key) for key in read - _READ):
         content = ""  # of a turn that only calls
     return role, content_text(content, role)
 
@@ -75,7 +77,7 @@ def content_text(content: Any, role: str) -> str:
 def read_message(raw: Any) -> Message:
     """A message of an SFT row. Raises ValueError as `role_and_text`."""
     assistant = isinstance(raw, dict) and raw.get("role") == "assistant"
-    role, text = role_and_text(raw, ("reasoning_content", "tool_calls") if assistant else ())
+    role, text = role_and_text(raw, _ASSISTANTS if assistant else _READ)
     reasoning, calls = (raw.get("reasoning_content") or "", raw.get("tool_calls") or []) if assistant else ("", [])
     if not isinstance(reasoning, str) or not isinstance(calls, list):
         raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
@@ -114,9 +116,15 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     tools = _from_text(value) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "name" in _function(tool) for tool in tools):
         raise ValueError('has tools that are no list of {"type": "function", "function": {"name": ..., ...}}')
-    if fault := half_character(json.dumps(tools, ensure_ascii=False)):
-        raise ValueError(f"has tools with {fault}")
     return tools
+
+
+def rendered_tools(tools: list[dict[str, Any]]) -> str:
+    """As the model reads them. Raises ValueError for a text that no tokenizer takes."""
+    text = render_schemas(tools)
+    if fault := half_character(text):
+        raise ValueError(f"has tools with {fault}")
+    return text
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:

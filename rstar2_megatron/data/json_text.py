@@ -50,7 +50,7 @@ def json_type(value: Any) -> str:
 def half_character(text: str) -> str:
     """What is wrong with a text that cannot be encoded, and so not be tokenised; "" when it can."""
     try:
-        text.encode()
+        _ = text.isascii() or text.encode()
     except UnicodeEncodeError as error:
         return f"half of a surrogate pair (U+{ord(text[error.start]):04X}), which is no character; remove it"
     return ""

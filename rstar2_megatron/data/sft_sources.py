@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.data.conversation import call_fault, read_message, read_tools
+from rstar2_megatron.data.conversation import call_fault, read_message, read_tools, rendered_tools
 from rstar2_megatron.data.rows import DataError, HubName, Row
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
 from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
@@ -70,7 +70,7 @@ class SFTSource:
 def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> None:
     """Raises Unusable for a conversation that breaks the format."""
     try:
-        read_tools(tools)
+        rendered_tools(read_tools(tools))
         for message in messages:
             read_message(message)
     except ValueError as error:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rstar2_megatron.data.conversation import Message, call_fault, read_message, read_tools
+from rstar2_megatron.data.conversation import Message, call_fault, read_message, read_tools, rendered_tools
 from rstar2_megatron.data.json_text import half_character, json_type
 from rstar2_megatron.rollout.chat import GENERATION_PREFIX, TOOLS_PROMPT, TURN_END, TURN_START, defuse
 from rstar2_megatron.rollout.tool_call import CLOSE, OPEN, CallStatus, parse_tool_calls
-from rstar2_megatron.tools import render_schemas
 
 Segments = list[tuple[str, int]]
 
@@ -32,7 +31,7 @@ def render_conversation(messages: Sequence[Any], tools: Any = None) -> Segments:
     untrained = ""
     system = read[0].content if read and read[0].role == "system" else ""
     if schemas:
-        described = TOOLS_PROMPT.replace("{tools}", render_schemas(schemas))
+        described = TOOLS_PROMPT.replace("{tools}", rendered_tools(schemas))
         system = f"{system}\n\n{described}" if system else described
     if system:
         untrained += f"{TURN_START}system\n{defuse(system)}{TURN_END}\n"

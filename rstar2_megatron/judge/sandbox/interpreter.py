@@ -25,7 +25,7 @@ from rstar2_megatron.judge.sandbox.process_tree import Supervision, end_group, f
 from rstar2_megatron.judge.sandbox.sandbox import Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
 
-_INTERRUPT_S = 1.0  # how long an interrupted cell may take to come back
+_INTERRUPT_S = 3.0  # how long an interrupted cell may take to come back, on a machine whose cores others use too
 _SEND_S = 5.0  # an interpreter that does not read its cell for so long hangs
 
 
