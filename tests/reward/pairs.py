@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tests.reward.more_pairs import MORE_PAIRS
 
 # fmt: off
@@ -191,11 +193,11 @@ PAIRS: list[tuple[str, list[str], list[str]]] = [
 # fmt: on
 
 
-def flat() -> list[tuple[str, str, bool]]:
+def flat(rows: Iterable[tuple[str, list[str], list[str]]] = (*PAIRS, *MORE_PAIRS)) -> list[tuple[str, str, bool]]:
     """(solution, answer, equal)."""
     return [
         (solution, answer, verdict)
-        for solution, equal, different in [*PAIRS, *MORE_PAIRS]
+        for solution, equal, different in rows
         for verdict, answers in ((True, equal), (False, different))
         for answer in answers
     ]
