@@ -17,7 +17,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from rstar2_megatron.evaluation.samples import Sample
-from rstar2_megatron.reward.answer_text import normalise, plain_number, quick_verdict
+from rstar2_megatron.reward.comparison import number
+from rstar2_megatron.reward.math_grader import CORRECT, quick_grade
+from rstar2_megatron.reward.spelling import spell
 from rstar2_megatron.trajectory import FinishReason
 
 RESAMPLES = 10_000
@@ -179,14 +181,14 @@ def majority(group: Sequence[Vote], equal: Equal) -> float:
 
 def answer_key(answer: str) -> object:
     """Equal for answers of the same spelling or the same exact number."""
-    text = normalise(answer)
-    number = plain_number(text)
-    return text if number is None else number
+    text = spell(answer)
+    value = number(text)
+    return text if value is None else value
 
 
 def same_answer(a: str, b: str) -> bool:
     """Whether two answers are equal as text or as exact numbers."""
-    return quick_verdict(a, b) is True
+    return quick_grade(a, [b]) == CORRECT
 
 
 def estimate(scores: Sequence[float]) -> Estimate:

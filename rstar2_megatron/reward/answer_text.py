@@ -1,4 +1,8 @@
-"""Answers as text: finding the answer in a response, normalising it, comparing without algebra. Pure."""
+"""Finding the answer in a response, plain numbers; then how released mode spells and compares answers without algebra. Pure.
+
+Paper mode spells and compares by `spelling` and `comparison`. A change of `normalise` or `quick_verdict` changes the released
+reward.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ degrees deg rad radian radians unit units mph km/h m/s km/hr miles/hour meter me
 centimeters kilometer kilometers people person students apples ways times integers solutions points square cubic
 sq cu per
 """
-_UNITS = frozenset(_UNIT_WORDS.split())
-_UNIT_ALIASES = {
+UNITS = frozenset(_UNIT_WORDS.split())
+UNIT_ALIASES = {
     alias: name
     for name, aliases in {
         "cm": "centimeter centimetre",
@@ -53,7 +57,7 @@ _UNIT_ALIASES = {
 _SPACED_THOUSANDS = re.compile(r"[+-]?\s*\d{1,3}(?: \d{3})+")
 _SPACED_DIGITS = re.compile(r"[+-]?[\d. ]*\d[. ]* [. ]*\d[\d. ]*")
 _MIXED = re.compile(r"([+-]?)(\d+) (\d+)/(\d+)")
-_IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?")
+IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?")
 _NOT_EQUAL = re.compile(r"\\neq?(?![a-zA-Z])|\\not\s*=|≠|!=")
 _RELATION = re.compile(r"\\(?:ne|geq?|leq?|geqslant|leqslant|gt|lt)(?![a-zA-Z])|[<>\u2264\u2265]")
 _NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e|\{\s*e\s*\})(?![a-zA-Z])")
@@ -141,7 +145,7 @@ def split_unit(text: str) -> tuple[str, str]:
     match = _TRAILING_UNIT.match(text) if len(text) < 200 else None
     if match:
         words = match.group("unit").lower().split()
-        if words and all(word in _UNITS for word in words):
+        if words and all(word in UNITS for word in words):
             unit = text[match.end("value") :].strip().lower().replace("{", "").replace("}", "")
             return match.group("value").strip(), "%" if unit == "percent" else unit
     return text, ""
@@ -219,7 +223,7 @@ def _same_in_base(ours: str, theirs: str) -> bool | None:
 
     A solution's base may be left out, as a unit may; one that only the answer names is another number.
     """
-    our_match, their_match = _IN_BASE.fullmatch(ours), _IN_BASE.fullmatch(theirs)
+    our_match, their_match = IN_BASE.fullmatch(ours), IN_BASE.fullmatch(theirs)
     if our_match is None and their_match is None:
         return None
     if their_match is None:
@@ -227,10 +231,10 @@ def _same_in_base(ours: str, theirs: str) -> bool | None:
     digits, base = their_match.groups()
     if our_match is None:
         return ours.casefold() == digits.casefold()
-    return _in_base(*our_match.groups()) == _in_base(digits, base)
+    return in_base(*our_match.groups()) == in_base(digits, base)
 
 
-def _in_base(digits: str, base: str) -> int | tuple[str, str]:
+def in_base(digits: str, base: str) -> int | tuple[str, str]:
     """The value, or the text where no such number is."""
     try:
         return int(digits, int(base)) if len(digits) < 300 and 2 <= int(base) <= 36 else (digits, base)
@@ -259,7 +263,7 @@ def _is_bracketed(text: str) -> bool:
 def _canonical(unit: str) -> str:
     """One name for a unit: `hours` and `hrs` are `h`."""
     words = (word.rstrip("s") or word for word in re.sub(r"[.^]", " ", unit).split())
-    return " ".join(_UNIT_ALIASES.get(word, word) for word in words)
+    return " ".join(UNIT_ALIASES.get(word, word) for word in words)
 
 
 def _as_words(text: str) -> str:

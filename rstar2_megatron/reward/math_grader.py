@@ -1,205 +1,55 @@
-"""Decides whether an answer equals one of the solutions: text and exact numbers, then math-verify, then a sympy rule.
+"""Paper mode: whether an answer equals one of the solutions.
 
-Every step may be slow, deep or endless on hostile input, so the pool runs it in a process that it can kill. math-verify's own
-time limits are off: they use signals, which work only in a main thread.
+Formulas may be slow, deep or endless on hostile input, so the pool runs `grade_answer` in a process that it can kill.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import re
-from typing import Any
-
-from rstar2_megatron.reward.answer_text import is_balanced, is_word, normalise, quick_verdict, split_unit
-
-# math-verify, sympy and pylatexenc take a second to import and most answers need none of them: functions import them.
+from rstar2_megatron.reward.answer_text import IN_BASE, is_balanced
+from rstar2_megatron.reward.comparison import Algebra, Comparison, compact, split_unit
+from rstar2_megatron.reward.spelling import spell
 
 MAX_ANSWER_CHARS = 4096  # longer answers are ungradable: no solution is that long
+_QUICK_CHARS = 200  # at which `quick_grade` takes 15 ms at most
 
 CORRECT = "correct"
 WRONG = "wrong"
 UNGRADABLE = "ungradable"
 
-_SAFE = re.compile(r"[0-9a-zA-Z+\-*/^().,=<>!| ]*")
-_NAMES = re.compile(r"[a-zA-Z]+")
-_KNOWN = "sqrt pi sin cos tan cot sec csc asin acos atan log ln exp oo e i abs"
-_ALLOWED_NAMES = frozenset(_KNOWN.split())
-_ATTRIBUTE = re.compile(r"[a-zA-Z)\]]\s*\.|\.\s*[a-zA-Z(]")
-
 
 def grade_answer(answer: str, solutions: list[str]) -> str:
-    """CORRECT when the answer equals any solution, else WRONG, or UNGRADABLE when it cannot be parsed."""
-    if len(answer) > MAX_ANSWER_CHARS or not is_balanced(answer):
-        return UNGRADABLE
-    readable = False
-    for solution in solutions:
-        verdict = quick_verdict(answer, solution)
-        if verdict is None:
-            verdict = _math_verify(answer, solution)
-            if verdict is not True:
-                by_rule = _sympy_rule(answer, solution)
-                verdict = by_rule if by_rule is not None else verdict
-        if verdict:
-            return CORRECT
-        readable = readable or verdict is not None
-    return WRONG if readable else UNGRADABLE
+    """CORRECT when the answer equals any solution, else WRONG, or UNGRADABLE when it cannot be read."""
+    from rstar2_megatron.reward.algebra import compare  # sympy takes a second to import, and most answers do not need it
+
+    return _grade(answer, solutions, compare) or UNGRADABLE
 
 
 def quick_grade(answer: str, solutions: list[str]) -> str | None:
-    """As `grade_answer`, in microseconds; None where algebra is needed."""
+    """As `grade_answer`, in microseconds; None for formulas and long texts."""
+    long = MAX_ANSWER_CHARS >= len(answer) > _QUICK_CHARS or any(len(solution) > _QUICK_CHARS for solution in solutions)
+    return None if long else _grade(answer, solutions, lambda a, b, sign: None)
+
+
+def _grade(answer: str, solutions: list[str], algebra: Algebra) -> str | None:
     if len(answer) > MAX_ANSWER_CHARS or not is_balanced(answer):
         return UNGRADABLE
-    undecided = False
+    ours, unread = spell(answer), False
     for solution in solutions:
-        verdict = quick_verdict(answer, solution)
-        if verdict:
-            return CORRECT
-        undecided = undecided or verdict is None
-    return None if undecided else WRONG
+        for theirs in _forms(spell(solution), ours):
+            comparison = Comparison(algebra)
+            if comparison.same(ours, theirs):
+                return CORRECT
+            unread = unread or comparison.unread
+    return None if unread else WRONG
 
 
-# ------------------------------------------------------------------------------------------ math-verify
+def _forms(solution: str, answer: str) -> list[str]:
+    """The solution, and without the percent sign or base that it names where the answer names none.
 
-
-@functools.cache
-def _extraction() -> tuple[Any, ...]:
-    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about its own timeouts being off
-    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-
-
-def _parse(text: str) -> list[Any]:
-    from math_verify import parse
-
-    configs = _extraction()
-    return parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None)
-
-
-def _math_verify(answer: str, solution: str) -> bool | None:
-    """math-verify's verdict; None when it cannot parse the answer or the solution."""
-    from math_verify import verify
-
-    ours, theirs = normalise(answer), normalise(solution)
-    candidates = [(ours, theirs)]
-    (our_value, our_unit), (their_value, their_unit) = split_unit(ours), split_unit(theirs)
-    if (our_unit or their_unit) and (our_unit == their_unit or not our_unit or not their_unit):
-        candidates.append((our_value, their_value))
-    readable = False
-    for ours, theirs in candidates:
-        target, gold = _parse(ours), _parse(theirs)
-        if not _is_math(target) or not _is_math(gold):
-            continue
-        readable = True
-        if verify(gold, target, timeout_seconds=None):
-            return True
-    return False if readable else None
-
-
-def _is_math(parsed: list[Any]) -> bool:
-    """Whether parsing succeeded: math-verify returns plain text otherwise, and equal text does not prove equal value."""
-    return any(not isinstance(item, str) for item in parsed)
-
-
-# ------------------------------------------------------------------------------------------ sympy rule
-
-
-def _sympy_rule(answer: str, solution: str) -> bool | None:
-    """Element-wise equality of tuples, sets and intervals by `simplify(a - b) == 0`; None if it cannot be parsed.
-
-    pylatexenc converts the LaTeX, so that forms which math-verify's grammar rejects still count.
+    A solution says what was asked for, so that an answer may leave it out. What only the answer names makes it another number.
     """
-    ours, theirs = _plain(answer), _plain(solution)
-    our_open, our_parts, our_close = _split(ours)
-    their_open, their_parts, their_close = _split(theirs)
-    if (our_open, our_close) != (their_open, their_close) or len(our_parts) != len(their_parts):
-        return None
-    if our_open == "{":
-        left = list(their_parts)
-        for part in our_parts:
-            match = next((other for other in left if _equal(part, other)), None)
-            if match is None:
-                return False
-            left.remove(match)
-        return True
-    verdicts = [_equal(a, b) for a, b in zip(our_parts, their_parts)]
-    if None in verdicts:
-        return None
-    return all(verdicts)
-
-
-def _plain(text: str) -> str:
-    from pylatexenc.latex2text import LatexNodes2Text
-
-    text = normalise(text).replace("\\{", "⦃").replace("\\}", "⦄")
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"(\1)/(\2)", text)
-    text = re.sub(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))", text)
-    text = re.sub(r"\\sqrt\s*\[([^\[\]{}]*)\]\s*\{([^{}]*)\}", r"((\2)^(1/(\1)))", text)
-    text = re.sub(r"\\sqrt\s*\{([^{}]*)\}", r"sqrt(\1)", text)
-    text = re.sub(r"\^\{([^{}]*)\}", r"^(\1)", text)
-    if "\\" in text:
-        text = LatexNodes2Text().latex_to_text(text)
-    for old, new in (("√", "sqrt"), ("π", "pi"), ("∞", "oo"), ("\u222a", "U"), ("·", "*"), ("\u00d7", "*"), ("^", "**")):
-        text = text.replace(old, new)
-    return text.replace("⦃", "{").replace("⦄", "}").strip()
-
-
-def _split(text: str) -> tuple[str, list[str], str]:
-    """("(", ["1", "2"], ")") for "(1, 2)"; the brackets are empty for a single value."""
-    pairs = {"(": ")]", "[": "])", "{": "}"}
-    if len(text) > 2 and text[0] in pairs and text[-1] in pairs[text[0]]:
-        parts, depth, start = [], 0, 1
-        for i, char in enumerate(text[1:-1], 1):
-            depth += (char in "([{") - (char in ")]}")
-            if depth < 0:
-                return "", [text], ""
-            if char == "," and depth == 0:
-                parts.append(text[start:i].strip())
-                start = i + 1
-        parts.append(text[start:-1].strip())
-        if len(parts) > 1 or text[0] == "{":
-            return text[0], parts, text[-1]
-    return "", [text], ""
-
-
-def _equal(a: str, b: str) -> bool | None:
-    verdict = quick_verdict(a, b)
-    if verdict is not None:
-        return verdict
-    left, right = _expression(a), _expression(b)
-    if left is None or right is None:
-        return None
-    import sympy
-
-    try:
-        difference = left - right
-        if difference.free_symbols == {sympy.Symbol("i")}:  # without another letter it is no index
-            difference = difference.subs("i", sympy.I)
-        return bool(sympy.simplify(difference) == 0)
-    except (TypeError, ValueError, AttributeError, ArithmeticError):
-        return False
-
-
-def _expression(text: str) -> Any:
-    """The sympy expression of a plain text, or None.
-
-    sympy's parser evaluates Python, so only digits, operators, single letters and known functions are accepted.
-    """
-    names = _NAMES.findall(text)
-    safe = _SAFE.fullmatch(text) and not _ATTRIBUTE.search(text) and not is_word(text) and "=" not in text
-    if not safe or len(text) > 500 or any(len(n) > 1 and n not in _ALLOWED_NAMES for n in names):
-        return None
-    from sympy.parsing.sympy_parser import (
-        implicit_multiplication_application,
-        parse_expr,
-        rationalize,
-        standard_transformations,
-    )
-
-    transformations = (*standard_transformations, rationalize, implicit_multiplication_application)
-    try:
-        return parse_expr(text.replace("^", "**"), transformations=transformations)
-    except (SyntaxError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return None
+    base = IN_BASE.fullmatch(compact(solution))
+    if base and base[1].casefold() == compact(answer).casefold():
+        return [answer]
+    value, unit = split_unit(solution)
+    return [solution, value] if unit == "%" and split_unit(answer)[1] != "%" else [solution]

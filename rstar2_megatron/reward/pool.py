@@ -96,8 +96,8 @@ class GraderPool:
         return self._threads.submit(self._slow, grade, list(solutions)).result()
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two answers are equal; blocking. False when the time limit passes."""
-        return self.grade_now(f"<answer>\\boxed{{{a}}}</answer>", [b], "paper").reward > 0
+        """Whether each answer is right where the other is the solution; blocking. False when the time limit passes."""
+        return all(self.grade_now(f"<answer>\\boxed{{{x}}}</answer>", [y], "paper").reward > 0 for x, y in ((a, b), (b, a)))
 
     def close(self) -> None:
         """End all workers. Unfinished grades get `grader_timeout`."""

@@ -14,7 +14,8 @@ import math
 from typing import Any
 
 from rstar2_megatron.reward.answer_text import is_balanced, last_boxed, normalise, plain_number
-from rstar2_megatron.reward.math_grader import CORRECT, MAX_ANSWER_CHARS, WRONG, grade_answer
+from rstar2_megatron.reward.math_grader import CORRECT, MAX_ANSWER_CHARS, WRONG
+from rstar2_megatron.reward.released_algebra import grade_answer
 
 RELATIVE_TOLERANCE = 1e-4  # of two numbers
 MAX_SHOWN_CHARS = 200

@@ -34,8 +34,9 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     # Load the libraries before the limits and before the first clock runs.
-    grade_answer("\\sqrt{2}+x", ["x+\\sqrt{2}"])
-    grade_answer("(1,\\frac{x}{2})", ["(1,x/2+0)"])
+    for answer, solution in (("\\sqrt{2}+x", "x+\\sqrt{2}"), ("(1,\\frac{x}{2})", "(1,x/2+0)")):
+        grade_answer(answer, [solution])
+        grade_released(f"\\boxed{{{answer}}}", [solution])
     _limit(int(sys.argv[1]))
     replies.write('"ready"\n')
     for line in sys.stdin:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 # fmt: off
 PAIRS: list[tuple[str, list[str], list[str]]] = [
     # integers
@@ -260,11 +262,11 @@ PAIRS: list[tuple[str, list[str], list[str]]] = [
 # fmt: on
 
 
-def flat() -> list[tuple[str, str, bool]]:
+def flat(rows: Iterable[tuple[str, list[str], list[str]]] = tuple(PAIRS)) -> list[tuple[str, str, bool]]:
     """(solution, answer, equal)."""
     return [
         (solution, answer, verdict)
-        for solution, equal, different in PAIRS
+        for solution, equal, different in rows
         for verdict, answers in ((True, equal), (False, different))
         for answer in answers
     ]

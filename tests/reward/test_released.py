@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rstar2_megatron.reward.grade import grade_trajectories
+from rstar2_megatron.reward.math_grader import grade_answer
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.reward.released_grader import grade_released, numbers_agree, released_answer
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
@@ -71,6 +72,27 @@ def test_numbers_agree_within_the_tolerance_and_as_percentages(answer: str, solu
 )
 def test_either_grader_counts(response: str, solution: str, correct: bool) -> None:
     assert (grade_released(response, [solution]) == "correct") is correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution"),
+    [
+        ("23 \\Rightarrow 24", "24"),
+        ("n \\equiv 24 \\pmod{35}", "24"),
+        ("2\\frac{3}{2}", "\\frac{7}{2}"),
+        ("2(3)", "5"),
+        ("7t", "7"),
+        ("2N", "2n"),
+        ("24\\text{ dozen}", "24"),
+        ("10^{-29}", "10^{-30}"),
+        ("30'15", "3015"),
+        ("45\\text{ kg}", "45\\text{ cm}"),
+    ],
+)
+def test_what_the_public_graders_misread_stays_right(answer: str, solution: str) -> None:
+    """Paper mode refuses these; the public curves contain them."""
+    assert grade_released(f"<answer>\\boxed{{{answer}}}</answer>", [solution]) == "correct"
+    assert grade_answer(answer, [solution]) != "correct"
 
 
 def trajectory_with_tool() -> Trajectory:

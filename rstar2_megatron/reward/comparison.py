@@ -1,0 +1,289 @@
+"""Whether two spelled answers are equal: their choices, words, units and lists here, their formulas by `algebra`. Pure.
+
+Equality is symmetric. A text is read whole or not at all: a part that cannot be read makes the verdict False and sets `unread`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rstar2_megatron.reward.answer_text import IN_BASE, UNIT_ALIASES, UNITS, in_base, plain_number
+from rstar2_megatron.reward.spelling import FUNCTIONS, UPRIGHT
+
+Algebra = Callable[[str, str, str], bool | None]
+"""(a, b, sign) -> whether a = b or, with the sign of a relation, `a sign 0` and `b sign 0` are multiples; None when unread."""
+
+_JOINTS = (",", "and", "or")
+_RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
+_NAME = rf"(?:[a-zA-Z]|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+)"
+_SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
+_REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
+    (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
+    (r"\{ ((?!.*\\choose).*) \}", r"\1"),
+    (r"\\mathbb\{R\}", r"( - \\infty , \\infty )"),
+    (r"\\mathbb\{R\} \\setminus \\\{ ([^,]+) \\\}", r"( - \\infty , \1 ) \\cup ( \1 , \\infty )"),
+    (rf"({_NAME}) \\ne ({_SIDE})", r"\1 < \2 or \2 < \1"),
+    (rf"\| ({_NAME}) \| (<|\\le) ({_SIDE})", r"- ( \3 ) \2 \1 \2 \3"),
+    (rf"({_SIDE}) (<|\\le) \| ({_NAME}) \|", r"\3 \2 - ( \1 ) or \1 \2 \3"),
+    (rf"({_NAME}) (<|\\le) ({_SIDE})", r"- \\infty < \1 \2 \3"),
+    (rf"({_SIDE}) (<|\\le) ({_NAME})", r"\1 \2 \3 < \\infty"),
+    (rf"({_SIDE}) < ({_NAME}) (<|\\le) ({_SIDE})", r"\2 \\in ( \1 , \4 \3"),
+    (rf"({_SIDE}) \\le ({_NAME}) (<|\\le) ({_SIDE})", r"\2 \\in [ \1 , \4 \3"),
+    (r"(\S+ \\in . .+ , .+) <", r"\1 )"),
+    (r"(\S+ \\in . .+ , .+) \\le", r"\1 ]"),
+    (r"(?!\d\d? : [0-5]\d$)([^:]+) : ([^:]+)", r"( \1 ) / ( \2 )"),  # a ratio, unless it may be a time
+]
+
+_LETTER = f"{UPRIGHT}?([A-Z])"
+_CHOICE = re.compile(rf"(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
+_NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).]")
+_OPERATOR = re.compile(r"(?:[-+/^_=<>(\[|!',]|\\cdot|\\le|\\ge|\\ne|\\in|\\cup) ")
+_WORDS = re.compile(rf"(?:(?:{UPRIGHT}?[A-Za-z]+|[-'\".,])(?: |$))+")
+
+_UNIT_RULES = [
+    (r"\^ \{ - (\d) \}", r"^ -\1"), ("mph", "mi / h"), ("kph", "km / h"), ("per cent", "%"), ("per", "/"), ("cc", "cm ^ 3"),
+    (r"(?:square|sq)(?: \.)? (\w+)", r"\1 ^ 2"), (r"(?:cubic|cu)(?: \.)? (\w+)", r"\1 ^ 3"), (r"(\w+) squared", r"\1 ^ 2"),
+    (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"), (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
+]  # fmt: skip
+_UNIT = re.compile(r"(?:%|[a-z]{2,}|[mghslcf])(?: (?:/ )?(?:[a-z]{2,}|[mghslcf])| \^ \d)*")
+_SYMBOLS = {"meter": "m", "millimeter": "mm", "milliliter": "ml", "milligram": "mg", "celsius": "c", "fahrenheit": "f"}
+_SYMBOLS |= {"C": "c", "F": "f", "L": "l", "\\deg": "deg"}
+_NO_UNIT_WORDS = """
+not nor to but if when than then more less least most only about around over under between above below negative dozen pair score
+hundred thousand million billion half halve third quarter fourth fifth sixth tenth hundredth th st nd rd plus minus divided
+multiplied of mod modulo base factorial root infinity none no is are equal even odd other any all wrong right false true correct
+incorrect one two three four five six seven eight nine ten eleven twelve twenty fifty
+"""
+_NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
+
+
+@dataclass
+class Comparison:
+    """`unread` is set when `algebra` could not read something that the verdict needed."""
+
+    algebra: Algebra
+    unread: bool = False
+
+    def same(self, a: str, b: str) -> bool:
+        if a.replace(UPRIGHT, "") == b.replace(UPRIGHT, ""):
+            return bool(a)
+        ours, theirs = choice(a), choice(b)
+        if ours and theirs:
+            return ours[0] == theirs[0] and (not ours[1] or not theirs[1] or self.same(ours[1], theirs[1]))
+        if (ours and ours[1]) or (theirs and theirs[1]):
+            return self.same(ours[1] if ours else a, theirs[1] if theirs else b)
+        if (words := _words(a)) or _words(b):
+            return words == _words(b)
+        conditions = _conditions(a), _conditions(b)
+        if all(conditions) and _match(*conditions, lambda x, y: x[0] == y[0] and self.formulas(x[1], y[1], x[0])):
+            return True
+        (our_name, our_value), (their_name, their_value) = self.named(a), self.named(b)
+        if our_name and their_name and our_name != their_name:
+            return False
+        return self.same(our_value, their_value) if (our_value, their_value) != (a, b) else self.same_parts(a, b)
+
+    def same_parts(self, a: str, b: str) -> bool:
+        """Tuples in order; lists, sets and unions in any order; a list is like a tuple in its order, and like a set."""
+        (kind, ours), (other, theirs) = _parts(a), _parts(b)
+        kinds = {kind, other}
+        if kinds == {""}:
+            return self.same_values(a, b)
+        if kinds == {"", "{}"}:
+            return len(ours) == len(theirs) == 1 and self.same(ours[0], theirs[0])
+        if kinds <= {",", "{}"} or kinds == {"cup"}:
+            if "{}" in kinds:
+                ours, theirs = self.distinct(ours), self.distinct(theirs)
+            return _match(ours, theirs, self.same)
+        return (len(kinds) == 1 or kinds == {",", "()"}) and len(ours) == len(theirs) and all(map(self.same, ours, theirs))
+
+    def same_values(self, a: str, b: str) -> bool:
+        based = [IN_BASE.fullmatch(compact(text)) for text in (a, b)]
+        if any(based):
+            return all(based) and in_base(*based[0].groups()) == in_base(*based[1].groups())  # type: ignore[union-attr]
+        (a, our_unit), (b, their_unit) = split_unit(a), split_unit(b)
+        if our_unit and their_unit and our_unit != their_unit:
+            return False
+        x, y = (number(f"{text}/100" if unit == "%" else text) for text, unit in ((a, our_unit), (b, their_unit)))
+        if x is not None and y is not None:
+            return x == y
+        return self.formulas(*(f"( {text} ) / 100" if unit == "%" else text for text, unit in ((a, our_unit), (b, their_unit))))
+
+    def formulas(self, a: str, b: str, sign: str = "") -> bool:
+        verdict = self.algebra(a, b, sign)
+        self.unread = self.unread or verdict is None
+        return bool(verdict)
+
+    def distinct(self, elements: list[str]) -> list[str]:
+        return [x for at, x in enumerate(elements) if not any(self.same(x, y) for y in elements[:at])]
+
+    def named(self, text: str) -> tuple[str, str]:
+        """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without."""
+        elements, joint = _split(text, _JOINTS)
+        if len(elements) > 1 and elements[-1].startswith("\\bound "):
+            name, value = self.named(" , ".join(elements[:-1]))
+            return name, f"{value} , {elements[-1]}"
+        if len(elements) > 1:
+            named = [self.named(element) for element in elements]
+            first, names, values = named[0][0], {name for name, _ in named}, [value for _, value in named]
+            if len(names) == len(named) and "" not in names:  # x = 1, y = 2
+                return " , ".join(sorted(names)), f"( {' , '.join(value for _, value in sorted(named))} )"
+            if not first or not names <= {first, ""} or any(not name and _conditions(value) for name, value in named):
+                return "", text
+            ranges = all(_parts(value)[0] in ("()", "(]", "[)", "[]", "cup") for value in values)
+            half_lines = re.fullmatch(
+                r"(.+ ,) \\infty \) \( - \\infty (.+)", " ".join(sorted(values, key=lambda v: v[2:3] == "-"))
+            )
+            if ranges and joint == "and" and half_lines and len(values) == 2:
+                return first, half_lines[1] + half_lines[2][1:]
+            return first, (" \\cup " if ranges and joint == "or" else " , ").join(values)
+        for pattern, spelled in _REWRITTEN:
+            if match := re.fullmatch(pattern, text):
+                return self.named(match.expand(spelled))
+        sides, signs = _sides(text)
+        if signs and set(signs) <= {">", "\\ge"}:
+            turned = " ".join(token for pair in zip(sides[::-1], [*signs[::-1], ""]) for token in pair)
+            return self.named(turned.replace(">", "<").replace("\\ge", "\\le").strip())
+        equal = set(signs) == {"="} and all(self.same(side, sides[-1]) for side in sides[1:])
+        for name, value in ((sides[0], sides[-1]), (sides[-1], sides[0]))[: 1 + (signs == ["="])]:
+            simple = re.fullmatch(rf"{_NAME}|\( {_NAME}(?: , {_NAME})* \)", name) and name not in value.split()
+            if simple and (equal or signs == ["\\in"]):
+                return name.strip("() "), value
+        return "", sides[-1] if equal and self.same(sides[0], sides[-1]) else text
+
+
+# ----------------------------------------------------------------------------------------------- structure
+
+
+def _split(text: str, separators: Iterable[str]) -> tuple[list[str], str]:
+    """The parts between separators outside brackets, and the last separator."""
+    parts: list[list[str]] = [[]]
+    depth, last = 0, ""
+    for token in text.split():
+        depth += token in ("(", "[", "{", "\\{") or token.startswith("\\begin")
+        depth -= token in (")", "]", "}", "\\}") or token.startswith("\\end")
+        if depth or token not in separators:
+            parts[-1].append(token)
+        elif parts[-1] or last != "," or token == ",":  # ", and" is one separator
+            parts.append([])
+            last = token
+    return [" ".join(part) for part in parts], last
+
+
+def _parts(text: str) -> tuple[str, list[str]]:
+    """("(]", elements) of what is in brackets, (",", elements) of a list, ("cup", sets), ("2 rows", entries); ("", [text])."""
+    for kind, separators in ((",", _JOINTS), ("cup", ("\\cup",))):
+        if len(elements := _split(text, separators)[0]) > 1:
+            return kind, [reading for element in elements for reading in _readings(element)]
+    if matrix := re.fullmatch(r"[(\[]? ?\\begin\{([pbB]?matrix|smallmatrix|array)\} (.*) \\end\{\1\} ?[)\]]?", text):
+        rows = [row for row in _split(matrix[2], ("\\\\",))[0] if row]
+        return f"{len(rows)} rows", [entry for row in rows for entry in _split(row, ("&",))[0]]
+    if text in ("\\emptyset", "\\{ \\}"):
+        return "{}", []
+    opening, *inner, closing = text.split() if " " in text else ("", "")
+    whole = len(_split(f"{opening} {' '.join(inner)} \x00", ("\x00",))[0]) == 1
+    if opening in ("(", "[", "\\{") and closing in (")", "]", "\\}") and whole:
+        elements = _split(" ".join(inner), _JOINTS)[0]
+        if opening == "\\{":
+            return "{}", [reading for element in elements for reading in _readings(element)]
+        if opening == "[" or len(elements) > 1:
+            return opening + closing, elements
+    readings = _readings(text)
+    return ("," if len(readings) > 1 else ""), readings
+
+
+def _readings(text: str) -> list[str]:
+    """Both readings of an element with \\pm."""
+    if text.count("\\pm") != 1:
+        return [text]
+    return [text.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
+
+
+def _match(left: list, right: list, same: Callable) -> bool:  # type: ignore[type-arg]
+    """Whether each element has an equal one of its own."""
+    rest = list(right)
+    for x in left:
+        at = next((at for at, y in enumerate(rest) if same(x, y)), None)
+        if at is None:
+            return False
+        del rest[at]
+    return not rest
+
+
+def _sides(text: str) -> tuple[list[str], list[str]]:
+    sides = _split(text, _RELATIONS)[0]
+    signs = [token for token in text.split() if token in _RELATIONS]
+    return (sides, signs) if all(sides) and len(sides) == len(signs) + 1 else ([text], [])
+
+
+def _conditions(text: str) -> list[tuple[str, str]]:
+    """(sign, left - right) of each comparison of a chain; > and >= are turned."""
+    sides, signs = _sides(text)
+    if "\\in" in signs or any(_parts(side)[0] for side in sides):
+        return []
+    turned = {">": "<", "\\ge": "\\le"}
+    pairs = [(turned[s], y, x) if s in turned else (s, x, y) for x, y, s in zip(sides, sides[1:], signs)]
+    return [(s, f"{x} - ( {y} )") for s, x, y in pairs]
+
+
+# --------------------------------------------------------------------------------------- choices, words, units
+
+
+def choice(text: str) -> tuple[str, str] | None:
+    """("D", "42") of `(D) 42`, `D. 42`, `D) 42` and `D: 42`; ("D", "") of `D`. None for anything else."""
+    match = _CHOICE.fullmatch(text)
+    if not match or _NO_CHOICE.match(rest := match[2] or ""):
+        return None
+    formula = not text.lstrip("( ").startswith(UPRIGHT) and _OPERATOR.match(rest)
+    return None if formula else (match[1], rest)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text answer ("Monday", "no solution"); empty for anything else."""
+    words = re.findall("[a-z]+", text.casefold()) if _WORDS.fullmatch(text) else []
+    return words if max(map(len, words), default=0) >= 3 else []
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of a plain number; None for anything else."""
+    text = re.sub(r"\\frac (?:(\d)|\{ (\d+) \}) (?:(\d)|\{ (\d+) \})", r"\1\2/\3\4", text)
+    return plain_number(compact(text))
+
+
+def compact(text: str) -> str:
+    """The text without spaces; "" where that would join digits."""
+    return "" if re.search(r"\d [\d.]", text) else text.replace(" ", "")
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """("45", "cm ^ 2") of `45 cm^2` and `45 square centimeters`; (text, "") without a unit."""
+    words = re.sub(r"^([-+] )?(dollar|euro|pound) (.+)$", r"\1\3 \2", text).split()
+    for at in range(1, len(words)):
+        word = words[at].lstrip(UPRIGHT)
+        noun = len(word) >= 5 and word.isalpha() and bool(set(word) & set("aeiou"))
+        known = word in ("%", "\\deg") or (len(word) > 1 and _name(word) in UNITS)
+        in_function = word == "\\deg" and any(other[1:] in FUNCTIONS for other in words)
+        if (noun or known or word != words[at]) and not in_function and not _OPERATOR.match(words[at - 1] + " "):
+            unit = _unit(" ".join(words[at:]).replace(UPRIGHT, ""))
+            return (" ".join(words[:at]), unit) if unit else (text, "")
+    return text, ""
+
+
+def _unit(text: str) -> str:
+    """One spelling of a unit, "m / s ^ 2" for `meters per second squared`; "" where it is none."""
+    if _NO_UNITS & {name for word in text.split() for name in (word.lower(), _name(word))}:
+        return ""
+    for pattern, spelled in _UNIT_RULES:
+        text = re.sub(rf"(?<!\S){pattern}(?!\S)", spelled, text)
+    text = " ".join(map(_name, text.split()))
+    return text if _UNIT.fullmatch(text) else ""
+
+
+def _name(word: str) -> str:
+    """One name for a unit, `h` for `hours` and `hrs`."""
+    if len(word) > 1:
+        word = re.sub("(?<=met|lit)re", "er", word.lower())
+        word = word[:-1] if len(word) > 2 and word[-1] == "s" and word != "celsius" else word
+    return _SYMBOLS.get(word, UNIT_ALIASES.get(word, word))

@@ -1,0 +1,122 @@
+"""An answer as LaTeX tokens with a space between them. Pure.
+
+What only formats is dropped, and tokens of the same meaning become one. What is not known stays a token, so that it can be
+refused. Digits that anything parted stay two numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+UPRIGHT = "\x01"
+"""Begins a word that was inside `\\text{}`: a unit, a name or a choice, never a product of letters."""
+_NAMED = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan log ln lg exp sqrt max min gcd lcm"
+FUNCTIONS = frozenset(_NAMED.split())
+
+_SIGNS = {
+    "−–‒﹣": "-", "×✕·⋅∙": "\\cdot ", "÷": "/", "∞": "\\infty ", "≤≦⩽": "\\le ", "≥≧⩾": "\\ge ", "≠": "\\ne ", "√": "\\sqrt ",
+    "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°º˚": "\\deg ", "±": "\\pm ", "′’": "'", "″“”": '"',
+    "。": ".", "…⋯": "\\ldots ", "、": ",", "∶": ":", "→": "\\to ", "⇒": "\\Rightarrow ", "∖": "\\setminus ", "∨": "\\lor ",
+    "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}",
+    UPRIGHT + "\u200b\ufeff": "",
+}  # fmt: skip
+_CHARACTERS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | {ord(c): tex for chars, tex in _SIGNS.items() for c in chars}
+_SAME = {
+    "\\frac": "\\dfrac \\tfrac \\cfrac", "\\binom": "\\dbinom \\tbinom", "<": "\\lt", ">": "\\gt", 
+    "\\le": "\\leq \\leqslant <=", "\\ge": "\\geq \\geqslant >=", "\\ne": "\\neq !=", "(": "\\langle", ")": "\\rangle", "\\{": "\\lbrace", "\\}": "\\rbrace",
+    "|": "\\lvert \\rvert \\vert \\mid", "\\cdot": "* \\times \\ast", "/": "\\div", "^": "**", "%": "\\% percent percentage",
+    "\\to": "\\rightarrow \\longrightarrow", "\\Rightarrow": "\\implies \\Longrightarrow", "\\emptyset": "\\varnothing",
+    "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
+    "and": "\\land \\wedge", "or": "\\lor \\vee", "dollar": "\\$ $", "euro": "€", "pound": "£",
+}  # fmt: skip
+_ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
+
+_MARKDOWN = re.compile(r"(?<!\S)(\*\*\*|\*\*|__|[*_`])\s*([^*_`\s](?:[^`]*?[^*_`\s])?)\s*\1(?!\w)")
+_WRAPPING = r"(?:(text(?:bf|it|rm|sf|tt|normal)?|mathrm|mbox|operatorname\*?)|mathbf|mathit|boldsymbol|bm|boxed)"
+_WRAPPED = re.compile(rf"\\{_WRAPPING}\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
+_FORMATTING = re.compile(
+    r"(?<!\\)\\[()\[\],;:!>\s]|~|\\hspace\*?\s*\{[^{}]*\}|(?<=\\\\)\s*\[-?[\d.]+\s*[a-z]{2}\]|"
+    r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|limits|quad|qquad|hfill)(?![a-zA-Z])"
+)
+_PRIMES = re.compile(r"\^\s*\{?\s*((?:\\prime\s*|')+)\}?|\\prime(?![a-zA-Z])")
+_DEGREE = re.compile(r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degree(?![a-zA-Z])")
+_ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\deg\s*(\d+(?:\.\d+)?)\s*'(?!')(?:\s*(\d+(?:\.\d+)?)\s*(?:''|\"))?")
+_REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\s*((?:\\(?:overline|bar|dot)\s*(?:\{\s*\d{1,50}\s*\}|\d))+)")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\,|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
+_ACCENT = r"\\(?:overline|bar|vec|hat|tilde|overrightarrow|mathcal|mathbb)"
+_BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
+_ALONE = re.compile(rf"(?<!\\)\{{ (\w|(?!\\(?:frac|binom|{'|'.join(FUNCTIONS)}) )\\[a-z]+) \}}")
+_TOKEN = re.compile(
+    # a letter with its accent or subscript, the value of f
+    rf"(?:{_ACCENT}(?![a-zA-Z])|{_BASE}\s*_)\s*(?:\{{[^{{}}]*\}}|\w)|[fghFGHPQ]\s*\([^()]*\)|"
+    r"\\begin\s*\{array\}\s*\{[^{}]*\}|\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+|\\.|"
+    r"\x01?(?:log|[A-Za-z]+(?!\s*_))|\x01?[A-Za-z]|"
+    r"\d+(?:\.\d+)?|\.\d+|\.\.\.|<=|>=|!=|\*\*|\S",
+    re.DOTALL,
+)
+
+
+def spell(answer: str) -> str:
+    """The tokens of an answer, without markdown, delimiters, a full stop and words such as `Answer:`."""
+    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", answer).translate(_CHARACTERS)
+    text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{_ascii(m.group())}}}", text)
+    text = re.sub("[₀-₉₊₋]+", lambda m: f"_{{{_ascii(m.group())}}}", text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda m: "\\frac{" + _ascii(m.group()).replace("⁄", "}{") + "}", text)
+    text = re.sub("[α-ω]", lambda m: f"\\{unicodedata.name(m.group()).split()[-1].lower()} ", text)
+    if text.replace("\\$", "").count("$") != 1:  # a single one is a currency
+        text = re.sub(r"(?<!\\)\$", " ", text)
+    for _ in range(3):  # bold and italic, nested \text
+        text = _WRAPPED.sub(_unwrapped, _MARKDOWN.sub(r" \2 ", text))
+    text = _PRIMES.sub(lambda m: (m.group(1) or "'").replace("\\prime", "'"), text)
+    text = _THOUSANDS.sub(_thousands, _REPEATING.sub(_repeating, text))
+    text = _ANGLE.sub(_angle, _DEGREE.sub(r"\\deg ", _FORMATTING.sub(" ", text)))
+    text = " ".join(map(_spelled, _TOKEN.findall(text)))
+    text = re.sub(r" [.,] (?=& |\\\\ |\\end)", " ", _ALONE.sub(r"\1", text))
+    text = re.sub(r"^(?:\x01?(?:the|final|answer|option|choice|is) |[:=] )+|(?: ?[.,])+$", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"(.) \( (\w \\in \S+) \)$", r"\1 , \2", text)
+    # which letter the integer of k\pi, k \in \mathbb{Z} is does not matter
+    if bound := re.search(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+$", text):
+        text = re.sub(rf"(?<!\S){bound[1]}(?!\S)", r"\\bound", text)
+    return text
+
+
+def _ascii(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\u2212", "-")
+
+
+def _unwrapped(match: re.Match[str]) -> str:
+    upright, content = match.groups()
+    return " %s " % (re.sub(r"(?<![\\A-Za-z])[A-Za-z]+", UPRIGHT + r"\g<0>", content) if upright else content)
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """The fraction of a repeating decimal: 0.1\\overline{6} is 1/6."""
+    whole, start, period = match[1], match[2], re.sub(r"\D", "", match[3])
+    value = Fraction(int(whole + start + period) - int(whole + start), 10 ** len(start) * (10 ** len(period) - 1))
+    return f" ({value}) "
+
+
+def _thousands(match: re.Match[str]) -> str:
+    """The number without separators. In brackets a comma parts elements, unless a group begins with 0, as no element does."""
+    before = match.string[: match.start()]
+    inside = sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
+    return match.group() if match[1] == "," and inside and ",0" not in match.group() else re.sub(r"\D", "", match.group())
+
+
+def _angle(match: re.Match[str]) -> str:
+    degrees, minutes, seconds = (Fraction(part or 0) for part in match.groups())
+    return f" ({degrees + minutes / 60 + seconds / 3600}) \\deg "
+
+
+def _spelled(token: str) -> str:
+    bare = token.lstrip(UPRIGHT)
+    if bare.lower() in ("and", "or") or bare in _ALIASES:
+        return _ALIASES.get(bare, bare.lower())
+    if bare in FUNCTIONS:
+        return f"\\{bare}"
+    token = re.sub(r"\s", "", token)
+    if token.startswith("\\begin{array}"):
+        return "\\begin{array}"
+    return re.sub(rf"^({_ACCENT}|\S+_)(\w)$", r"\1{\2}", token)
