@@ -24,8 +24,9 @@ _SIGNS = {
 }  # fmt: skip
 _CHARACTERS = {0xFF01 + i: chr(0x21 + i) for i in range(94)} | {ord(c): tex for chars, tex in _SIGNS.items() for c in chars}
 _SAME = {
-    "\\frac": "\\dfrac \\tfrac \\cfrac", "\\binom": "\\dbinom \\tbinom", "<": "\\lt", ">": "\\gt", 
-    "\\le": "\\leq \\leqslant <=", "\\ge": "\\geq \\geqslant >=", "\\ne": "\\neq !=", "(": "\\langle", ")": "\\rangle", "\\{": "\\lbrace", "\\}": "\\rbrace",
+    "\\frac": "\\dfrac \\tfrac \\cfrac", "\\binom": "\\dbinom \\tbinom", "<": "\\lt", ">": "\\gt",
+    "\\le": "\\leq \\leqslant <=", "\\ge": "\\geq \\geqslant >=", "\\ne": "\\neq !=", "(": "\\langle", ")": "\\rangle",
+    "\\{": "\\lbrace", "\\}": "\\rbrace",
     "|": "\\lvert \\rvert \\vert \\mid", "\\cdot": "* \\times \\ast", "/": "\\div", "^": "**", "%": "\\% percent percentage",
     "\\to": "\\rightarrow \\longrightarrow", "\\Rightarrow": "\\implies \\Longrightarrow", "\\emptyset": "\\varnothing",
     "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
