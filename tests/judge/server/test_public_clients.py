@@ -71,24 +71,26 @@ def test_programs_in_the_public_clients_template_do_what_they_do_in_plain_python
         assert result["run_success"] == result["success"] == (plain.returncode == 0)
 
 
-async def test_rlinfs_own_tool_works_unchanged(judge: JudgeService) -> None:
-    host, _, port = judge.url.removeprefix("http://").rpartition(":")
-    tool = PythonTool(OmegaConf.create({"tools": {"codejudge": {"host_addr": host, "host_port": int(port)}}}))
-    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+async def test_rlinfs_own_tool_works_unchanged() -> None:
+    """A service of its own, with a short limit: the tool cannot ask for one."""
+    with JudgeService(workers=1, time_limit_s=1.0) as judge:
+        host, _, port = judge.url.removeprefix("http://").rpartition(":")
+        tool = PythonTool(OmegaConf.create({"tools": {"codejudge": {"host_addr": host, "host_port": int(port)}}}))
+        async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
 
-        async def send(url: str, data: dict[str, Any]) -> Any:
-            return (await client.post(url, json=data)).json()
+            async def send(url: str, data: dict[str, Any]) -> Any:
+                return (await client.post(url, json=data)).json()
 
-        for code, told in (
-            ("x = int(input())\nx * 7", "Tool call success\nstdout: 42\n\nexecution time: "),
-            ("import sympy\nsympy.factorint(12)", "Tool call success\nstdout: {2: 2, 3: 1}\n\nexecution time: "),
-            ("1 / 0", "Tool call failure\nreason: \nstderr: ZeroDivisionError at line 1: division by zero\n"),
-            ("while True: pass", "Tool call failure\nreason: worker_timeout\n"),
-        ):
-            request = ToolChannelRequest("session", "execute", tool.name, {"code": code, "input": "6"})
-            answer = await tool.execute(request, send)
-            assert answer.result.startswith(told), answer.result
-            assert answer.success == told.startswith("Tool call success")
+            for code, told in (
+                ("x = int(input())\nx * 7", "Tool call success\nstdout: 42\n\nexecution time: "),
+                ("import sympy\nsympy.factorint(12)", "Tool call success\nstdout: {2: 2, 3: 1}\n\nexecution time: "),
+                ("1 / 0", "Tool call failure\nreason: \nstderr: ZeroDivisionError at line 1: division by zero\n"),
+                ("while True: pass", "Tool call failure\nreason: worker_timeout\n"),
+            ):
+                request = ToolChannelRequest("session", "execute", tool.name, {"code": code, "input": "6"})
+                answer = await tool.execute(request, send)
+                assert answer.result.startswith(told), answer.result
+                assert answer.success == told.startswith("Tool call success")
 
 
 @pytest.mark.ci
