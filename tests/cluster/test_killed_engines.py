@@ -59,15 +59,26 @@ def engine_settings(settings: Settings, model: Path, tmp_path: Path) -> Settings
     return settings
 
 
+@pytest.fixture(scope="module")
+def launched() -> Iterator[list[RolloutGroup]]:
+    groups: list[RolloutGroup] = []
+    yield groups
+    for group in groups:
+        group.kill()
+
+
 @pytest.fixture
 def engines(
-    launch: Launch, cluster: TrainingCluster, engine_settings: Settings, model: Path, monkeypatch: pytest.MonkeyPatch
+    launched: list[RolloutGroup], cluster: TrainingCluster, engine_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> RolloutGroup:
-    """Two rollout workers with an engine each. A dead worker is started again once."""
-    monkeypatch.setattr(cluster.settings.rollout, "max_engine_restarts", 1)
-    group: RolloutGroup = launch(KillableEngine, "rollout", engine_settings, "cpu", max_concurrency=64)
-    group.start_engines(str(model), JUDGE).result(START_S)
-    return group
+    """Two rollout workers with an engine each, those of the test before if they live. Each may be started again once."""
+    if not launched or launched[-1].lost:
+        monkeypatch.setattr(cluster.settings.rollout, "max_engine_restarts", 1)
+        name = f"Engines{len(launched)}"
+        group = cluster.launch(KillableEngine, name, "rollout", engine_settings, "cpu", max_concurrency=64)
+        launched.append(group)
+        group.start_engines(engine_settings.rollout.model.model_path, JUDGE).result(START_S)
+    return launched[-1]
 
 
 @pytest.fixture
@@ -91,13 +102,13 @@ class Heard:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: list[Any] = []
         self.at_results: Any = None
-        """Called once, when trajectories of engine 0 have ended: others run there."""
+        """Called once, when trajectories of engine 1 have ended: others run there."""
         handle = PhaseServer.handle
 
         def listen(run: PhaseServer, message: Any, now: float) -> None:
             heard = unpack(message) if isinstance(message, bytes) else message
             self.messages.append(heard)
-            if self.at_results is not None and isinstance(heard, list) and any(one.engine == 0 for one in heard):
+            if self.at_results is not None and isinstance(heard, list) and any(one.engine == 1 for one in heard):
                 act, self.at_results = self.at_results, None
                 act()
             handle(run, message, now)
@@ -139,63 +150,6 @@ def test_killed_engines_get_the_weights_of_a_device_route_again(
     assert_held(1)
 
 
-def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
-    engines: RolloutGroup,
-    phases: RolloutCoordinator,
-    engine_settings: Settings,
-    senders: WorkerGroup,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An engine that cannot be started again, then its worker's replacement, which dies for good, then the last worker."""
-    for_sync(engine_settings, senders, engines, tmp_path)
-    heard = Heard(monkeypatch)
-    trainer = Trainer(engine_settings, senders, engines, phases, device="cpu", colocated=False)
-    senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)  # not what the files hold
-    trainer.sync_weights(4)
-
-    # the engine of rank 0 dies in a rollout, and has no restart left
-    engines.call("no_more_restarts", ranks=[0], timeout_s=CALL_S)
-    heard.at_results = lambda: engines.start("kill_engine", ranks=[0])
-    done = phases.run(PROBLEMS, SPEC, "rollout")
-    assert_complete(done)
-    assert losses(done) == (1, 0, 0)
-    (lost,) = [n for n, message in enumerate(heard.messages) if isinstance(message, EngineGone)]
-    assert heard.messages[lost].engine == 0
-    assert not [m for m in heard.messages[lost:] if isinstance(m, WorkRequest) and m.engine == 0]
-    ended = [one for message in heard.messages if isinstance(message, list) for one in message]
-    assert len(ended) > sum(one.trajectory.finish_reason is not None for one in ended) == 4 * len(PROBLEMS), "it was idle"
-
-    # no weights reach it, so its worker is lost, and the next sync has another worker in its place
-    pids = engines.call("pids", ranks=[1], timeout_s=CALL_S)
-    assert trainer.sync_weights(5)["actor/sync_fallbacks"] == 0.0
-    assert list(engines.lost) == [0]
-    senders.call("use_model", str(model), 1.5, timeout_s=CALL_S)
-    assert trainer.sync_weights(6)["actor/sync_fallbacks"] == 0.0  # compares checksums
-    assert not engines.lost and engines.names[0].startswith(f"{engines.name}-0-restart-1")
-    assert engines.call("pids", ranks=[1], timeout_s=CALL_S) == pids
-
-    # that one is killed in a rollout, with its engine
-    worker, engine = (psutil.Process(pid) for pid in engines.call("pids", ranks=[0], timeout_s=CALL_S)[0])
-    heard.at_results = worker.kill
-    done = phases.run(PROBLEMS, SPEC, "rollout")
-    assert_complete(done)
-    assert losses(done) == (1, 1, 1)
-    every = [t for group in done.groups for t in group.trajectories]
-    assert {t.held.worker for t in every if t.held} == {1}
-    assert {span.version for t in every for span in t.version_spans} == {6}
-    assert len(phases.tokens.put_batch(every, [0.0] * len(every))) == len(every)
-    assert not psutil.wait_procs([engine], timeout=60)[1]
-
-    # it is not started again; when the last one dies, the run ends
-    trainer.sync_weights(7)
-    assert list(engines.lost) == [0]
-    os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
-    with pytest.raises(EnginesLost, match=r"no engine is left: .*the worker process died"):
-        phases.run(PROBLEMS, SPEC, "rollout")
-
-
 class Problems:
     """As many as are asked for."""
 
@@ -224,6 +178,7 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
     settings.algorithm.down_sampling.do_down_sampling = False  # so nothing is rejected
     settings.data.rollout_batch_size, settings.runner.max_steps = 4, 6
     problems: Any = Problems()
+    restarts = engines.restarts.total()
     seen: list[str] = []
     trainer = AsyncTrainer(settings, senders, engines, phases, device="cpu", colocated=False)
     try:
@@ -241,7 +196,65 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
             if step == 2:
                 os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
             assert trainer.sync_weights(step)["actor/sync_fallbacks"] == 0.0
-        assert engines.restarts.total() == 1 and not engines.lost
+        trainer.pause()
+        assert engines.restarts.total() == restarts + 1 and not engines.lost
         assert sorted(seen) == sorted(f"problem-{n}" for n in range(problems.taken)) and len(seen) == 24
     finally:
         trainer.close()
+
+
+def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
+    engines: RolloutGroup,
+    phases: RolloutCoordinator,
+    engine_settings: Settings,
+    senders: WorkerGroup,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engine 1 cannot be started again, then its worker's replacement dies for good, then the last worker does."""
+    for_sync(engine_settings, senders, engines, tmp_path)
+    heard, restarts = Heard(monkeypatch), engines.restarts.total()
+    trainer = Trainer(engine_settings, senders, engines, phases, device="cpu", colocated=False)
+    senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)  # not what the files hold
+    trainer.sync_weights(4)
+
+    # engine 1 dies in a rollout, and has no restart left
+    engines.call("no_more_restarts", ranks=[1], timeout_s=CALL_S)
+    heard.at_results = lambda: engines.start("kill_engine", ranks=[1])
+    done = phases.run(PROBLEMS, SPEC, "rollout")
+    assert_complete(done)
+    assert losses(done) == (1, 0, restarts)
+    (lost,) = [n for n, message in enumerate(heard.messages) if isinstance(message, EngineGone)]
+    assert heard.messages[lost].engine == 1
+    assert not [m for m in heard.messages[lost:] if isinstance(m, WorkRequest) and m.engine == 1]
+    ended = [one for message in heard.messages if isinstance(message, list) for one in message]
+    assert len(ended) > sum(one.trajectory.finish_reason is not None for one in ended) == 4 * len(PROBLEMS), "it was idle"
+
+    # no weights reach it, so its worker is lost, and the next sync has another worker in its place
+    pids = engines.call("pids", ranks=[0], timeout_s=CALL_S)
+    assert trainer.sync_weights(5)["actor/sync_fallbacks"] == 0.0
+    assert list(engines.lost) == [1]
+    senders.call("use_model", str(model), 1.5, timeout_s=CALL_S)
+    assert trainer.sync_weights(6)["actor/sync_fallbacks"] == 0.0  # compares checksums
+    assert not engines.lost and engines.names[1].startswith(f"{engines.name}-1-restart-1")
+    assert engines.call("pids", ranks=[0], timeout_s=CALL_S) == pids
+
+    # that one is killed in a rollout, with its engine
+    worker, engine = (psutil.Process(pid) for pid in engines.call("pids", ranks=[1], timeout_s=CALL_S)[0])
+    heard.at_results = worker.kill
+    done = phases.run(PROBLEMS, SPEC, "rollout")
+    assert_complete(done)
+    assert losses(done) == (1, 1, restarts + 1)
+    every = [t for group in done.groups for t in group.trajectories]
+    assert {t.held.worker for t in every if t.held} == {0}
+    assert {span.version for t in every for span in t.version_spans} == {6}
+    assert len(phases.tokens.put_batch(every, [0.0] * len(every))) == len(every)
+    assert not psutil.wait_procs([engine], timeout=60)[1]
+
+    # it is not started again; when the last one dies, the run ends
+    trainer.sync_weights(7)
+    assert list(engines.lost) == [1]
+    os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
+    with pytest.raises(EnginesLost, match=r"no engine is left: .*the worker process died"):
+        phases.run(PROBLEMS, SPEC, "rollout")
