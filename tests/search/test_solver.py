@@ -19,27 +19,31 @@ from rstar2_megatron.trajectory import Problem
 from tests.search.scripted import finished, settings
 
 PROBLEMS = [Problem(f"q{i}", [{"role": "user", "content": "?"}], ["1"]) for i in range(6)]
+EXPANSIONS = 7  # of a tree
 
 
 @dataclass
 class Scripted:
-    """Two steps, then a right answer. `slow` names a problem whose expansions take long."""
+    """Two steps, then a right answer. `slow` names a problem whose expansions end when those of all others have ended."""
 
     slow: str = ""
     lost_after: int | None = None
     spoils: str = ""
     log: list[tuple[str, str]] = field(default_factory=list)
+    others_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         return [7, 8]
 
     async def expand(self, problem: Problem, node: Node, count: int) -> list[Step]:
-        await asyncio.sleep(0.5 if problem.query_id == self.slow else 0.005)
+        await (self.others_ended.wait() if problem.query_id == self.slow else asyncio.sleep(0.005))
         if self.lost_after is not None and len(self.log) >= self.lost_after:
             raise EngineLost("gone")
         if problem.query_id == self.spoils:
             raise ExpansionSpoiled("the judge is away")
         self.log.append((problem.query_id, node.tag))
+        if len(self.log) == EXPANSIONS * (len(PROBLEMS) - 1):
+            self.others_ended.set()
         if node.depth == 2:
             return [finished("!", 1.0, 1.0)]
         return [Step(letter, [1, 2], [1, 1], [-1.0, -1.0]) for letter in "ab"]
@@ -58,7 +62,8 @@ def done(file: TreeFile) -> list[str]:
 
 async def test_a_slow_tree_delays_no_other(tmp_path: Path) -> None:
     run, file = solver(tmp_path)
-    progress = await run.run([Scripted(slow="q0")], trees=2)  # type: ignore[list-item]
+    async with asyncio.timeout(60):
+        progress = await run.run([Scripted(slow="q0")], trees=2)  # type: ignore[list-item]
     assert done(file)[-1] == "q0" and set(done(file)) == {p.query_id for p in PROBLEMS}
     assert (progress.problems, progress.solved) == (6, 6) and progress.generated_tokens == 6 * 3 * 4
 
@@ -69,7 +74,7 @@ async def test_trees_of_a_lost_engine_move_and_repeat_nothing(tmp_path: Path) ->
     progress = await run.run([dying, other], trees=2)  # type: ignore[list-item]
     assert progress.problems == 6 and not progress.spoiled
     both = dying.log + other.log
-    assert len(dying.log) == 5 and len(both) == len(set(both)) == 6 * 7
+    assert len(dying.log) == 5 and len(both) == len(set(both)) == 6 * EXPANSIONS
 
 
 async def test_without_an_engine_it_ends_and_goes_on_later(tmp_path: Path) -> None:
@@ -80,7 +85,7 @@ async def test_without_an_engine_it_ends_and_goes_on_later(tmp_path: Path) -> No
     run, _ = solver(tmp_path)
     second = Scripted()
     progress = await run.run([second], trees=2)  # type: ignore[list-item]
-    assert progress.problems == 6 and len(first.log + second.log) == 6 * 7
+    assert progress.problems == 6 and len(first.log + second.log) == 6 * EXPANSIONS
 
 
 async def test_a_spoiled_problem_is_named_and_left_for_later(tmp_path: Path) -> None:
