@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 AGAIN = "copy the file again from where the model came"
-_TAKE = "take the config.json of these weights"
+TAKE = "take the config.json of these weights"
 # by supported architecture: what transformers takes where a key is missing
 DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"model_type": "qwen2", "num_key_value_heads": 32},
@@ -30,8 +30,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _NEEDED = "num_attention_heads vocab_size hidden_size intermediate_size num_hidden_layers"
-_COUNTS = "num_key_value_heads head_dim max_position_embeddings"
-_EXPERT_COUNTS = "num_experts num_local_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step"
+_COUNTS = "num_key_value_heads head_dim max_position_embeddings num_local_experts decoder_sparse_step"
+_EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
 _SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob"
 
 
@@ -43,14 +43,19 @@ def _is_switch(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _is_float_type(value: Any) -> bool:
+    return value in ("float64", "float32", "float16", "bfloat16", "auto")
+
+
 def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
 _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (f"{_NEEDED} {_COUNTS} {_EXPERT_COUNTS}", _is_count, "a whole number from 1 on"),
+    (f"{_NEEDED} {_EXPERTS} {_COUNTS}", _is_count, "a whole number from 1 on"),
     (_SWITCHES, _is_switch, "true or false"),
     ("rms_norm_eps", is_positive, "a number above 0"),
+    ("dtype torch_dtype", _is_float_type, "float32, float16 or bfloat16"),
 )
 
 
@@ -69,12 +74,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def key_problems(raw: dict[str, Any], model_type: str) -> Iterator[str]:
     """What is wrong with the keys, defaults included. A problem takes it that those before it are not there."""
+    needed = f"{_NEEDED} {_EXPERTS if model_type == 'qwen3_moe' else ''}".split()
     for keys, is_valid, expected in _KINDS:
-        given = {key: raw.get(key) for key in keys.split() if key in _NEEDED.split() or raw.get(key) is not None}
+        given = {key: raw.get(key) for key in keys.split() if key in needed or raw.get(key) is not None}
         if wrong := [f"{key}={value!r}" for key, value in given.items() if not is_valid(value)]:
             yield f"{', '.join(wrong)}, expected {expected}; copy the config.json again from where the model came"
     if raw["model_type"] != model_type:
-        yield f"model_type={raw['model_type']}, but architectures names a {model_type}; {_TAKE}"
+        yield f"model_type={raw['model_type']}, but architectures names a {model_type}; {TAKE}"
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             yield f"{key}: quantized weights cannot be trained; take the model in bfloat16"
@@ -83,17 +89,17 @@ def key_problems(raw: dict[str, Any], model_type: str) -> Iterator[str]:
     hidden, heads, layers = raw["hidden_size"], raw["num_attention_heads"], raw["num_hidden_layers"]
     kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim")
     if heads % kv_heads:
-        yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; {_TAKE}"
+        yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; {TAKE}"
     if hidden % heads and (head_dim is None or model_type == "llama"):
-        yield f"hidden_size={hidden} is no multiple of num_attention_heads={heads}; {_TAKE}"
+        yield f"hidden_size={hidden} is no multiple of num_attention_heads={heads}; {TAKE}"
     if (head_dim or hidden // heads) % 2:
-        yield f"head_dim={head_dim or hidden // heads} cannot be rotated, expected an even one; {_TAKE}"
+        yield f"head_dim={head_dim or hidden // heads} cannot be rotated, expected an even one; {TAKE}"
     kinds = raw.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * layers:
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers == kinds.count("full_attention")):
         words = ", ".join(sorted(set(map(str, kinds)))) if isinstance(kinds, list) else repr(kinds)
         yield f"layer_types names {words}; supported: full_attention for each of num_hidden_layers={layers}"
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids: Any = raw.get(key) or []
-        for i in ids if isinstance(ids, list) else [ids]:
+        ids = raw.get(key)
+        for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
             if not (type(i) is int and i < raw["vocab_size"]):
-                yield f"{key}={i!r}, expected a token of vocab_size={raw['vocab_size']}; {_TAKE}"
+                yield f"{key}={i!r}, expected a token of vocab_size={raw['vocab_size']}; {TAKE}"

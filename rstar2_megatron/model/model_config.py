@@ -79,7 +79,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], where: str = "config.json", *, scores: bool = False) -> ModelConfig:
         """Read the keys of a config.json. Raises ValueError for a model that the actor cannot train exactly."""
-        architecture = named = str((raw.get("architectures") or ["(none)"])[0])
+        architectures = raw.get("architectures")
+        architecture = named = str(architectures[0]) if isinstance(architectures, list) and architectures else "(none)"
         if scores and architecture.endswith(_CLASSIFIER):
             if len(raw.get("id2label") or (0, 1)) != 1:  # without the key transformers has two labels
                 raise ValueError(f"{where}: a reward model has one label, this classifier has others")
@@ -195,7 +196,7 @@ class ModelConfig:
 
 def _experts(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of a mixture of experts. Raises ValueError when the model has dense and expert layers."""
-    if int(raw.get("decoder_sparse_step", 1)) != 1 or raw.get("mlp_only_layers"):
+    if (raw.get("decoder_sparse_step") or 1) != 1 or raw.get("mlp_only_layers"):
         raise ValueError(
             f"{where}: decoder_sparse_step={raw.get('decoder_sparse_step')}, mlp_only_layers="
             f"{raw.get('mlp_only_layers')}; only models whose every layer has experts are supported"
@@ -222,7 +223,7 @@ def _rope_parameters(raw: dict[str, Any], where: str) -> dict[str, Any]:
     parameters = {**whole, **given}
     if not is_positive(parameters["rope_theta"]):
         raise ValueError(f"{where}: rope_theta={parameters['rope_theta']!r}, expected a number above 0")
-    if parameters["partial_rotary_factor"] != 1:
+    if parameters["partial_rotary_factor"] not in (None, 1):
         raise ValueError(f"{where}: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; supported: 1")
     return parameters
 

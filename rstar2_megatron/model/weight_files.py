@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rstar2_megatron.model.config_json import AGAIN, read_object
+from rstar2_megatron.model.config_json import AGAIN, TAKE, read_object
 from rstar2_megatron.model.model_config import ModelConfig
 
 NOT_FINITE = "NaN or infinity; the file was damaged or the model's training diverged: take an earlier checkpoint"
@@ -161,6 +161,12 @@ def weight_problems(directory: Path, model: ModelConfig, *, values: bool = True)
         tensors = stored_tensors(directory)
     except ValueError as error:
         yield str(error)
+        return
+    if model.num_layers * max(1, model.num_experts) > len(tensors):  # a mistyped number would take all memory below
+        yield (
+            f"{directory / 'config.json'}: num_hidden_layers={model.num_layers}, num_experts={model.num_experts}, but the "
+            f"files hold {len(tensors)} tensors; {TAKE}"
+        )
         return
     wanted = model_tensors(model)
     missing = [name for name in wanted if name not in tensors and (name != "score.weight" or model.score_head)]

@@ -39,8 +39,8 @@ def tokenizer_problems(directory: Path, model: ModelConfig, chat_template: str |
     except (AttributeError, KeyError, TypeError, ValueError):
         yield f"{path} is no tokenizer of transformers: expected tokens and their numbers; {AGAIN}"
         return
-    if not ids and not added:
-        yield f"{path} has neither a vocabulary nor added tokens; {AGAIN}"
+    if not ids:
+        yield f"{path} has no vocabulary; {AGAIN}"
         return
     if size > model.vocab_size:
         beyond = sorted((i, token) for token, i in added.items() if i >= model.vocab_size)
@@ -59,15 +59,17 @@ def tokenizer_problems(directory: Path, model: ModelConfig, chat_template: str |
     of_model = model_config.get("eos_token_id")
     known = set(added.values())
     for file, ends in (("config.json", of_model), ("generation_config.json", generation.get("eos_token_id"))):
-        wrong = [i for i in (ends if isinstance(ends, list) else [ends]) if i is not None and i not in known]
+        wrong = [
+            i for i in (ends if isinstance(ends, list) else [ends]) if i is not None and not (type(i) is int and i in known)
+        ]
         if wrong and added:
             yield (
-                f"{directory / file}: eos_token_id={wrong[0]} is no special token of {path.name}: model and tokenizer are of "
+                f"{directory / file}: eos_token_id={wrong[0]!r} is no special token of {path.name}: model and tokenizer are of "
                 "different vocabularies; copy the model's own tokenizer beside it"
             )
     if eos is None and of_model is None:
         yield (f"{directory} names no end-of-text token: set eos_token in tokenizer_config.json or eos_token_id in config.json")
-    elif eos is not None and eos not in added and eos not in names:
+    elif eos is not None and not (isinstance(eos, str) and (eos in added or eos in names)):
         yield f"{directory / 'tokenizer_config.json'}: eos_token {eos!r} is not in tokenizer.json; {AGAIN}"
     yield from _template_problems(directory, config, chat_template, chatml=added.keys() >= _TURN_TOKENS)
 

@@ -224,6 +224,7 @@ REFUSED: dict[str, Callable[[Case], object]] = {
     "an odd head": config(head_dim=17),
     "a head of no width": config(head_dim=0),
     "another head": config(head_dim=32),
+    "a mistyped number of layers": config(num_hidden_layers=4000000000),
     "a switch that is a word": config(tie_word_embeddings="false"),
     "a norm of no positive epsilon": config(rms_norm_eps=-1e-6),
     "rotary scaling by YaRN": config(rope_scaling={"type": "yarn", "factor": 4.0}),
@@ -238,11 +239,14 @@ REFUSED: dict[str, Callable[[Case], object]] = {
         architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None
     ),
     "a token beyond the vocabulary": config(pad_token_id=640),
+    "a precision that is none": config(torch_dtype="fp16"),
     "experts without a number": experts(num_experts_per_tok="two"),
     "more experts a token than experts": experts(num_experts_per_tok=5),
     "no tokenizer": no_tokenizer,
     "an older tokenizer of another vocabulary": word_list,
     "a tokenizer of another form": other_json,
+    "a tokenizer without words": lambda c: c.change("tokenizer.json", model={}),
+    "an end of text that is no token": lambda c: c.change("tokenizer_config.json", eos_token="</s>"),
     "an end of text in generation_config.json that no token is": other_end,
     "a chat template that is not UTF-8": latin_template,
 }
@@ -342,17 +346,16 @@ def spoken(captured: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One sentence with the file's name, and nothing is started; a dry run ends alike."""
+    """One sentence with the file's name, and no plan; a run ends alike (`test_bad_files`)."""
     case = Case(tmp_path)
     ALL[name](case)
     elsewhere = name == "no directory of this name"  # a plan for another machine
-    for words in [] if elsewhere else ["--dry-run"], []:
-        assert main([*case.arguments(), *words]) == 2
-        out, err = capfd.readouterr()
-        (said,) = spoken(err)
-        assert "fits" not in out and "Traceback" not in err and not case.output.exists()
-        assert str(case.model) in said
-        assert is_answer(said.removeprefix("error: "), ANSWERS[name]), said
+    assert main([*case.arguments(), *([] if elsewhere else ["--dry-run"])]) == 2
+    out, err = capfd.readouterr()
+    (said,) = spoken(err)
+    assert "fits" not in out and "Traceback" not in err and not case.output.exists()
+    assert str(case.model) in said
+    assert is_answer(said.removeprefix("error: "), ANSWERS[name]), said
 
 
 @pytest.mark.parametrize("name", NOTED)
