@@ -102,9 +102,8 @@ class Judge:
             await self.worker.permits.get()
             self._held += 1
 
-    def let_begin(self, permits: int = 1000) -> None:
-        """Give that many permits back, at most those that were taken."""
-        for _ in range(min(permits, self._held)):
+    def let_begin(self) -> None:
+        while self._held:
             self._held -= 1
             self.worker.permits.put(None)
 

@@ -309,7 +309,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
 
     from rstar2_megatron.services.owned_directory import make_owned_directory
 
-    scratch = str(make_owned_directory("rstar2-judge-", "/tmp"))
+    scratch = str(make_owned_directory("rstar2-judge-", "/tmp"))  # this process has the environment of a call
     os.chmod(scratch, 0o711)
     os.write(scratch_writer, scratch.encode())
     os.close(scratch_writer)

@@ -44,12 +44,12 @@ async def test_a_workers_death(service: JudgeService) -> None:
         worker = find(service, "worker")
         sandbox = worker.children(recursive=True)
         worker.send_signal(signal.SIGKILL)
-        lost, fresh = await asyncio.gather(client.run("x", session=session), client.run("'fresh'", session=session + "b"))
+        cells = [client.run("x", session=session), client.run("'fresh'", session=session + "b")]
+        lost, fresh, *results = await let_go(service, *map(asyncio.ensure_future, cells), *calls)
         assert lost.outcome is Outcome.SESSION_LOST and fresh.stdout == "'fresh'\n"
-        await client.close_session(session + "b")
-        results = await let_go(service, *calls)
         assert [result.stdout for result in results] == ["done\n"] * 3
         assert client.counters["retries"] == 0
+        await client.close_session(session + "b")
     await until(lambda: all(map(gone, sandbox)), "the dead worker's sandbox has ended")
 
 

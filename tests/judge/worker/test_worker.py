@@ -154,6 +154,23 @@ async def test_a_bell_during_a_round_trip_is_heard(there: Judge) -> None:
 
 
 @pytest.mark.ci
+async def test_the_jobs_of_a_worker_that_is_silent_go_to_another(redis: RedisServer) -> None:
+    there = queue.JobQueue(redis.uri, prefix="silent:")
+    await there.heartbeat("silent", {}, [])
+    await there.enqueue("server", [("client/u1", b"{}")])
+    (job,) = await there.exchange("silent", [], 1)
+
+    async def is_leased_by_another() -> bool:
+        await there.heartbeat("another", {}, [])
+        await there.reap()
+        return await there.exchange("another", [], 1) == [job]
+
+    assert not await is_leased_by_another()
+    await until(is_leased_by_another, "the silent worker counts as dead")
+    await there.close()
+
+
+@pytest.mark.ci
 @in_its_loop
 async def test_idle_sessions_make_room_for_a_client_with_fewer(there: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(there.worker.sessions, "evictable_after_s", 0.0)
