@@ -11,17 +11,24 @@ from tests.e2e.runs import RunProcess, arguments
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def new_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the supervised start, empty until `first_run` has made it."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
-def first_run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(new_cache: Path, first_run: Path) -> Path:
+    """The supervised start that `first_run` made, with its evaluations."""
+    return new_cache
+
+
+@pytest.fixture(scope="session")
+def first_run(new_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run of two steps, the supervised start and its evaluations included; returns its directory."""
     results = tmp_path_factory.mktemp("results")
     run = RunProcess(
         arguments(
-            cache,
+            new_cache,
             results,
             "first",
             "runner.save_rollout_tokens=True",

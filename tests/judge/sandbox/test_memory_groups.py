@@ -97,11 +97,12 @@ def _wait(pid: int) -> None:
 
 
 _TWO_PROCESSES = """
-import os
+import os, signal
 child = os.fork()
 filled = bytearray(200 << 20)
 filled[::4096] = bytes([1]) * len(filled[::4096])
 if child: os.waitpid(child, 0)
+signal.pause()
 """
 
 
