@@ -243,12 +243,10 @@ class RolloutWorker(TracedWorker, Worker):
         """
         return put_block(self._stored().block(numbers))
 
-    async def forget_tokens(self, numbers: list[int] | None = None) -> None:
-        """Free the tokens of `numbers`; None: of the whole last phase."""
-        if self._store is not None and numbers is not None:
+    async def forget_tokens(self, numbers: list[int]) -> None:
+        """Free the tokens of `numbers`."""
+        if self._store is not None:
             self._store.forget(numbers)
-        elif self._store is not None:
-            self._store.clear()
 
     def _stored(self) -> TokenStore:
         if self._store is None:

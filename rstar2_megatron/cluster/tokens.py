@@ -85,9 +85,9 @@ class TokenSource:
             self.fetch_complete(groups)
 
     def put_batch(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], done: Iterable[Trajectory] | None = None
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], done: Iterable[Trajectory]
     ) -> TrainBatch:
-        """The batch of `trajectories`; their workers put its tokens. They then forget those of `done`; None: all they hold.
+        """The batch of `trajectories`; their workers put its tokens. They then forget those of `done`.
 
         Raises WorkerLost, after which nothing is forgotten, and WorkerFailed for a trajectory that cannot be trained on.
         """
@@ -112,10 +112,7 @@ class TokenSource:
         pairs = np.array(where, np.int32).reshape(-1, 2)
         return TrainBatch(blocks, pairs[:, 0], pairs[:, 1], np.array(advantages, np.float64), trained)
 
-    def _forget(self, done: Iterable[Trajectory] | None) -> None:
-        if done is None:
-            self._rollout.call("forget_tokens", timeout_s=self._timeout_s)
-            return
+    def _forget(self, done: Iterable[Trajectory]) -> None:
         for worker, there in _by_worker(done).items():
             numbers = [t.held.number for t in there if t.held]
             with contextlib.suppress(WorkerLost):  # it has forgotten everything

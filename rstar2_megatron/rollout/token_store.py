@@ -49,9 +49,6 @@ class TokenStore:
         for number in numbers:
             self._kept.pop(number, None)
 
-    def clear(self) -> None:
-        self._kept.clear()
-
 
 def give_back(trajectory: Trajectory, tokens: Trajectory) -> None:
     """Undo `TokenStore.keep`."""

@@ -39,7 +39,6 @@ from rstar2_megatron.services.metrics_server import MetricsServer
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
-from rstar2_megatron.training.async_trainer import AsyncTrainer
 from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
 from rstar2_megatron.training.colocation import is_colocated
 from rstar2_megatron.training.drift import logprob_drift
@@ -134,11 +133,10 @@ class RLRun(ClusterRun):
         self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
         self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
         self._closing.append(self.coordinator.close)
-        kind = AsyncTrainer if settings.algorithm.max_staleness else Trainer
-        self.trainer = kind(
+        self.trainer = Trainer(
             settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
         )
-        self._closing.append(self.trainer.close)
+        self._closing.append(self.trainer.source.close)
         self.traces = StepTraces(self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward))
         if settings.runner.metrics_port is not None:
             self._serve_metrics(settings.runner.metrics_port)
@@ -206,7 +204,7 @@ class RLRun(ClusterRun):
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
-        self.trainer.restore(state, version=step)
+        self.trainer.source.restore(state, version=step)
         self._check_scores(state.get("scored"))
         self.files.truncate_after(step)
         runner = self.settings.runner
@@ -300,7 +298,7 @@ class RLRun(ClusterRun):
     def _save(self, step: int) -> None:
         state = {
             "step": step,
-            **self.trainer.rollout_state(),  # before the loader's, which goes on until this is complete
+            **self.trainer.source.state(),  # before the loader's, which goes on until this is complete
             "loader": self.loader.state_dict(),
             "python_random": random.getstate(),
             "table": self.table,
@@ -347,7 +345,7 @@ class RLRun(ClusterRun):
 
     def _evaluate(self, label: str) -> Any:
         directory = self.directory / "evaluation" if self.settings.evaluation.save_trajectories else None
-        self.trainer.pause()
+        self.trainer.source.pause()
         result = evaluate(self.coordinator, self.held_out, self.settings, label, directory)
         self._say(f"{label}: {result}")
         return result

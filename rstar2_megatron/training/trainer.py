@@ -1,8 +1,7 @@
-"""The training step: roll out, score, resample, update, sync."""
+"""The training step: take graded groups, resample, update, sync."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,21 +14,20 @@ from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.cluster.calls import WorkerGroup, WorkerLost
-from rstar2_megatron.cluster.phases.coordinator import PhaseResult, Refill, RolloutCoordinator
+from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
 from rstar2_megatron.records.trace import CHECKPOINT, SYNC, TRACE
-from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
-from rstar2_megatron.rollout.phase import drop_held, problems_to_refill
-from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.phase import drop_held
 from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
+from rstar2_megatron.training.group_source import make_source
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Group, Trajectory
 from rstar2_megatron.weights.route import RouteKind
 
 
@@ -66,6 +64,7 @@ class Trainer:
         self.rollout = rollout
         self.coordinator = coordinator
         self.timeout_s = settings.runner.step_timeout_s
+        self.source = make_source(settings, coordinator, self._is_rejected)
         self._device = device
         self._weight_sync = WeightSync(settings, actor, rollout, device)
         self._version = 0
@@ -82,39 +81,34 @@ class Trainer:
         after_rollout: Callable[[], None] = lambda: None,
         after_training: Callable[[Sequence[Group], bool], None] = lambda groups, updated: None,
     ) -> StepResult:
-        """Training step `step` (1, 2, ...) on the loader's next problems.
+        """Training step `step` (1, 2, ...) on the next groups of the source.
 
         `after_rollout()` is called before the actor trains, `after_training(groups, updated)` before its weights go to the
         engines, while it still holds the accelerator; `updated`: the step had something to train on.
         """
         clock = Clock()
-        phase = self.roll_out(step, loader)
-        check_dropped(phase.groups, self.settings.rollout.max_dropped_share)
+        groups = self.source.next(step, loader)
+        check_dropped(groups, self.settings.rollout.max_dropped_share)
         clock.lap("rollout")
         after_rollout()
         clock.lap("checkpoint")
-        resampled, shown, batch = self._resample_and_batch(step, phase.groups, clock)
+        resampled, shown, batch = self._resample_and_batch(step, groups, clock)
         kept = [t for result in resampled for t in result.kept]
         gates.check_trained_tokens(kept, batch.trained_tokens)
+        if bound := self.settings.algorithm.max_staleness:
+            gates.check_staleness(kept, step - 1, bound)
         clock.lap("batch")
         self._check_first(kept, batch, version=step - 1)
         actor_metrics = self.train(batch, shown)
         del batch  # Ray frees its blocks
         clock.lap("training")
-        after_training(phase.groups, bool(kept))
+        after_training(groups, bool(kept))
         clock.lap("save")
         actor_metrics.update(self.sync_weights(version=step))
         clock.lap("sync_weights")
-        stats = {**phase.stats, **trajectory_age(phase.groups, version=step - 1)}
-        return StepResult(step, phase.groups, resampled, actor_metrics, stats, clock.laps(), shown)
-
-    def roll_out(self, step: int, loader: ProblemLoader) -> PhaseResult:
-        """Graded groups of the loader's next problems, or those that another run saved for this step."""
-        problems, replay = loader.next_batch(), self.settings.runner.replay_rollouts
-        if replay:
-            return PhaseResult(read_groups(rollouts_path(replay, step)), seconds=0.0)
-        spec = RolloutSpec.training(self.settings, step)
-        return self.coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
+        seconds = clock.laps()
+        stats = {**self.source.stats(kept, step, seconds), **trajectory_age(groups, version=step - 1)}
+        return StepResult(step, groups, resampled, actor_metrics, stats, seconds, shown)
 
     def _resample_and_batch(
         self, step: int, groups: Sequence[Group], clock: Clock
@@ -126,7 +120,7 @@ class Trainer:
             clock.lap("resample")
             try:
                 self._fetch_tokens(groups, shown)
-                return resampled, shown, self.build_batch(resampled, self._done_with(groups))
+                return resampled, shown, self.build_batch(resampled, groups)
             except WorkerLost as error:
                 self.rollout.lose(error.rank, str(error))
                 drop_held((t for group in groups for t in group.trajectories), error.rank)
@@ -141,24 +135,8 @@ class Trainer:
         seeds = [f"{self.settings.data.seed}-{step}-{group.problem.query_id}" for group in groups]
         return resample_on_correct(usable, config.down_sampling_config, seeds)
 
-    def _refill(self, loader: ProblemLoader) -> Refill | None:
-        """A function that asks for more problems when too many groups are rejected; None without algorithm.refill."""
-        settings, target = self.settings.algorithm.refill, self.settings.data.rollout_batch_size
-        if not settings.enabled:
-            return None
-        left = math.ceil(settings.max_extra * target)
-        survivors = seen = 0
-
-        def refill(complete: Sequence[Group], num_open: int) -> Sequence[Problem]:
-            nonlocal left, survivors, seen
-            results = self.resample(0, complete[seen:])  # rejection does not depend on the seed
-            survivors += sum(not result.rejected for result in results)
-            seen = len(complete)
-            wanted = problems_to_refill(survivors, num_open, target, settings.min_share, left)
-            left -= wanted
-            return loader.take(wanted)
-
-        return refill
+    def _is_rejected(self, group: Group) -> bool:
+        return self.resample(0, [group])[0].rejected  # rejection does not depend on the seed
 
     def _fetch_tokens(self, groups: Sequence[Group], shown: Sequence[ShownGroup]) -> None:
         """Fetch the tokens that files need: of all trajectories, or of the shown groups and the first usable one."""
@@ -168,17 +146,16 @@ class Trainer:
             wanted = [one.group for one in shown] + [group for group in groups if group.usable][:1]
         self.coordinator.tokens.fetch(t for group in wanted for t in group.trajectories)
 
-    def _done_with(self, groups: Sequence[Group]) -> list[Trajectory] | None:
-        """Trajectories of which the rollout workers can forget the tokens once the batch is built; None: all."""
-        return None
+    def build_batch(self, resampled: Sequence[ResampleResult], groups: Sequence[Group]) -> TrainBatch:
+        """Advantages over each kept group, and its trajectories in training form.
 
-    def build_batch(self, resampled: Sequence[ResampleResult], done: Sequence[Trajectory] | None = None) -> TrainBatch:
-        """Advantages over each kept group, and its trajectories in training form. done: as in `TokenSource.put_batch`."""
+        The rollout workers then forget the tokens of all `groups`.
+        """
         rewards = [[t.reward for t in result.kept if t.reward is not None] for result in resampled]
         advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
         kept = [t for result in resampled for t in result.kept]
         each = [a for result, row in zip(resampled, advantages) for _, a in zip(result.kept, row, strict=True)]
-        return self.coordinator.tokens.put_batch(kept, each, done)
+        return self.coordinator.tokens.put_batch(kept, each, [t for group in groups for t in group.trajectories])
 
     def train(self, batch: TrainBatch, shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
         """One update of the actor, or none, which is counted, when every group was rejected.
@@ -214,6 +191,7 @@ class Trainer:
         After a fallback to another route, or a worker's restart, the weights are compared by checksum.
         """
         self._version = version
+        self.source.before_sync()
         restarted = self._restart_workers()
         fallbacks = self._weight_sync.fallbacks
         if self._colocation is not None:
@@ -224,6 +202,7 @@ class Trainer:
             metrics["actor/handover_seconds"] = self._colocation.pop_seconds()
         if restarted or self._weight_sync.fallbacks > fallbacks:
             self.check_weights()
+        self.source.new_weights(version)
         return metrics
 
     def _restart_workers(self) -> list[int]:
@@ -231,7 +210,7 @@ class Trainer:
         self.rollout.call("place", timeout_s=self.timeout_s)  # notes those that died since the last call
         if not self.rollout.restartable:
             return []
-        self.pause()
+        self.source.pause()
         if self._colocation is not None:
             self._colocation.clear()
         restarted = self.rollout.restart(self.settings.rollout.engine_start_timeout_s)
@@ -266,29 +245,6 @@ class Trainer:
             difference = self.actor.call("compare_logprobs", chosen, timeout_s=self.timeout_s)[0]
             gates.check_logprobs(difference, self.settings.actor.model.precision)
             self._gates_open = False
-
-    # ---------------------------------------------------------------------------------- between steps
-
-    def pause(self) -> None:
-        """Let the engines end what they do, before anything but a step uses them. Here nothing is under way."""
-
-    def rollout_state(self) -> dict[str, Any]:
-        """The part of a checkpoint that holds what was rolled out and not trained on."""
-        return {"carried": self.coordinator.carried}
-
-    def restore(self, state: dict[str, Any], version: int) -> None:
-        """Go on from `rollout_state` of a checkpoint of weights `version`. Raises ValueError."""
-        unfinished = state.get("unfinished")
-        if unfinished is not None:
-            raise ValueError(
-                f"the checkpoint of step {version} holds {len(unfinished.complete)} groups that wait to be trained on and "
-                f"{len(unfinished.open)} unfinished ones, which algorithm.max_staleness=0 would lose; resume with "
-                "algorithm.max_staleness=1 or more, or from a checkpoint of a run without it"
-            )
-        self.coordinator.restore(state.get("carried", []))
-
-    def close(self) -> None:
-        """End what the trainer itself has started."""
 
 
 class TooManyDropped(RuntimeError):

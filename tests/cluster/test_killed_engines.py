@@ -22,7 +22,7 @@ from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.async_trainer import AsyncTrainer
+from rstar2_megatron.training.group_source import AsynchronousSource
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Problem
 from tests.cluster.conftest import CALL_S, Launch, for_sync, sync_in_turn
@@ -180,13 +180,13 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
     problems: Any = Problems()
     restarts = engines.restarts.total()
     seen: list[str] = []
-    trainer = AsyncTrainer(settings, senders, engines, phases, device="cpu", colocated=False)
+    trainer = Trainer(settings, senders, engines, phases, device="cpu", colocated=False)
+    assert isinstance(trainer.source, AsynchronousSource)
     try:
         senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
         trainer.sync_weights(0)
         for step in range(1, 7):
-            trainer.continuous.start(problems)
-            groups = trainer.continuous.take()
+            groups = trainer.source.next(step, problems)
             seen += [group.problem.query_id for group in groups]
             every = [t for group in groups for t in group.trajectories]
             assert len(every) == 16 and all(t.usable for t in every)
@@ -196,11 +196,11 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
             if step == 2:
                 os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
             assert trainer.sync_weights(step)["actor/sync_fallbacks"] == 0.0
-        trainer.pause()
+        trainer.source.pause()
         assert engines.restarts.total() == restarts + 1 and not engines.lost
         assert sorted(seen) == sorted(f"problem-{n}" for n in range(problems.taken)) and len(seen) == 24
     finally:
-        trainer.close()
+        trainer.source.close()
 
 
 def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
@@ -249,7 +249,7 @@ def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
     every = [t for group in done.groups for t in group.trajectories]
     assert {t.held.worker for t in every if t.held} == {0}
     assert {span.version for t in every for span in t.version_spans} == {6}
-    assert len(phases.tokens.put_batch(every, [0.0] * len(every))) == len(every)
+    assert len(phases.tokens.put_batch(every, [0.0] * len(every), done=every)) == len(every)
     assert not psutil.wait_procs([engine], timeout=60)[1]
 
     # it is not started again; when the last one dies, the run ends

@@ -41,7 +41,7 @@ def test_every_rank_reads_the_batch_in_the_drivers_order(holders: WorkerGroup, s
     source.fetch([there[1]])
     assert there[1] == whole[1]
     order, advantages = [4, 1, 0, 5], [0.5, -0.5, 1.0, 0.0]  # number 1 is in this process now
-    batch = source.put_batch([there[i] for i in order], advantages)
+    batch = source.put_batch([there[i] for i in order], advantages, done=there)
     expected = [train_sequence(whole[i], a) for i, a in zip(order, advantages, strict=True)]
     assert len(batch.blocks) == 3 and batch.trained_tokens == sum(s.num_trained_tokens for s in expected)
     assert senders.call("read", batch, timeout_s=CALL_S) == [expected, expected]
@@ -70,7 +70,7 @@ def test_a_batch_larger_than_the_store_arrives_whole(holders: WorkerGroup, sende
     batches, sums = [], []
     for _ in range(3):
         there, whole = held(holders, 2, tokens=3 << 20)
-        batches.append(source.put_batch(there, [0.0, 0.0]))
+        batches.append(source.put_batch(there, [0.0, 0.0], done=there))
         sums.append([int(np.sum(t.response_ids)) for t in whole])
     assert sum(9 * sum(t.length for t in whole) for _ in batches) > 1.5 * STORE
     for batch, expected in zip(batches, sums, strict=True):
@@ -81,7 +81,7 @@ def test_a_batch_larger_than_the_store_arrives_whole(holders: WorkerGroup, sende
 def test_blocks_of_a_dead_worker_are_a_clear_error(holders: WorkerGroup, senders: WorkerGroup) -> None:
     """It kills the holders: no later test uses them."""
     there, _ = held(holders, 2)
-    batch = TokenSource(holders, 60.0).put_batch(there, [0.0, 0.0])
+    batch = TokenSource(holders, 60.0).put_batch(there, [0.0, 0.0], done=there)
     holders.kill()
     deadline = time.monotonic() + 60
     with pytest.raises(WorkerFailed, match="rollout worker that put them has died"):

@@ -78,6 +78,6 @@ def test_a_block_has_the_sequences_that_were_asked_for() -> None:
     store.keep(trajectory(index=3, finish=FinishReason.INFRASTRUCTURE))
     with pytest.raises(ValueError, match=r"q#3 ended with infrastructure"):
         store.block([3])
-    store.clear()
+    store.forget([0, 1])
     with pytest.raises(KeyError):
         store.block([0])

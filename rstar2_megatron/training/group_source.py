@@ -1,0 +1,165 @@
+"""Where a step gets its groups: it rolls them out itself, or takes them from what the engines roll out all the time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
+from rstar2_megatron.cluster.phases.coordinator import Refill, RolloutCoordinator
+from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
+from rstar2_megatron.rollout.phase import Unfinished, problems_to_refill
+from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.stats import combine
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training.metrics import staleness_metrics
+from rstar2_megatron.trajectory import Group, Problem, Trajectory
+
+# whether resampling rejects a group
+IsRejected = Callable[[Group], bool]
+
+
+class GroupSource(Protocol):
+    """The graded groups of the steps, in order. Between two steps it may hold what was rolled out and not trained on."""
+
+    def next(self, step: int, loader: ProblemLoader) -> list[Group]:
+        """The groups of training step `step`, rejected ones included."""
+
+    def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
+        """Counters of the rollout of this step. `seconds`: the laps of its `trainer.Clock`."""
+
+    def before_sync(self) -> None:
+        """The actor's weights are about to go to the engines."""
+
+    def new_weights(self, version: int) -> None:
+        """Every engine generates with weights `version` now."""
+
+    def pause(self) -> None:
+        """Let the engines end what they do, before anything but a step uses them."""
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint that holds what was rolled out and not trained on."""
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        """Go on from `state` of a checkpoint of weights `version`. Raises ValueError."""
+
+    def close(self) -> None:
+        """End what the source itself has started. The engines are left as they are."""
+
+
+def make_source(settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> GroupSource:
+    """By `algorithm.max_staleness`."""
+    kind = AsynchronousSource if settings.algorithm.max_staleness else SynchronousSource
+    return kind(settings, coordinator, rejected)
+
+
+class SynchronousSource:
+    """Step and rollout take turns: a step rolls out its own problems, with the weights that it trains."""
+
+    def __init__(self, settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> None:
+        self._settings, self._coordinator, self._rejected = settings, coordinator, rejected
+        self._stats: dict[str, float] = {}
+
+    def next(self, step: int, loader: ProblemLoader) -> list[Group]:
+        """Rolls out the loader's next problems, or reads what another run saved for this step."""
+        problems, replay = loader.next_batch(), self._settings.runner.replay_rollouts
+        if replay:
+            return read_groups(rollouts_path(replay, step))
+        spec = RolloutSpec.training(self._settings, step)
+        phase = self._coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
+        self._stats = phase.stats
+        return phase.groups
+
+    def _refill(self, loader: ProblemLoader) -> Refill | None:
+        """A function that asks for more problems when too many groups are rejected; None without algorithm.refill."""
+        settings, target = self._settings.algorithm.refill, self._settings.data.rollout_batch_size
+        if not settings.enabled:
+            return None
+        left = math.ceil(settings.max_extra * target)
+        survivors = seen = 0
+
+        def refill(complete: Sequence[Group], num_open: int) -> Sequence[Problem]:
+            nonlocal left, survivors, seen
+            survivors += sum(not self._rejected(group) for group in complete[seen:])
+            seen = len(complete)
+            wanted = problems_to_refill(survivors, num_open, target, settings.min_share, left)
+            left -= wanted
+            return loader.take(wanted)
+
+        return refill
+
+    def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
+        return self._stats
+
+    def before_sync(self) -> None:
+        """Nothing is under way."""
+
+    def new_weights(self, version: int) -> None:
+        """The next step rolls out with them."""
+
+    def pause(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def state(self) -> dict[str, Any]:
+        return {"carried": self._coordinator.carried}
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        unfinished = state.get("unfinished")
+        if unfinished is not None:
+            raise ValueError(
+                f"the checkpoint of step {version} holds {len(unfinished.complete)} groups that wait to be trained on and "
+                f"{len(unfinished.open)} unfinished ones, which algorithm.max_staleness=0 would lose; resume with "
+                "algorithm.max_staleness=1 or more, or from a checkpoint of a run without it"
+            )
+        self._coordinator.restore(state.get("carried", []))
+
+    def close(self) -> None:
+        """A step ends what it starts."""
+
+
+class AsynchronousSource:
+    """The engines go on while the actor trains, and a step takes the next batch of their buffer.
+
+    Tokens may be `algorithm.max_staleness` weight versions older than the weights that they train. Generation is interrupted
+    at a token by a weight sync, and goes on with the new weights.
+    """
+
+    def __init__(self, settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> None:
+        self._max_staleness = settings.algorithm.max_staleness
+        self.rollout = ContinuousRollout(coordinator.end, coordinator.tokens, settings, rejected)
+
+    def next(self, step: int, loader: ProblemLoader) -> list[Group]:
+        self.rollout.start(loader)
+        return self.rollout.take()
+
+    def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
+        engines, driver = self.rollout.stats()
+        counted = combine(engines, seconds["step"]) if engines else {}
+        return {
+            **counted,
+            **driver,
+            "trainer_idle_seconds": seconds["rollout"],
+            "engine_idle_seconds": counted.get("idle_share", 0.0) * len(engines) * seconds["step"],
+            **staleness_metrics(kept, step - 1, self._max_staleness),
+        }
+
+    def before_sync(self) -> None:
+        if self.rollout.engines_gone:
+            self.rollout.pause()  # the next phase begins with every engine that runs
+
+    def new_weights(self, version: int) -> None:
+        self.rollout.new_weights(version)
+
+    def pause(self) -> None:
+        self.rollout.pause()
+
+    def state(self) -> dict[str, Any]:
+        return {"unfinished": self.rollout.state()}
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        self.rollout.restore(state.get("unfinished") or Unfinished(open=state.get("carried", [])), version)
+
+    def close(self) -> None:
+        self.rollout.close()
