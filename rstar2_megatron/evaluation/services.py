@@ -123,6 +123,7 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
         _, url = await asyncio.gather(
             asyncio.gather(*(engine.start() for engine in engines)), asyncio.to_thread(service.wait_ready)
         )
+        service.watch()
         judge = await stack.enter_async_context(JudgeClient.of(url, settings.codejudge))
         reward = settings.reward
         pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))

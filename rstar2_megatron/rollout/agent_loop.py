@@ -353,7 +353,6 @@ class Turns:
             raise Interrupted("the engine restarted or changed its weights until the trajectory's deadline") from error
 
     async def _recover(self, error: EngineLost) -> None:
-        log.warning("trajectory %s#%d: %s", self.trajectory.query_id, self.trajectory.rollout_index, error)
         try:
             async with asyncio.timeout(self._seconds_left()):
                 await self.loop.engine.recover()

@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TextIO
 
 from rstar2_megatron.rollout.phase import RolloutPhase
@@ -32,6 +33,7 @@ class LiveView:
         self._ask, self._phase, self._progress, self._show = ask, phase, progress, show
         self._line = StatusLine(sys.stderr)
         self._question: Question | None = None
+        self._shown: Progress | None = None
         self._next = time.monotonic() + _POLL_S
 
     def poll(self) -> None:
@@ -55,9 +57,14 @@ class LiveView:
             progress = self._progress.at(now, done, done + still_open, self._phase.queue.left, loads)
             self._line.show(str(progress), now)
             self._show(progress)
+            self._shown = progress
 
     def close(self) -> None:
+        """The phase has ended: nothing runs any more."""
         self._line.clear()
+        if self._shown is not None:
+            idle = [replace(load, running=[], waiting=0, tool_calls=0, kv_used_tokens=0) for load in self._shown.loads]
+            self._show(replace(self._shown, tokens_per_second=0.0, seconds_left=0.0, loads=idle))
 
 
 def export_progress(server: MetricsServer, progress: Progress) -> None:

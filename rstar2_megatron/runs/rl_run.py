@@ -109,6 +109,7 @@ class RLRun(ClusterRun):
         for group in (self.reward, self.rollout):
             self._closing.append(functools.partial(group.call, "shutdown", timeout_s=15))
         judge_url = self.judge.wait_ready()
+        self.judge.watch()
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         actors = self.actor.start("initialize", model, address, self.cluster.device)
         shared = collocated(settings.cluster, slots_of(settings.cluster, visible_gpus()))
@@ -133,6 +134,7 @@ class RLRun(ClusterRun):
         self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
         self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
         self._closing.append(self.coordinator.close)
+        self.coordinator.end.check_services = self.judge.check
         self.trainer = Trainer(
             settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
         )
@@ -245,6 +247,7 @@ class RLRun(ClusterRun):
                 result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
             row = {
                 "step": float(step),
+                "rollout/judge_restarts": float(self.judge.restarts),
                 **step_metrics(result.groups, result.resampled, result.actor_metrics, result.rollout_stats, result.seconds),
             }
             if (drift := logprob_drift([*self.files.metrics.rows(), row])) is not None:

@@ -10,6 +10,7 @@ from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
 from rstar2_megatron.cluster.phases.coordinator import Refill, RolloutCoordinator
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
+from rstar2_megatron.rollout.losses import check_dropped
 from rstar2_megatron.rollout.phase import Unfinished, problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import combine
@@ -25,7 +26,7 @@ class GroupSource(Protocol):
     """The graded groups of the steps, in order. Between two steps it may hold what was rolled out and not trained on."""
 
     def next(self, step: int, loader: ProblemLoader) -> list[Group]:
-        """The groups of training step `step`, rejected ones included."""
+        """The groups of training step `step`, rejected ones included. Raises TooManyDropped, and what ends a rollout."""
 
     def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
         """Counters of the rollout of this step. `seconds`: the laps of its `trainer.Clock`."""
@@ -70,6 +71,7 @@ class SynchronousSource:
         spec = RolloutSpec.training(self._settings, step)
         phase = self._coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
         self._stats = phase.stats
+        check_dropped(phase.groups, self._settings.rollout.max_dropped_share)
         return phase.groups
 
     def _refill(self, loader: ProblemLoader) -> Refill | None:

@@ -223,6 +223,7 @@ def _ratio(part: float, whole: float) -> float:
 # ---------------------------------------------------------------------------------------- terminal line
 
 
+_RESTARTED = (("engine", "engine/engine_restarts"), ("worker", "engine/worker_restarts"), ("judge", "judge_restarts"))
 _HEADER = (
     "  step   pass  reward  kept/rej  tool err  length  turns  roll tok/s  train tok/s"
     "   step s = roll + tail + grade + train + sync + ckpt + other %   |dlogp|"
@@ -259,5 +260,12 @@ def step_line(metrics: Mapping[str, Any]) -> str:
         f"  {number('rollout/tokens_per_second', 10, '.0f')}"
         f"  {number('train/tokens_per_second', 11, '.0f')}"
         f"  {metrics.get('time/step') or 0.0:>7.1f} = {shares}"
-        f"  {number('rollout/logprob_diff_mean', 8, '.1e')}"
+        f"  {number('rollout/logprob_diff_mean', 8, '.1e')}{_restarts(metrics)}"
     )
+
+
+def _restarts(metrics: Mapping[str, Any]) -> str:
+    """What the run has started again so far; "" while nothing had to be."""
+    counts = ((what, metrics.get(f"rollout/{name}") or 0) for what, name in _RESTARTED)
+    shown = ", ".join(f"{what} {count:.0f}" for what, count in counts if count)
+    return f"  restarts so far: {shown}" if shown else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
 from rstar2_megatron.records.trace import CHECKPOINT, SYNC, TRACE
+from rstar2_megatron.rollout.losses import check_dropped
 from rstar2_megatron.rollout.phase import drop_held
 from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
@@ -27,7 +27,7 @@ from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.group_source import make_source
 from rstar2_megatron.training.weight_sync import WeightSync
-from rstar2_megatron.trajectory import FinishReason, Group, Trajectory
+from rstar2_megatron.trajectory import Group, Trajectory
 from rstar2_megatron.weights.route import RouteKind
 
 
@@ -88,7 +88,6 @@ class Trainer:
         """
         clock = Clock()
         groups = self.source.next(step, loader)
-        check_dropped(groups, self.settings.rollout.max_dropped_share)
         clock.lap("rollout")
         after_rollout()
         clock.lap("checkpoint")
@@ -245,22 +244,6 @@ class Trainer:
             difference = self.actor.call("compare_logprobs", chosen, timeout_s=self.timeout_s)[0]
             gates.check_logprobs(difference, self.settings.actor.model.precision)
             self._gates_open = False
-
-
-class TooManyDropped(RuntimeError):
-    """Engine, judge or deadlines spoiled too much of a step to train on the rest."""
-
-
-def check_dropped(groups: Sequence[Group], limit: float) -> None:
-    """Raise TooManyDropped when more than the share `limit` of the trajectories ended as INFRASTRUCTURE."""
-    every = [t for group in groups for t in group.trajectories]
-    dropped = [t for t in every if t.finish_reason is FinishReason.INFRASTRUCTURE]
-    if len(dropped) > limit * len(every):
-        reason, count = Counter(t.error for t in dropped).most_common(1)[0]
-        raise TooManyDropped(
-            f"{len(dropped)} of the step's {len(every)} trajectories were lost to engine, judge or deadlines, more than "
-            f"rollout.max_dropped_share={limit:g}; the step is not trained on. {count} of them: {reason}"
-        )
 
 
 # laps that have a row of their own in a trace; the others are the driver's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import queue
 import random
 import time
@@ -17,6 +18,7 @@ from rstar2_megatron.cluster.calls import WorkerLost
 from rstar2_megatron.cluster.channel import pack
 from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.rollout.losses import TooManyDropped
 from rstar2_megatron.rollout.messages import RolloutResult, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import OpenGroup, Unfinished
 from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
@@ -48,6 +50,8 @@ class PlayedEngines:
 
     names = ("R:0", "R:1")
     hold = False
+    away: Iterator[bool] = itertools.repeat(False)
+    """Of each trajectory that ends, whether the judge is away: the infrastructure then spoils it."""
 
     def __init__(self, *, shuffled: bool) -> None:
         self.lost: dict[int, str] = {}
@@ -119,8 +123,11 @@ class PlayedEngines:
         self.sent[engine] += 1
         if ended:
             self._generate(result.trajectory)
-            result.trajectory.finish_reason = FinishReason.ANSWERED
-            result.trajectory.reward = float(result.trajectory.rollout_index % 2)
+            if next(self.away):
+                result.trajectory.finish_reason, result.trajectory.error = FinishReason.INFRASTRUCTURE, "no judge"
+            else:
+                result.trajectory.finish_reason = FinishReason.ANSWERED
+                result.trajectory.reward = float(result.trajectory.rollout_index % 2)
             if self.hold:
                 result.trajectory.held = HeldTokens(engine, 0, 1, 1, [], 0.0)
         self.messages.put(pack([result]))
@@ -172,9 +179,14 @@ def rollout(settings: Settings, engines: PlayedEngines) -> ContinuousRollout:
         phases=0,
         lengths=LengthSurvival(100),
         show_progress=lambda progress: None,
+        check_services=lambda: None,
     )
     tokens: Any = SimpleNamespace(fetch=engines.fetch, fetch_complete=lambda groups: None)
-    return ContinuousRollout(end, tokens, settings, lambda group: int(group.problem.query_id) % REJECTED == 0)
+
+    def is_rejected(group: Group) -> bool:
+        return not group.usable or int(group.problem.query_id) % REJECTED == 0
+
+    return ContinuousRollout(end, tokens, settings, is_rejected)
 
 
 def steps(
@@ -184,7 +196,7 @@ def steps(
     for step in range(first, last + 1):
         run.start(loader)
         groups = run.take()
-        kept = [g for g in groups if int(g.problem.query_id) % REJECTED]
+        kept = [g for g in groups if g.usable and int(g.problem.query_id) % REJECTED]
         assert len(kept) == BATCH
         for t in (t for g in kept for t in g.trajectories):
             assert t.oldest_version is not None and step - 1 - bound <= t.oldest_version <= step - 1
@@ -303,6 +315,28 @@ def test_problems_that_are_used_up_end_the_run_when_no_batch_can_follow(settings
         for step, _ in steps(run, engines, loader, 1, 3, 1):
             assert step <= 2
     run.close()
+
+
+def test_a_judge_that_stays_away_ends_the_wait(settings: Settings) -> None:
+    """Every trajectory is spoiled, so every group is rejected and replaced: no batch would ever be full."""
+    engines = PlayedEngines(shuffled=True)
+    engines.away = itertools.repeat(True)
+    run = rollout(settings, engines)
+    run.start(Loader())  # type: ignore[arg-type]
+    with pytest.raises(TooManyDropped, match=r"of the step's 6 trajectories were lost .* of them: no judge"):
+        run.take()
+    run.close()
+
+
+def test_a_judge_that_comes_back_ends_nothing(settings: Settings) -> None:
+    """Whole groups are lost, fewer than would spoil a step, and replaced."""
+    settings.rollout.max_dropped_share = 0.7
+    engines, loader = PlayedEngines(shuffled=False), Loader()
+    engines.away = itertools.chain([True] * SIZE, itertools.repeat(False, 4 * SIZE), [True] * SIZE, itertools.repeat(False))
+    run = rollout(settings, engines)
+    spoiled = [g for _, groups in steps(run, engines, loader, 1, 4, 1) for g in groups if not g.usable]
+    run.close()
+    assert len(spoiled) == 2
 
 
 def test_a_failure_in_the_thread_ends_the_wait(settings: Settings) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ LIMIT_S = 600
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
 BATCH, SIZE, BOUND, STEPS = 2, 8, 2, 6
 ONE_CHECKPOINT_MB = 34  # room for one checkpoint of 21 MB, not for two
-AWAY_S = 10.0
 
 
 def apart(cache: Path, results: Path, steps: int) -> list[str]:
@@ -76,11 +74,11 @@ def trained_once(directory: Path, steps: int) -> list[tuple[int, Trajectory]]:
     return every
 
 
-def test_full_disk_absent_judge_and_a_kill_cost_no_problem(cache: Path, tmp_path: Path) -> None:
-    """The disk is full at the second checkpoint, which ends the run. With more space it goes on; the judge stands still for
-    some seconds, which ends nothing; then SIGKILL, some steps after a checkpoint. The third start ends well: every problem
-    that the loader gave is in exactly one step, whole, however long its trajectories are, and what the checkpoint holds of
-    them continues token for token.
+def test_full_disk_dead_judge_and_a_kill_cost_no_problem(cache: Path, tmp_path: Path) -> None:
+    """The disk is full at the second checkpoint, which ends the run. With more space it goes on; the judge is killed and
+    started again, which costs no trajectory; then SIGKILL, some steps after a checkpoint. The third start ends well: every
+    problem that the loader gave is in exactly one step, whole, however long its trajectories are, and what the checkpoint
+    holds of them continues token for token.
     """
     directory = tmp_path / "apart"
     metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
@@ -100,13 +98,9 @@ def test_full_disk_absent_judge_and_a_kill_cost_no_problem(cache: Path, tmp_path
         killed = RunProcess(command, tmp_path / "killed.log").start()
         killed.wait_for(lambda: "resuming from" in killed.text(), LIMIT_S, "the resume")
         killed.wait_for(lambda: len(read_jsonl(metrics)) == 3, LIMIT_S, "step 3 again")
-        judge = [p for p in killed.processes() if "rstar2_megatron.judge" in " ".join(command_line(p))]
-        assert judge
-        for process in judge:
-            process.suspend()
-        time.sleep(AWAY_S)
-        for process in judge:
-            process.resume()
+        (judge,) = [p for p in killed.processes() if "rstar2_megatron.judge all" in " ".join(command_line(p))]
+        judge.kill()
+        killed.wait_for(lambda: "the Code Judge ended with code -9 and runs again" in killed.text(), LIMIT_S, "another judge")
         fourth = checkpoints / "global_step_4"
         killed.wait_for(lambda: len(read_jsonl(metrics)) >= 5 and fourth.is_dir(), LIMIT_S, "the fifth step")
         killed.send(signal.SIGKILL)

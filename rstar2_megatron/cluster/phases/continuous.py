@@ -17,6 +17,7 @@ from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseS
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.rollout.losses import check_dropped
 from rstar2_megatron.rollout.phase import RolloutPhase, Unfinished
 from rstar2_megatron.rollout.scheduling.staleness import StalenessSchedule
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
@@ -40,6 +41,7 @@ class ContinuousRollout(PhaseEvents):
         self._end, self._tokens, self._settings, self._rejected = end, tokens, settings, rejected
         self._timeout_s = settings.runner.step_timeout_s
         self._spec = RolloutSpec.training(settings)
+        self._step_size = settings.data.rollout_batch_size * settings.algorithm.group_size  # trajectories
         self.schedule = self._new_schedule(version=0)
         self._loader: ProblemLoader | None = None
         self._used_up: DataError | None = None  # the loader has no more problems
@@ -48,6 +50,7 @@ class ContinuousRollout(PhaseEvents):
         self._server: PhaseServer | None = None
         self._next_number = 0
         self._dropped = 0  # trajectories that became too old, in this step
+        self._lost: list[Group] = []  # groups that the infrastructure spoiled since the last usable trajectory
         self._by_step = StatsByStep()
         self._losses: dict[str, float] = {}  # of the phase that was paused last
         # guards all of this while the thread runs; waited on for complete groups
@@ -88,13 +91,15 @@ class ContinuousRollout(PhaseEvents):
     def take(self) -> list[Group]:
         """Wait for the next batch; returns its groups behind the groups rejected since the last batch.
 
-        Raises DeadlineExceeded after `runner.step_timeout_s`, the failures of `PhaseServer.take_in`, and DataError when the
-        problems are used up.
+        Raises DeadlineExceeded after `runner.step_timeout_s`, the failures of `PhaseServer.take_in`, DataError when the
+        problems are used up, and TooManyDropped for a batch that is spoiled or when nothing but spoiled groups arrives.
         """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             while (numbers := self.schedule.take()) is None:
                 self._raise_failure()
+                # Spoiled groups are rejected and replaced, so without this check the wait would never end.
+                check_dropped(self._lost, self._settings.rollout.max_dropped_share, self._step_size)
                 if self._used_up is not None and not self._num_open:
                     raise self._used_up
                 if time.monotonic() > deadline:
@@ -106,6 +111,7 @@ class ContinuousRollout(PhaseEvents):
             groups = [self._buffer.pop(number) for number in numbers]
             for number in numbers:
                 self._forget(number)
+            check_dropped(groups, self._settings.rollout.max_dropped_share)
             rejected, self._left.rejected = self._left.rejected, []
             self._drop_overdue()
             self._admit()  # a step more has room
@@ -210,6 +216,7 @@ class ContinuousRollout(PhaseEvents):
             self.schedule.begin(one.group)
 
     def completed(self, number: int, group: Group) -> None:
+        self._lost = [] if group.usable else [*self._lost, group]
         if self._rejected(group):
             self.schedule.remove(number)
             self._forget(number)

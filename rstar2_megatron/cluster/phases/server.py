@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, EnginesLost, PendingCall, WorkerGroup
@@ -38,6 +38,8 @@ class DriverEnd:
         self.lengths = LengthSurvival(max_tokens)
         self.show_progress: ShowProgress = lambda progress: None
         """Gets the progress of a running phase every few seconds."""
+        self.check_services: Callable[[], None] = lambda: None
+        """Raises when a service that the phases need was given up. Called once a second while a phase runs."""
         self._num_reward_workers = len(reward)
 
     def close(self) -> None:
@@ -113,7 +115,7 @@ class PhaseServer:
     def take_in(self, message: Any) -> None:
         """Handle a message, or None, and look for failures about once a second.
 
-        Raises WorkerFailed, WorkerLost (a reward worker) or EnginesLost.
+        Raises WorkerFailed, WorkerLost (a reward worker), EnginesLost, or what `DriverEnd.check_services` raises.
         """
         if message is not None:
             self.handle(message, time.monotonic())
@@ -123,6 +125,7 @@ class PhaseServer:
                 self._generating.check()
             self.look_for_lost_workers()
             self._end.grading.check()
+            self._end.check_services()
         self._live.poll()
 
     def handle(self, message: Any, now: float) -> None:

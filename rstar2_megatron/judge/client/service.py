@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import TextIO
+from urllib.parse import urlsplit
 
 from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.process import PortTaken, is_loopback, listen, start_child, terminate_tree
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 
+logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
+_LOOK_S = 0.5  # between two looks at a watched service
+_RESTARTS_IN_A_ROW = 3
+_STEADY_S = 60.0  # a service that ran for so long is no failed restart
+RECOVERED = "started again"
+"""In each line of the service's log that says that a part of it died."""
 _SILENCE_S = 8.0  # how long to wait for the first answer of a judge that the YAML names
 
 
@@ -29,7 +39,8 @@ class JudgeService:
     """A Code Judge as a child process: HTTP, Redis (unless `redis_uri` names one) and execution slots.
 
     `start()`, or `begin()` and later `wait_ready()` so that other services can start meanwhile. Start it from the main
-    thread: the kernel ends the service together with the thread that started it.
+    thread: the kernel ends the service together with the thread that started it. After `watch()` it is started again
+    whenever it ends.
     """
 
     def __init__(
@@ -53,11 +64,20 @@ class JudgeService:
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.redis_uri = redis_uri or ""
+        self.restarts = 0
+        """How often a watched service was started again, failed starts included."""
+        self.failure: JudgeServiceError | None = None
+        """Why a watched service is given up."""
         self._directory: Path | None = None  # log and port file, where no log_path is given
         self._deadline = 0.0
+        self._log_start = 0  # where the log of this start begins, in bytes
+        self._watcher: threading.Thread | None = None
+        self._stopping = threading.Event()
 
     def begin(self) -> None:
         """Start without waiting."""
+        if self._watcher is None:
+            self._stopping.clear()
         self._deadline = time.monotonic() + _START_TIMEOUT_S
         if self.log_path is None:
             self._directory = make_owned_directory("rstar2-judge-start-")
@@ -67,6 +87,7 @@ class JudgeService:
         command = [sys.executable, "-m", "rstar2_megatron.judge", "all", *self.arguments]
         command += ["--port-file", str(self._port_file)]
         with self.log_path.open("ab") as output:
+            self._log_start = output.tell()
             self.process = start_child(command, output)
 
     @property
@@ -79,9 +100,9 @@ class JudgeService:
         assert self.process is not None and self.log_path is not None, "wait_ready() before begin()"
         while not self._port_file.exists():
             code = self.process.poll()
-            if code is not None or time.monotonic() > self._deadline:
-                words = self.log_path.read_text(errors="replace")[-2000:].strip()
-                self.stop()
+            if code is not None or time.monotonic() > self._deadline or self._stopping.is_set():
+                words = self.log_path.read_bytes()[self._log_start :][-2000:].decode(errors="replace").strip()
+                self._end()
                 what = f"ended with code {code}" if code is not None else "was not ready in time"
                 raise JudgeServiceError(f"the Code Judge {what}\n{words}")
             time.sleep(0.01)
@@ -98,8 +119,65 @@ class JudgeService:
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    def watch(self) -> None:
+        """Start the service again whenever it ends, on the same port, until `stop`.
+
+        Clients wait for it, and send again what it had not answered. Live interpreters are lost with it. After
+        `_RESTARTS_IN_A_ROW` restarts that failed it is given up, and `check` raises.
+        """
+        port = urlsplit(self.url).port
+        self.arguments += ["--port", str(port)]  # the last one counts
+        self._watcher = threading.Thread(target=self._keep_alive, name="judge watch", daemon=True)
+        self._watcher.start()
+
+    def check(self) -> None:
+        """Raise JudgeServiceError when the watched service was given up."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _keep_alive(self) -> None:
+        assert self.log_path is not None
+        with self.log_path.open(errors="replace") as log:
+            log.seek(0, os.SEEK_END)
+            self._look_after(log)
+        self._end()  # here: the kernel kills what this thread started as soon as the thread ends
+
+    def _look_after(self, log: TextIO) -> None:
+        in_a_row, started, words = 0, time.monotonic(), ""
+        while not self._stopping.wait(_LOOK_S):
+            for line in log:
+                if RECOVERED in line:  # the service has started a part of its own again
+                    logger.warning("the Code Judge: %s", line.strip().rpartition("judge: ")[2])
+            if self.alive():
+                if time.monotonic() - started > _STEADY_S:
+                    in_a_row = 0
+                continue
+            assert self.process is not None
+            code, began = self.process.returncode, time.monotonic()
+            if in_a_row == _RESTARTS_IN_A_ROW:
+                words = words or f"it ended with code {code}"
+                self.failure = JudgeServiceError(f"the Code Judge was started again {in_a_row} times in vain: {words}")
+                return
+            in_a_row += 1
+            self.restarts += 1
+            try:
+                JudgeService.begin(self)  # the checks of a first start are about what the YAML names
+                self.wait_ready()
+            except (JudgeServiceError, OSError) as error:
+                words = str(error)
+            else:
+                started, words = time.monotonic(), ""
+                logger.warning("the Code Judge ended with code %s and runs again after %.1f s", code, started - began)
+
     def stop(self) -> None:
         """End the service with all its processes. Safe to call twice."""
+        self._stopping.set()
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
+        self._end()
+
+    def _end(self) -> None:
         if self.process is not None and self.process.poll() is None:
             terminate_tree(self.process.pid, grace_s=20.0)
             self.process.wait(timeout=5.0)
@@ -157,6 +235,11 @@ class CodeJudgeService(JudgeService):
 
     def wait_ready(self) -> str:
         return self._named_url or super().wait_ready()
+
+    def watch(self) -> None:
+        """As `JudgeService.watch`. A judge that the YAML names is left alone."""
+        if not self._named_url:
+            super().watch()
 
     def _wait_for_named(self) -> None:
         deadline = time.monotonic() + _SILENCE_S

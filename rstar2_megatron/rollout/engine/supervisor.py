@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 from rstar2_megatron.rollout.engine.child import EngineChild
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
 from rstar2_megatron.settings.schema import ProfilerSettings, RolloutSettings
+
+logger = logging.getLogger(__name__)
 
 
 class SupervisedEngine:
@@ -112,10 +116,13 @@ class SupervisedEngine:
                     )
                 self.restarts += 1
                 self._restarts_in_a_row += 1
+                logger.warning("%s is lost and starts again: %s; its log: %s", self.name, child.lost_reason, self._log_path)
+                begun = time.monotonic()
                 with self._changing(), contextlib.suppress(EngineLost):  # `lost` stays true
                     await child.end()
                     await self.start()
                     await self._restarted()
+                    logger.warning("%s runs again after %.1f s", self.name, time.monotonic() - begun)
 
     # overridden by `EngineClient`
 

@@ -112,5 +112,6 @@ def test_the_view_asks_and_never_waits(capsys: pytest.CaptureFixture[str], monke
         clock += 0.1
         view.poll()
     view.close()
-    assert asked == [2, 4] and len(seen) == 1
+    assert asked == [2, 4] and len(seen) == 2
     assert (seen[0].groups_done, seen[0].groups, seen[0].tokens, seen[0].running) == (0, 2, 70, 1)
+    assert (seen[1].tokens, seen[1].tokens_per_second, seen[1].running) == (70, 0, 0), "the phase has ended"

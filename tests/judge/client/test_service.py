@@ -1,0 +1,77 @@
+"""A watched judge: killed with a call in flight, with its worker, on a port that is taken, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from rstar2_megatron.judge.client import service as module
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
+from tests.judge.waiting import until
+
+pytestmark = pytest.mark.ci
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[JudgeService]:
+    service = JudgeService(workers=1, time_limit_s=60.0, log_path=tmp_path / "judge.log").start()
+    service.watch()
+    yield service
+    service.stop()
+    assert not service.alive()
+
+
+def kill(service: JudgeService) -> None:
+    assert service.process is not None
+    os.kill(service.process.pid, signal.SIGKILL)
+
+
+async def test_a_killed_judge_comes_back_where_it_was_and_its_calls_are_answered(
+    watched: JudgeService, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = watched.url
+    async with JudgeClient(url, time_limit_s=60.0) as client:
+        assert (await client.run("print(1)")).ok
+        call = asyncio.create_task(client.run("import time; time.sleep(2); print('whole')"))
+        await asyncio.sleep(0.5)
+        kill(watched)
+        result = await call
+        assert (result.ok, result.stdout) == (True, "whole\n")
+        assert client.counters["outages"] == 1
+
+        (worker,) = [p for p in psutil.Process(watched.process.pid).children() if "worker" in p.cmdline()]  # type: ignore[union-attr]
+        worker.kill()
+        await until(lambda: "the Code Judge: a worker ended with code -9: started again" in caplog.text, "word of the worker")
+    assert (watched.url, watched.restarts) == (url, 1)
+    assert "the Code Judge ended with code -9 and runs again after" in caplog.text
+    watched.check()
+
+
+async def test_a_judge_that_cannot_be_started_again_is_given_up(watched: JudgeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RESTARTS_IN_A_ROW", 2)
+    address = urlsplit(watched.url)
+    kill(watched)
+    with contextlib.closing(socket.socket()) as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        def taken() -> bool:
+            with contextlib.suppress(OSError):
+                other.bind((address.hostname, address.port))
+                other.listen()
+                return True
+            return False
+
+        await until(taken, "the port")
+        await until(lambda: watched.failure is not None, "the end of the restarts")
+    with pytest.raises(JudgeServiceError, match=r"started again 2 times in vain: .*code 1\njudge: error: cannot listen on"):
+        watched.check()
