@@ -29,7 +29,7 @@ import numpy as np
 
 from rstar2_megatron.rollout.engine import shared_files
 from rstar2_megatron.rollout.engine.protocol import REPORT_ID, EngineReport, GenerateResult, read_message, write_message
-from rstar2_megatron.services.process import kill_tree
+from rstar2_megatron.services.process import free_port, kill_tree
 
 # torch and SGLang are imported inside functions. The thread that watches the parent must start before they load, and the
 # CPU stand-ins must be installed before SGLang is imported.
@@ -93,7 +93,8 @@ def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
             """Start no detokenizer: input and output are token ids. Saves 400 MB."""
             return [], []
 
-    return TokenEngine(**server_args)
+    # SGLang's own choice is a port that the kernel may give to any connection meanwhile.
+    return TokenEngine(**{"nccl_port": free_port(), **server_args})
 
 
 class _EngineServer:

@@ -15,6 +15,7 @@ from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, Eng
 from rstar2_megatron.settings.schema import ProfilerSettings, RolloutSettings
 
 logger = logging.getLogger(__name__)
+_PORT_TAKEN = "address already in use"
 
 
 class SupervisedEngine:
@@ -41,11 +42,23 @@ class SupervisedEngine:
         self._settled.set()
 
     async def start(self) -> None:
-        """Start the process and wait until it serves. Raises EngineLost with the end of the process's log."""
+        """Start the process and wait until it serves, once more if a port was taken before it listened.
+
+        Raises EngineLost with the end of the process's log.
+        """
         with self._changing():
-            self._child = EngineChild(self.settings, self._arguments, name=self.name, log_path=self._log_path)
-            self._child.on_report = self._take_report
-            await self._child.start()
+            try:
+                await self._start_child()
+            except EngineLost as error:
+                if _PORT_TAKEN not in str(error).lower() or self._closed:
+                    raise
+                await self._alive_child().end()
+                await self._start_child()
+
+    async def _start_child(self) -> None:
+        self._child = EngineChild(self.settings, self._arguments, name=self.name, log_path=self._log_path)
+        self._child.on_report = self._take_report
+        await self._child.start()
 
     async def close(self) -> None:
         """End the engine and everything it started. Safe to call twice."""

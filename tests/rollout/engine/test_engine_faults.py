@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
+from rstar2_megatron.services.process import listen
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
 from rstar2_megatron.weights.shared_memory import WeightBucket
@@ -49,6 +51,23 @@ async def test_wrong_model_directory_fails_with_the_log(tmp_path: Path) -> None:
     with pytest.raises(EngineLost, match="missing"):
         await client.start()
     await client.close()
+
+
+async def test_a_port_that_is_taken_at_the_start_costs_one_more_start(tiny_model: Path, tmp_path: Path) -> None:
+    settings, log = settings_for(tiny_model), tmp_path / "engine.log"
+    with contextlib.closing(listen("127.0.0.1", 0)) as taken:
+        settings.sglang.server_args["nccl_port"] = taken.getsockname()[1]
+        engine = EngineClient(settings, name="unlucky", log_path=log)
+        try:
+            start = asyncio.create_task(engine.start())
+            while "address already in use" not in (log.read_text().lower() if log.exists() else ""):
+                assert not start.done()
+                await asyncio.sleep(0.05)
+            taken.close()
+            await start
+            assert (await engine.generate(PROMPT, {"temperature": 0.0, "max_new_tokens": 2}, timeout_s=60)).token_ids.tolist()
+        finally:
+            await engine.close()
 
 
 PARENT = """
