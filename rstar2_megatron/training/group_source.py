@@ -28,6 +28,9 @@ class GroupSource(Protocol):
     def next(self, step: int, loader: ProblemLoader) -> list[Group]:
         """The groups of training step `step`, rejected ones included. Raises TooManyDropped, and what ends a rollout."""
 
+    def engines_lost(self) -> None:
+        """`next` has raised EnginesLost, and is called again when engines run. Nothing of the step is lost."""
+
     def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
         """Counters of the rollout of this step. `seconds`: the laps of its `trainer.Clock`."""
 
@@ -62,15 +65,17 @@ class SynchronousSource:
     def __init__(self, settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> None:
         self._settings, self._coordinator, self._rejected = settings, coordinator, rejected
         self._stats: dict[str, float] = {}
+        self._problems: list[Problem] = []  # of a step whose engines were lost
 
     def next(self, step: int, loader: ProblemLoader) -> list[Group]:
         """Rolls out the loader's next problems, or reads what another run saved for this step."""
-        problems, replay = loader.next_batch(), self._settings.runner.replay_rollouts
-        if replay:
+        if replay := self._settings.runner.replay_rollouts:
+            loader.next_batch()
             return read_groups(rollouts_path(replay, step))
+        self._problems = self._problems or loader.next_batch()
         spec = RolloutSpec.training(self._settings, step)
-        phase = self._coordinator.run(problems, spec, f"step {step} rollout", self._refill(loader))
-        self._stats = phase.stats
+        phase = self._coordinator.run(self._problems, spec, f"step {step} rollout", self._refill(loader))
+        self._problems, self._stats = [], phase.stats
         check_dropped(phase.groups, self._settings.rollout.max_dropped_share)
         return phase.groups
 
@@ -88,9 +93,14 @@ class SynchronousSource:
             seen = len(complete)
             wanted = problems_to_refill(survivors, num_open, target, settings.min_share, left)
             left -= wanted
-            return loader.take(wanted)
+            more = loader.take(wanted)
+            self._problems = [*self._problems, *more]
+            return more
 
         return refill
+
+    def engines_lost(self) -> None:
+        """The step begins again, with the same problems."""
 
     def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
         return self._stats
@@ -135,6 +145,9 @@ class AsynchronousSource:
     def next(self, step: int, loader: ProblemLoader) -> list[Group]:
         self.rollout.start(loader)
         return self.rollout.take()
+
+    def engines_lost(self) -> None:
+        self.rollout.give_up_phase()
 
     def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
         engines, driver = self.rollout.stats()

@@ -12,7 +12,7 @@ import numpy as np
 from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence, train_sequence
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
-from rstar2_megatron.cluster.calls import WorkerGroup, WorkerLost
+from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup, WorkerLost
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.tokens import put_sequences
@@ -87,7 +87,7 @@ class Trainer:
         engines, while it still holds the accelerator; `updated`: the step had something to train on.
         """
         clock = Clock()
-        groups = self.source.next(step, loader)
+        groups = self.next_groups(step, loader)
         clock.lap("rollout")
         after_rollout()
         clock.lap("checkpoint")
@@ -108,6 +108,20 @@ class Trainer:
         seconds = clock.laps()
         stats = {**self.source.stats(kept, step, seconds), **trajectory_age(groups, version=step - 1)}
         return StepResult(step, groups, resampled, actor_metrics, stats, seconds, shown)
+
+    def next_groups(self, step: int, loader: ProblemLoader) -> list[Group]:
+        """`GroupSource.next`. When no engine is left, lost workers are started again with the present weights.
+
+        Raises EnginesLost when none can be (`rollout.max_engine_restarts`).
+        """
+        while True:
+            try:
+                return self.source.next(step, loader)
+            except EnginesLost:
+                if not self.rollout.restartable:
+                    raise
+                self.source.engines_lost()
+                self.sync_weights(self._version)
 
     def _resample_and_batch(
         self, step: int, groups: Sequence[Group], clock: Clock

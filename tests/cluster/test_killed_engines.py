@@ -170,7 +170,7 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    """Steps of `algorithm.max_staleness`, without an actor: a worker is killed while groups of it wait in the buffer."""
+    """Steps of `algorithm.max_staleness`, without an actor: a worker is killed while groups of it wait in the buffer, then all."""
     settings = for_sync(engine_settings, senders, engines, tmp_path)
     settings.agentloop.max_assistant_turns = 1
     settings.algorithm.max_staleness, settings.algorithm.group_size = 2, 4
@@ -186,7 +186,10 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
         senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
         trainer.sync_weights(0)
         for step in range(1, 7):
-            groups = trainer.source.next(step, problems)
+            if step == 5:  # no engine is left: one of them can be started again
+                for pid in engines.call("pids", timeout_s=CALL_S):
+                    os.kill(pid[0], signal.SIGKILL)
+            groups = trainer.next_groups(step, problems)
             seen += [group.problem.query_id for group in groups]
             every = [t for group in groups for t in group.trajectories]
             assert len(every) == 16 and all(t.usable for t in every)
@@ -197,7 +200,7 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
                 os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
             assert trainer.sync_weights(step)["actor/sync_fallbacks"] == 0.0
         trainer.source.pause()
-        assert engines.restarts.total() == restarts + 1 and not engines.lost
+        assert engines.restarts.total() == restarts + 2 and list(engines.lost) == [0]
         assert sorted(seen) == sorted(f"problem-{n}" for n in range(problems.taken)) and len(seen) == 24
     finally:
         trainer.source.close()

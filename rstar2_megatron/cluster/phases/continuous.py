@@ -159,6 +159,17 @@ class ContinuousRollout(PhaseEvents):
         with self._changed:
             self._by_step.phase_ended(server.end(cut=False, timeout_s=self._timeout_s))
             self._fetch_tokens(server)
+        self._leave(server)
+
+    def give_up_phase(self) -> None:
+        """After EnginesLost: what the engines had is rolled out again after the next `start`."""
+        if self._server is not None:
+            self._stop_thread()
+            with self._changed:
+                self._server.forget_workers()
+            self._leave(self._server)
+
+    def _leave(self, server: PhaseServer) -> None:
         server.close()
         self._losses = server.losses()
         self._server = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
-from rstar2_megatron.cluster.calls import WorkerGroup
+from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.tokens import TokenSource
@@ -66,10 +66,14 @@ class RolloutCoordinator:
         start = time.monotonic()
         deadline = start + self._timeout_s
         with contextlib.closing(server):
-            server.start()
-            while not phase.over:
-                server.receive(deadline - time.monotonic())
-            workers = server.end(cut=spec.tail == "cut", timeout_s=deadline - time.monotonic())
+            try:
+                server.start()
+                while not phase.over:
+                    server.receive(deadline - time.monotonic())
+                workers = server.end(cut=spec.tail == "cut", timeout_s=deadline - time.monotonic())
+            except EnginesLost:
+                server.forget_workers()  # carried groups go into another phase, if there is one
+                raise
         groups, carried = phase.finish()
         self.tokens.fetch_ended(carried)
         for trajectory in (t for group in groups for t in group.usable):

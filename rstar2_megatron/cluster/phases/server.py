@@ -167,6 +167,12 @@ class PhaseServer:
             self._events.reopened(self.phase.lose_worker(engine))
             self.serve_pending(time.monotonic())  # the others may have waited for nothing but this work
 
+    def forget_workers(self) -> None:
+        """No engine is left: what each had counts as not rolled out. Raises nothing."""
+        for engine in sorted(set(self._engines.lost) - self._dead):
+            self._dead.add(engine)
+            self._events.reopened(self.phase.lose_worker(engine))
+
     def _lose(self, engine: int, reason: str) -> None:
         self._gone[engine] = reason
         if len(self._gone) == len(self._engines):
