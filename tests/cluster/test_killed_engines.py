@@ -170,7 +170,7 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    """Steps of `algorithm.max_staleness`, without an actor: a worker is killed while groups of it wait in the buffer, then all."""
+    """Steps of `algorithm.max_staleness`, without an actor. A worker is killed while groups of it wait; later all are."""
     settings = for_sync(engine_settings, senders, engines, tmp_path)
     settings.agentloop.max_assistant_turns = 1
     settings.algorithm.max_staleness, settings.algorithm.group_size = 2, 4
