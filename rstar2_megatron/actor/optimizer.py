@@ -92,6 +92,8 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = optim.weight_decay * group.get("wd_mult", 1.0)
+        # A loaded checkpoint has put the values of its own run here.
+        group["betas"], group["eps"] = (optim.adam_beta1, optim.adam_beta2), optim.adam_eps
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -31,11 +32,11 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Split `indices` into micro-batches of at most `max_tokens` tokens; as many as greedy filling by length needs.
+    """Split `indices` into micro-batches of at most `max_tokens` tokens, by best-fit decreasing: near the fewest possible.
 
-    Sequences of similar length share a micro-batch, because attention pads it to its longest sequence. The micro-batches
-    are then evened out, because pipeline stages wait for the largest. The longest come first, so that memory peaks at the
-    start. Raises ValueError for a sequence longer than `max_tokens`.
+    Most sequences share a micro-batch with those of similar length, to which plain attention pads it; short ones fill what
+    is left. The micro-batches are then evened out, because pipeline stages wait for the largest. The longest come first, so
+    that memory peaks at the start. Raises ValueError for a sequence longer than `max_tokens`.
     """
     order = sorted(indices, key=lambda i: (-lengths[i], i))
     if not order:
@@ -59,13 +60,14 @@ def pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> lis
 
 def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     batches: list[list[int]] = []
-    room = -1
+    rooms: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
     for index in order:
-        if lengths[index] > room:
+        place = bisect.bisect_left(rooms, (lengths[index], 0))  # the fullest that has room
+        room, number = rooms.pop(place) if place < len(rooms) else (budget, len(batches))
+        if number == len(batches):
             batches.append([])
-            room = budget
-        batches[-1].append(index)
-        room -= lengths[index]
+        batches[number].append(index)
+        bisect.insort(rooms, (room - lengths[index], number))
     return batches
 
 

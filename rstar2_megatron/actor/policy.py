@@ -5,6 +5,7 @@ Methods are collective over the actor's ranks unless their docstring says "Local
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -126,7 +127,9 @@ class Policy:
     ) -> list[dict[str, Tensor]]:
         """Run this rank's micro-batches through the pipeline. Returns the named values of `loss` for each micro-batch."""
         own = plan.microbatches[parallel_state.get_data_parallel_rank()]
-        batches = [build_microbatch(sequences, members, self.context, wanted) for members in own]
+        each = (build_microbatch(sequences, members, self.context, wanted) for members in own)  # built when it is needed
+        first = next(each)
+        batches = itertools.chain([first], each)
         no_tokens = torch.zeros([], dtype=torch.int, device=self.device)  # the loss is already normalised
 
         def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
@@ -138,14 +141,13 @@ class Policy:
 
             return forward_wanted(chunk, batch, temperature, self.chunk_tokens), normalised
 
-        iterators = [iter(batches) for _ in self.chunks]
         virtual = len(self.chunks) > 1
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iterators if virtual else iterators[0],
+            data_iterator=list(itertools.tee(batches, len(self.chunks))) if virtual else batches,
             model=self.chunks if virtual else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=batches[0].input_ids.size(1),
+            num_microbatches=len(own),
+            seq_length=first.input_ids.size(1),
             micro_batch_size=1,
             forward_only=forward_only,
         )

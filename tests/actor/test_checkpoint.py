@@ -67,6 +67,18 @@ def test_next_three_steps_are_bit_equal(
     assert not directory.with_name("actor.tmp").exists()
 
 
+@pytest.mark.parametrize("optim", [{}, HOST, {"use_distributed_optimizer": False}], ids=["sharded", "host", "plain"])
+def test_betas_and_eps_are_those_of_the_resumed_runs_yaml(
+    pool: RankPool, models: dict[str, Path], tmp_path: Path, optim: dict[str, Any]
+) -> None:
+    before = settings(optim={**optim, "adam_beta2": 0.95})
+    after = settings(optim={**optim, "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_eps": 1e-6})
+    arguments = (before, after, models["qwen2-tied"], tmp_path / "actor", BATCHES)
+    (first, then) = pool.run(checkpoints.resume_with_other_moments, 1, *arguments)[0]
+    assert set(first) == {((0.9, 0.95), 1e-8)}
+    assert set(then) == {((0.8, 0.999), 1e-6)}
+
+
 PP2_INTERLEAVED = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 PRODUCT = {**TP2, "sequence_parallel": True, **PP2}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
@@ -57,15 +59,24 @@ def _pair_bound(lengths: list[int], ranks: int) -> list[int]:
 
 
 @given(LENGTHS, st.integers(400, 2000))
-def test_pack_keeps_the_budget_with_as_few_batches_as_filling_needs(lengths: list[int], budget: int) -> None:
+def test_pack_keeps_the_budget_with_few_batches(lengths: list[int], budget: int) -> None:
     batches = pack(range(len(lengths)), lengths, budget)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     loads = [sum(lengths[i] for i in batch) for batch in batches]
     assert all(load <= budget for load in loads)
-    assert len(batches) <= 2 * sum(lengths) / budget + 1  # what next-fit promises
-    # Neighbours in length stay together: padding inside a batch stays small.
-    for shorter, longer in zip(batches[1:], batches):
-        assert max(lengths[i] for i in shorter) <= min(lengths[i] for i in longer)
+    least_full = 2 / 3 if 2 * max(lengths, default=0) <= budget else 1 / 2  # of all micro-batches but one
+    assert len(batches) <= sum(lengths) / budget / least_full + 1
+    longest = [max(lengths[i] for i in batch) for batch in batches]
+    assert longest == sorted(longest, reverse=True)
+
+
+def test_batches_are_full_at_the_lengths_of_training() -> None:
+    """2,048 trajectories, 1K to 8K tokens, on 8 ranks, with the budget of the shipped YAMLs."""
+    rng = random.Random(0)
+    lengths = [min(8192, int(rng.lognormvariate(8.1, 0.5))) for _ in range(2048)]
+    for indices in balance(lengths, 8):
+        batches = pack(indices, lengths, 10_240)
+        assert sum(lengths[i] for i in indices) / (10_240 * len(batches)) > 0.95
 
 
 def test_a_sequence_beyond_the_budget_is_refused() -> None:

@@ -65,6 +65,29 @@ def resume(
         return [actor.train_step(batch) for batch in batches[2:]]
 
 
+def resume_with_other_moments(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    config: Any,
+    other: Any,
+    model_path: Path,
+    directory: Path,
+    batches: list[Batch],
+) -> list[list[tuple[Any, ...]]]:
+    """Betas and eps of the optimizer's groups: saved under `config`, then loaded and trained under `other`."""
+    seen = []
+    for settings in (config, other):
+        with open_actor(rank, world_size, init_method, settings, model_path) as actor:
+            if settings is other:
+                actor.load_checkpoint(directory)
+            actor.train_step(batches[0])
+            seen.append([(tuple(g["betas"]), g["eps"]) for g in actor.policy.optimizer.param_groups])
+            if settings is config:
+                actor.save_checkpoint(directory)
+    return seen
+
+
 def keep_and_resume(
     rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batches: list[Batch]
 ) -> tuple[list[float], list[float]]:
