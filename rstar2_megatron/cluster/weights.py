@@ -26,10 +26,8 @@ from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
 from rstar2_megatron.weights.route import WeightRoute
 from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket, group_tensors
 
-STEP_TIMEOUT_S = 25.0
-"""Longest wait for one bucket, either in a collective or until the engine has loaded it: the next route begins within 30 s."""
 SENDER_STEPS = 2
-"""An engine waits this many STEP_TIMEOUT_S for its next bucket: in one of them a sender may wait for another engine."""
+"""An engine waits this many `WeightRoute.step_timeout_s` for its next bucket: in one a sender may wait for another engine."""
 _LOOK_S = 0.2
 _KEEP_FREE = 0.1  # share of the host's memory that a copy of the weights must leave free
 
@@ -99,12 +97,12 @@ class WeightSender:
             if route.keeps_host_copy(self._worker._rank, number) and _fits_host(flat.nbytes):
                 self._sent.append(SharedBucket(tensors))  # while the engine reads the buffer
                 sent.host_copies[number] = self._sent[-1].path
-            _demand_loaded(calls)
+            _demand_loaded(calls, route.step_timeout_s)
             return
         if route.kind == "broadcast":
             calls = self._deliver(targets, route, number, weights_checksum(tensors.items()), last)
             work: Any = self._worker.broadcast(tensors, groups=_collective(route), async_op=True)
-            _within(work.wait, calls)
+            _within(work.wait, calls, route.step_timeout_s)
         else:
             path = None
             if route.kind == "disk":
@@ -112,7 +110,7 @@ class WeightSender:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._sent.append(SharedBucket(tensors, path))
             calls = self._deliver(targets, route, number, self._sent[-1].path, last)
-        _demand_loaded(calls)
+        _demand_loaded(calls, route.step_timeout_s)
 
     def _deliver(self, targets: list[Any], route: WeightRoute, number: int, item: Any, last: bool) -> list[Any]:
         rank = self._worker._rank
@@ -135,12 +133,12 @@ def _collective(route: WeightRoute) -> list[tuple[str, list[int]]]:
     return [(route.actor_group, [0]), *((group, [rank]) for group, rank in receivers)]
 
 
-def _demand_loaded(calls: list[Any]) -> None:
+def _demand_loaded(calls: list[Any], timeout_s: float) -> None:
     """Wait for the engines' answers. Raises TransferFailed when an engine refuses or does not answer in time."""
     try:
-        _demand(ray.get(calls, timeout=STEP_TIMEOUT_S))
+        _demand(ray.get(calls, timeout=timeout_s))
     except ray.exceptions.GetTimeoutError:
-        raise TransferFailed(f"an engine did not load a bucket within {STEP_TIMEOUT_S:.0f} s") from None
+        raise TransferFailed(f"an engine did not load a bucket within {timeout_s:.0f} s") from None
 
 
 def _demand(answers: list[str]) -> None:
@@ -149,10 +147,10 @@ def _demand(answers: list[str]) -> None:
         raise TransferFailed(refused[0])
 
 
-def _within(wait: Any, calls: list[Any]) -> None:
+def _within(wait: Any, calls: list[Any], timeout_s: float) -> None:
     """Call the uninterruptible `wait` of a broadcast in a thread.
 
-    Raises TransferFailed after STEP_TIMEOUT_S, or as soon as an engine refuses the bucket, which then may never join.
+    Raises TransferFailed after `timeout_s`, or as soon as an engine refuses the bucket, which then may never join.
     """
     errors: list[BaseException] = []
 
@@ -164,13 +162,13 @@ def _within(wait: Any, calls: list[Any]) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + STEP_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while thread.is_alive() and time.monotonic() < deadline:
         thread.join(_LOOK_S)
         answered, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
         _demand(ray.get(answered))
     if thread.is_alive():
-        raise TransferFailed(f"the broadcast of a bucket did not end within {STEP_TIMEOUT_S:.0f} s")
+        raise TransferFailed(f"the broadcast of a bucket did not end within {timeout_s:.0f} s")
     if errors:
         raise errors[0]
 
@@ -212,7 +210,7 @@ class WeightReceiver:
         """
         transfer = self._transfer_of(route)
         try:
-            async with asyncio.timeout(STEP_TIMEOUT_S):
+            async with asyncio.timeout(route.step_timeout_s):
                 if transfer.failure:
                     return transfer.failure
                 if route.kind == "cuda_ipc":
@@ -221,7 +219,7 @@ class WeightReceiver:
                     return await self._receive_broadcast(transfer, number, item, last, engines)
                 return await transfer.put(OpenedBucket(item), last)
         except TimeoutError:
-            return f"engine {self._engine} did not load bucket {number} within {STEP_TIMEOUT_S:.0f} s"
+            return f"engine {self._engine} did not load bucket {number} within {route.step_timeout_s:.0f} s"
         except Exception as error:
             return f"engine {self._engine}, bucket {number}: {type(error).__name__}: {error}"
 
@@ -273,15 +271,13 @@ class _Transfer:
         self._waiting: list[asyncio.Future[str]] = []  # answers not given yet, oldest first
 
     async def buckets(self) -> AsyncIterator[tuple[WeightBucket, bool]]:
-        last = False
+        last, limit = False, SENDER_STEPS * self.route.step_timeout_s
         while not last:
             try:
-                async with asyncio.timeout(SENDER_STEPS * STEP_TIMEOUT_S):
+                async with asyncio.timeout(limit):
                     item = await self._queue.get()
             except TimeoutError:
-                raise TransferFailed(
-                    f"no bucket arrived within {SENDER_STEPS * STEP_TIMEOUT_S:.0f} s: an actor rank is stuck"
-                ) from None
+                raise TransferFailed(f"no bucket arrived within {limit:.0f} s: an actor rank is stuck") from None
             if item is None:
                 raise TransferFailed(self.failure)
             yield item

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from rstar2_megatron.cluster.calls import DeadlineExceeded, PendingCall, WorkerFailed, WorkerGroup
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
-from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S, Sent
+from rstar2_megatron.cluster.weights import Sent
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import Place, RouteKind, WeightRoute, make_route, possible_routes
 
 logger = logging.getLogger(__name__)
 # Of calls that move nothing: one that takes longer is stuck, and the run ends with its name.
 _SHORT_CALL_S = 120.0
+# Of one bucket: the next route begins within 30 s. The first sync by a route also makes its communicators, which takes longer.
+STEP_TIMEOUT_S = 25.0
+FIRST_STEP_TIMEOUT_S = 120.0
 
 
 class WeightSync:
@@ -31,6 +34,7 @@ class WeightSync:
         self._look_at_engines()
         there = [place for place in self._engine_places if place is not None]
         self._routes = possible_routes(settings.actor.weight_sync.route, self._actor_places, there, device)
+        self._proved: set[RouteKind] = set()  # by which a sync has succeeded
         self._warned = False
         self.fallbacks = 0
         """Number of routes that have failed."""
@@ -61,6 +65,7 @@ class WeightSync:
                 self.fallbacks += 1
                 logger.warning("weight sync by %s failed, trying %s: %s", failed, self.route, error)
                 continue
+            self._proved.add(self.route)
             return {**metrics, "actor/sync_fallbacks": float(self.fallbacks)}
 
     def _transfer(self, route: WeightRoute, version: int) -> dict[str, float]:
@@ -72,13 +77,13 @@ class WeightSync:
             sent = sending.result(self._timeout_s, beside=receiving)
             lost = receiving.result(self._timeout_s)
         except WorkerFailed as error:
-            self._rollout.call("abort_weights", route, str(error), timeout_s=STEP_TIMEOUT_S)
+            self._rollout.call("abort_weights", route, str(error), timeout_s=route.step_timeout_s)
             for call in (sending, receiving):
-                if not call.wait_for_end(2 * STEP_TIMEOUT_S):
+                if not call.wait_for_end(2 * route.step_timeout_s):
                     ranks = ", ".join(map(str, call.running()))
                     raise DeadlineExceeded(
                         f"{call.name} is stuck on rank {ranks}, as a call to the device that never returns: it did not end "
-                        f"within {2 * STEP_TIMEOUT_S:.0f} s after a failure of the weight sync by {route.kind}. The same "
+                        f"within {2 * route.step_timeout_s:.0f} s after a failure of the weight sync by {route.kind}. The same "
                         f"command resumes from the last checkpoint. The failure: {error}"
                     ) from error
             with contextlib.suppress(WorkerFailed):
@@ -131,4 +136,5 @@ class WeightSync:
             self._engine_places,
             bucket_bytes=sync.bucket_mb << 20,
             directory=str(Path(directory).resolve()),
+            step_timeout_s=STEP_TIMEOUT_S if self.route in self._proved else FIRST_STEP_TIMEOUT_S,
         )

@@ -46,6 +46,8 @@ class WeightRoute:
     """Increases with every sync and every retry. Messages of an earlier attempt are ignored."""
     actor_nodes: tuple[int, ...] = ()
     """The node of each actor rank (cuda_ipc)."""
+    step_timeout_s: float = 25.0
+    """Longest wait for one bucket, in a collective or until the engine has loaded it."""
 
     @property
     def leaders(self) -> list[int]:
@@ -105,6 +107,7 @@ def make_route(
     *,
     bucket_bytes: int,
     directory: str,
+    step_timeout_s: float = 25.0,
 ) -> WeightRoute:
     """The route of this kind for one attempt at a weight sync. rollout: None for a lost engine."""
     first_on: dict[int, int] = {}
@@ -125,4 +128,5 @@ def make_route(
         directory=directory,
         attempt=next(_attempts),
         actor_nodes=tuple(place.node for place in actor),
+        step_timeout_s=step_timeout_s,
     )

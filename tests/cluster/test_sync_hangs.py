@@ -9,14 +9,13 @@ import psutil
 import pytest
 
 from rstar2_megatron.cluster.calls import DeadlineExceeded, WorkerGroup
-from rstar2_megatron.cluster.weights import STEP_TIMEOUT_S
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import weight_sync
 from rstar2_megatron.weights.route import RouteKind
 from tests.cluster.conftest import CALL_S, Launch, assert_synced, sync_in_turn
 from tests.cluster.weight_ends import FORGET, Fault, Receiver, Sender
 
-STEP_S = 3.0  # here; STEP_TIMEOUT_S in a run
+STEP_S = 3.0  # here; weight_sync.STEP_TIMEOUT_S in a run
 PROMISED_S = 30.0  # of docs/actor.md, for the deadlines of a run; here most of it is room for a busy machine
 
 # Every wait of a receiver. The engines of a node are rank 0, which receives a broadcast, and rank 1, which it passes it to.
@@ -34,8 +33,12 @@ HANGS = [
 ]
 
 
-def shorten(group: WorkerGroup) -> None:
-    group.call("set_step_timeout", STEP_S, timeout_s=CALL_S)
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a first sync."""
+    assert weight_sync.STEP_TIMEOUT_S < PROMISED_S
+    for name in ("STEP_TIMEOUT_S", "FIRST_STEP_TIMEOUT_S"):
+        monkeypatch.setattr(weight_sync, name, STEP_S)
 
 
 @pytest.mark.parametrize(("kind", "step", "rank"), HANGS)
@@ -43,8 +46,6 @@ def test_a_receiver_that_hangs_costs_one_deadline(
     settings: Settings, senders: WorkerGroup, receivers: WorkerGroup, tmp_path: Path, kind: RouteKind, step: str, rank: int
 ) -> None:
     """In the middle of a sync; the sync that follows takes the other route at once."""
-    for group in (senders, receivers):
-        shorten(group)
     other: RouteKind = "shared_memory" if kind == "disk" else "disk"
     sync = sync_in_turn(settings, senders, receivers, tmp_path, kind, other)
     receivers.call("plant", Fault(step, at=2, how="hang"), ranks=[rank], timeout_s=CALL_S)
@@ -81,11 +82,8 @@ def test_a_sender_stuck_in_a_call_that_never_returns_ends_the_run(
 
     The error names rank and remedy, the engines' workers serve on, and the stuck process can be killed.
     """
-    monkeypatch.setattr(weight_sync, "STEP_TIMEOUT_S", STEP_S)
     monkeypatch.setattr(weight_sync, "_SHORT_CALL_S", 2 * STEP_S)
     stuck = launch(Sender, "actor")
-    for group in (stuck, receivers):
-        shorten(group)
     pids = stuck.call("pid", timeout_s=CALL_S)
     sync = sync_in_turn(settings, stuck, receivers, tmp_path, kind, "disk")
     stuck.call("plant", Fault(step, at=at, how="stick"), ranks=[0], timeout_s=CALL_S)
@@ -116,9 +114,6 @@ def test_a_broadcast_that_one_end_never_joins_ends_in_the_next_route(
     launch: Launch, settings: Settings, tmp_path: Path, end: str, step: str, how: str
 ) -> None:
     ours, theirs = launch(Sender, "actor"), launch(Receiver, "rollout", max_concurrency=16)
-    assert STEP_TIMEOUT_S < PROMISED_S
-    for group in (ours, theirs):
-        shorten(group)
     sync = sync_in_turn(settings, ours, theirs, tmp_path, "broadcast", "disk")
     broken = ours if end == "sender" else theirs
     broken.call("plant", Fault(step, at=1, how=how), ranks=[0], timeout_s=CALL_S)

@@ -12,10 +12,10 @@ from rstar2_megatron.cluster.calls import WorkerFailed, WorkerGroup
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training.gates import GateError
 from rstar2_megatron.training.trainer import Trainer
-from rstar2_megatron.training.weight_sync import WeightSync
+from rstar2_megatron.training.weight_sync import STEP_TIMEOUT_S, WeightSync
 from rstar2_megatron.weights.route import RouteKind, make_route
 from tests.cluster.conftest import CALL_S, assert_synced, for_sync, sync_in_turn
-from tests.cluster.weight_ends import STEP_TIMEOUT_S, Fault
+from tests.cluster.weight_ends import Fault
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "shared_memory", "broadcast", "disk"])

@@ -17,6 +17,7 @@ from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.training import weight_sync
 from rstar2_megatron.trajectory import Problem
 from rstar2_megatron.weights.route import RouteKind
 from tests.cluster.conftest import CALL_S, Launch, sync_in_turn
@@ -47,12 +48,17 @@ DEATHS = [
 
 @pytest.mark.parametrize(("kind", "step"), DEATHS)
 def test_a_sync_goes_on_without_a_worker_that_dies_in_it(
-    launch: Launch, settings: Settings, senders: WorkerGroup, tmp_path: Path, kind: RouteKind, step: str
+    launch: Launch,
+    settings: Settings,
+    senders: WorkerGroup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: RouteKind,
+    step: str,
 ) -> None:
     """No route is given up, also not the broadcast whose receiver died inside or on the way to it."""
     doomed = launch(Receiver, "rollout", max_concurrency=16)
-    for group in (senders, doomed):
-        group.call("set_step_timeout", NEVER_S, timeout_s=CALL_S)
+    monkeypatch.setattr(weight_sync, "FIRST_STEP_TIMEOUT_S", NEVER_S)
     sync = sync_in_turn(settings, senders, doomed, tmp_path, kind, "disk")
     doomed.call("plant", Fault(step, how="die"), ranks=[0], timeout_s=CALL_S)
     assert sync.run(1)["actor/sync_fallbacks"] == 0.0

@@ -33,7 +33,6 @@ def _tensors() -> list[tuple[str, torch.Tensor]]:
     return [*tensors, ("half", torch.randn(33).bfloat16()), ("large", torch.randn(3, 5000)), ("strided", torch.randn(6, 4).t())]
 
 
-STEP_TIMEOUT_S = weights.STEP_TIMEOUT_S
 STUCK_S = 3600.0
 FORGET = "WeightSender.forget"
 
@@ -93,13 +92,9 @@ class Sender(Worker):
         self.reset()
 
     def reset(self) -> None:
-        """As launched: no fault, weights of its own, the deadlines of a run."""
+        """As launched: no fault, weights of its own."""
         self._fault: Fault | None = None
         self._model: tuple[str, float] | None = None
-        weights.STEP_TIMEOUT_S = STEP_TIMEOUT_S
-
-    def set_step_timeout(self, seconds: float) -> None:
-        weights.STEP_TIMEOUT_S = seconds
 
     def rank(self) -> int:
         return self._rank
@@ -201,14 +196,10 @@ class Receiver(Worker):
         self.reset()
 
     def reset(self) -> None:
-        """As launched: no fault, sees and keeps everything, the deadlines of a run."""
+        """As launched: no fault, sees and keeps everything."""
         self._fault: Fault | None = None
         self._hidden: str | None = None
         self._lost: str | None = None
-        weights.STEP_TIMEOUT_S = STEP_TIMEOUT_S
-
-    def set_step_timeout(self, seconds: float) -> None:
-        weights.STEP_TIMEOUT_S = seconds
 
     async def receive(self, route: WeightRoute) -> tuple[dict[str, int], int]:
         """Checksums of what arrived, and in how many buckets."""
