@@ -161,11 +161,14 @@ class RLRun(ClusterRun):
         return ChatTemplate(tokenizer, self.settings.agentloop)
 
     def _cold_start(self) -> None:
-        """The first sync, SFT unless it is off or cached, evaluation, and a fresh optimizer."""
+        """The first sync, SFT unless it is off or cached, evaluation, and the optimizer of RL."""
         settings = self.settings
         if settings.runner.init_checkpoint:
             self._say(f"starting from {settings.runner.init_checkpoint}, optimizer included")
             self._load_init_checkpoint()
+        trains = settings.cold_start.enabled and self.cached_sft is None
+        if not trains:  # before the sync: on shared accelerators the actor would wake for it again, and the engines sleep
+            self._begin_rl()
         self.trainer.sync_weights(version=0)
         self.trainer.check_weights()
         self.table: dict[str, float | None] = {}
@@ -181,7 +184,13 @@ class RLRun(ClusterRun):
         elif self._evaluates:
             self.table["before_rl"] = self._evaluate("held-out before RL").average
         self._write_table()
-        if settings.runner.init_checkpoint:  # model and optimizer continue unchanged
+        if trains:
+            self._begin_rl()
+
+    def _begin_rl(self) -> None:
+        """A fresh optimizer; with `runner.init_checkpoint` the loaded one. The present weights become the reference."""
+        settings = self.settings
+        if settings.runner.init_checkpoint:
             self.actor.call("continue_rl", timeout_s=settings.runner.step_timeout_s)
             return
         self.actor.call(

@@ -65,6 +65,8 @@ def engine_arguments(
         arguments["enable_deterministic_inference"] = True
     if torch.cuda.is_available():
         arguments["enable_memory_saver"] = memory_saver
+        # SGLang would capture 58 sizes up to 8,192 tokens: over a GB that the plan does not count (estimate), and a longer start.
+        arguments["cuda_graph_max_bs_prefill"] = 512
     else:
         arguments |= {
             "device": "cpu",
@@ -96,7 +98,13 @@ def gpu_environment(environment: dict[str, str]) -> dict[str, str]:
             "scripts/setup_env.sh installs both, RSTAR2_CUDA_HOME names another CUDA toolkit"
         )
     libraries = [str(wheels / "lib"), *filter(None, environment.get("LD_LIBRARY_PATH", "").split(":"))]
-    return {"PATH": path, "CUDA_HOME": str(home), "LD_LIBRARY_PATH": ":".join(dict.fromkeys(libraries))}
+    return {
+        "PATH": path,
+        "CUDA_HOME": str(home),
+        "LD_LIBRARY_PATH": ":".join(dict.fromkeys(libraries)),
+        # SGLang binds its processes to NUMA nodes itself; the other way is a script in /tmp, where programs may not start.
+        "SGLANG_NUMA_BIND_V2": environment.get("SGLANG_NUMA_BIND_V2", "0"),
+    }
 
 
 def child_environment(settings: RolloutSettings, environment: dict[str, str], *, scores: bool = False) -> dict[str, str]:

@@ -29,6 +29,7 @@ def test_the_toolkit_and_this_environments_programs_come_first(tmp_path: Path, m
         "PATH": f"{tmp_path}/venv/bin:{tmp_path}/cuda/bin:/bin",
         "CUDA_HOME": str(tmp_path / "cuda"),
         "LD_LIBRARY_PATH": f"{wheels}/lib:/mine",  # the runtime that torch loads, whatever the toolkit
+        "SGLANG_NUMA_BIND_V2": "0",
     }
     assert gpu_environment(found) == found  # as the launcher has set it
 

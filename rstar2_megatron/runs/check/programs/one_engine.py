@@ -72,7 +72,8 @@ async def _engine_run(
         # CUDA graphs are captured for other numbers of requests, so the unused places of a batch are computed too
         again = await asyncio.gather(*(engine.generate(first, greedy, timeout_s=_CALL_S) for _ in range(_ODD_REQUESTS)))
         result["awake_difference"] = max(
-            _difference(result["token_ids"], result["logprobs"], other.token_ids, other.logprobs) for other in again
+            difference(result["token_ids"], result["logprobs"], other.token_ids.tolist(), other.logprobs.tolist())
+            for other in again
         )
         return result
     finally:
@@ -85,12 +86,15 @@ async def _files_of(model: str) -> AsyncIterator[tuple[OpenedBucket, bool]]:
         yield OpenedBucket(str(file)), file == files[-1]
 
 
-def _difference(tokens: list[int], logprobs: list[float], other_tokens: Any, other_logprobs: Any) -> float:
-    """Mean |log-prob difference| up to the first other token, which equal log-probs allow; infinity when that is the first."""
-    other = other_tokens.tolist()
-    same = next((n for n, (a, b) in enumerate(zip(tokens, other)) if a != b), len(tokens))
-    differences = [abs(a - b) for a, b in zip(logprobs[:same], other_logprobs[:same].tolist())]
-    return sum(differences) / same if same else math.inf
+def difference(tokens: list[int], logprobs: list[float], other_tokens: list[int], other_logprobs: list[float]) -> float:
+    """Mean |log-prob difference| of two greedy answers, up to and with the first token in which they differ.
+
+    Of two tokens that are nearly as probable rounding chooses either, and their log-probs agree. Behind them the answers
+    continue other texts.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(tokens, other_tokens)) if a != b), len(tokens))
+    pairs = list(zip(logprobs[: same + 1], other_logprobs[: same + 1]))
+    return sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else math.inf
 
 
 async def _refused(engine: Any, prompt: list[int], sampling: dict[str, Any]) -> bool:

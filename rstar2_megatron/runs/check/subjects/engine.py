@@ -12,13 +12,14 @@ from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 from rstar2_megatron.settings.planning.engine_speed import DECODE_SHARE, PEAK_BYTES_PER_S
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
+from rstar2_megatron.settings.planning.memory import engine_residue_gb
 from rstar2_megatron.settings.schema import RolloutSettings
 from rstar2_megatron.training.gates import MAX_LOGPROB_DIFF_FP32, MAX_MEAN_LOGPROB_DIFF_BF16
 
 TOKENS = 64
 _START_S = 600.0  # a first start compiles kernels and captures CUDA graphs
 _LEAST_DECODING = 0.02  # of what bandwidth would give: two layers take less time than launching them
-_LEAST_FREED = 0.9  # of what an engine took: context, NCCL and graphs stay
+_MOST_KEPT = 2.0  # times what the plan counts for context, NCCL and graphs, which stay
 
 
 def engine_settings(context: Context) -> RolloutSettings:
@@ -121,10 +122,13 @@ def sleep(context: Context) -> Finding:
         )
     if context.device == "cpu":
         return Finding(f"{times}; an engine on a CPU has nothing to free", figures)
-    share = told["freed_bytes"] / max(told["used_bytes"], 1)
-    words = f"{told['freed_bytes'] / 1e9:.1f} of {told['used_bytes'] / 1e9:.1f} GB freed ({share:.0%}), {times}"
-    if share < _LEAST_FREED:
-        raise CheckFailed(f"{words}; at least {_LEAST_FREED:.0%} must go", figures)
+    ranks = context.settings.rollout.tensor_parallel_size
+    kept = (told["used_bytes"] - told["freed_bytes"]) / 1e9 / ranks
+    planned = engine_residue_gb(context.settings)
+    figures |= {"kept_gb": kept, "planned_kept_gb": planned}
+    words = f"{told['freed_bytes'] / 1e9:.1f} GB freed, {kept:.1f} GB stay on each GPU, planned {planned:.1f}; {times}"
+    if kept > _MOST_KEPT * planned:
+        raise CheckFailed(f"{words}; at most {_MOST_KEPT * planned:.1f} may stay", figures)
     return Finding(words, figures)
 
 
