@@ -65,7 +65,7 @@ def engine_arguments(
         arguments["enable_deterministic_inference"] = True
     if torch.cuda.is_available():
         arguments["enable_memory_saver"] = memory_saver
-        # SGLang would capture 58 sizes up to 8,192 tokens: over a GB that the plan does not count (estimate), and a longer start.
+        # SGLang would capture 58 sizes up to 8,192 tokens: over a GB that the plan does not count (estimate).
         arguments["cuda_graph_max_bs_prefill"] = 512
     else:
         arguments |= {
