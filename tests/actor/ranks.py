@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _serve(rank: int, requests: Any, results: Any, threads: Any) -> None:
+def _serve(rank: int, requests: Any, results: Any, threads: Any, prepare: Callable[[], None]) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    prepare()
     while True:
         # gloo keeps the sockets of a group until its last reference goes, and megatron-core's objects form cycles:
         # uncollected, twenty layouts in one process reach an ordinary user's limit of 1,024 open files, and what
@@ -39,10 +40,16 @@ def _serve(rank: int, requests: Any, results: Any, threads: Any) -> None:
 _MOST_THREADS = 150
 
 
+def nothing() -> None:
+    """Ranks that need no preparation."""
+
+
 class RankPool:
     """`run(f, n, *args)` calls f(rank, n, init_method, *args) in n processes; results come by rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] = nothing) -> None:
+        """prepare: called first in every process."""
+        self._prepare = prepare
         self._context = multiprocessing.get_context("spawn")
         self._processes: list[Any] = []
         self._requests: list[Any] = []
@@ -58,7 +65,7 @@ class RankPool:
             requests = self._context.Queue()
             rank = len(self._processes)
             threads = self._context.Value("i", 0)
-            arguments = (rank, requests, self._results, threads)
+            arguments = (rank, requests, self._results, threads, self._prepare)
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._threads.append(threads)
