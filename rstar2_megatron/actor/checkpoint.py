@@ -188,7 +188,9 @@ def replace_directory(partial: Path, final: Path) -> None:
 def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
-        state[_model_key(chunks, number)] = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
+        whole = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
+        # TransformerEngine's scaling factors of FP8, empty here, are left out: a run may go on without it, and with it.
+        state[_model_key(chunks, number)] = {name: tensor for name, tensor in whole.items() if "_extra_state" not in name}
     gathered = states_without_data(optimizer) if loading else states_by_parameter(optimizer)
     with positions_without_padding(chunks), gathered:
         state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(_METADATA))
@@ -260,6 +262,7 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     """
     path = Path(directory)
     state = _sharded_state(chunks, optimizer, loading=True)
+    _spell_as_saved(state, set(dist_checkpointing.load_tensors_metadata(str(path))))
     for number, chunk in enumerate(chunks):
         weights = state.pop(_model_key(chunks, number))
         _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
@@ -271,6 +274,14 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     file = path / _RANDOM / _random_file()
     if file.exists():
         _restore_random_states(torch.load(file, weights_only=False))
+
+
+def _spell_as_saved(state: dict[str, Any], saved: set[str]) -> None:
+    """Ask for the norm before the experts by the name under which local layers saved it in earlier versions."""
+    for tensor in nested_values(state):
+        before = getattr(tensor, "key", "").replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        if before in saved:
+            tensor.key = before
 
 
 def _put_weight(chunk: Any, name: str, weight: Any) -> None:

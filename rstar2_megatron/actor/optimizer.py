@@ -94,6 +94,7 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
         group["weight_decay"] = optim.weight_decay * group.get("wd_mult", 1.0)
         # A loaded checkpoint has put the values of its own run here.
         group["betas"], group["eps"] = (optim.adam_beta1, optim.adam_beta2), optim.adam_eps
+        group.setdefault("bias_correction", True)  # TransformerEngine's Adam asks for it; torch's has it always and no key
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):

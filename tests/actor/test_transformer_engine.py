@@ -72,7 +72,7 @@ def test_layers_of_transformer_engine_train_as_the_local_ones(
     assert theirs.after_load == pytest.approx(theirs.after_save, rel=1e-3)
 
 
-@pytest.mark.parametrize("saved_by", ["engine", "local"])
+@pytest.mark.parametrize("saved_by", ["engine", "local", "an earlier version"])
 @pytest.mark.parametrize(
     ("model", "layout", "optim"),
     [("qwen3", TP2, OVERLAP), ("moe", EP2, OVERLAP), ("qwen2", TP2, HOST)],
@@ -88,9 +88,9 @@ def test_a_checkpoint_goes_on_with_transformer_engine_and_without(
     optim: dict[str, Any],
     saved_by: str,
 ) -> None:
-    """It was installed, or removed, between two runs: the next steps are the same within bf16."""
-    config = settings(model={"precision": "bf16", **layout}, optim=optim)
+    """It was installed, or removed, between two runs: the next steps are the same within bf16, at a rate that moves little."""
+    config = settings(model={"precision": "bf16", **layout}, optim={**optim, "lr": 1e-4})
     arguments = (config, models[model], tmp_path / "actor", BATCH)
     saver, loader = (engine_pool, pool) if saved_by == "engine" else (pool, engine_pool)
-    before = saver.run(engine_layers.train_and_save, 2, *arguments)[0]
-    assert loader.run(engine_layers.load_and_train, 2, *arguments)[0] == pytest.approx(before, rel=0.05)
+    before = saver.run(engine_layers.train_and_save, 2, *arguments, saved_by == "an earlier version")[0]
+    assert loader.run(engine_layers.load_and_train, 2, *arguments)[0] == pytest.approx(before, rel=0.03)

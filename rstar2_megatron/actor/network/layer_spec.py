@@ -61,6 +61,8 @@ def block_spec(config: TransformerConfig, implementation: Implementation, vp_sta
         num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
     parts = layer.submodules
+    if config.num_moe_experts:  # as TransformerEngine's layers name their weights in a checkpoint
+        parts.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

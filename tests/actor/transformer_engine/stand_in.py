@@ -63,9 +63,9 @@ def _extension() -> Any:
         setattr(extension, name, type(name, (), {}))
     extension.CommOverlapType = type("CommOverlapType", (), {"AG": 0, "RS": 1})
     forward = [f"GEMM{n}_{part}" for n in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")]
-    extension.FP8FwdTensors = enum.IntEnum("FP8FwdTensors", forward, start=0)
     backward = [f"GRAD_{part}{n}" for n in (1, 2, 3) for part in ("OUTPUT", "INPUT")]
-    extension.FP8BwdTensors = enum.IntEnum("FP8BwdTensors", backward, start=0)
+    for name, members in (("FP8FwdTensors", forward), ("FP8BwdTensors", backward)):
+        setattr(extension, name, enum.IntEnum(name, {member: number for number, member in enumerate(members)}))
     # `cpp_extensions` takes everything from the extension and adds functions of its own, which must stay.
     sources = [file.read_text() for file in (FILES / "transformer_engine" / "pytorch").rglob("*.py")]
     used = {name for text in sources for name in re.findall(r"\btex\.(\w+)", text)}
