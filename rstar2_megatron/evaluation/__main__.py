@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rstar2_megatron.evaluation.configure import MAX_TOKENS, check_weights, configure, default_out, parse_words, read_benchmarks
+from rstar2_megatron.evaluation.configure import MAX_TOKENS, check_model, configure, default_out, parse_words, read_benchmarks
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.reward.pool import GraderPool
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         settings, sampling = configure(arguments)
-        check_weights(sampling)
+        check_model(sampling)
         benchmarks = read_benchmarks(arguments.data, arguments.problems, settings)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +152,15 @@ def _trajectory(row: Row, tokenizer: Any) -> dict[str, Any]:
 def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Turns with the tool calls that follow each."""
     shaded = shaded_turns(row, tokenizer) if tokenizer is not None else None
-    calls = iter(row["tool_calls"])
-    one_each = len(row["tool_calls"]) <= len(row["turns"])
+    calls = map(_call, row["tool_calls"])
+    counts = row.get("calls_per_turn") or [1] * len(row["tool_calls"])  # rows of earlier versions do not say
     for number, text in enumerate(row["turns"]):
         turn: dict[str, Any] = {"kind": "turn", "text": text}
         if shaded is not None:
             turn["pieces"] = shaded[number]
         yield turn
-        for _ in range(1 if one_each else text.count("<tool_call>")):
-            if (call := next(calls, None)) is not None:
-                yield _call(call)
-    for call in calls:
-        yield _call(call)
+        yield from islice(calls, *counts[number : number + 1] or [0])
+    yield from calls
 
 
 def _call(call: Row) -> dict[str, Any]:

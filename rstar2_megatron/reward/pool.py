@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import queue
-import selectors
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
@@ -191,24 +191,25 @@ class GraderPool:
 
 
 class _Worker:
-    """One grading process and its pipes."""
+    """One grading process and its pipe."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rstar2_megatron.reward.worker", str(_MEMORY_BYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        self._buffer = b""
-        if self._read_line(_START_TIMEOUT_S) != b'"ready"':
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rstar2_megatron.reward.worker", str(_MEMORY_BYTES), str(theirs.fileno())],
+                stdout=subprocess.DEVNULL,  # what libraries print
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        if self._reply(_START_TIMEOUT_S) != "ready":
             code = self._process.poll()
             self.kill()
             raise GraderLost(
                 f"a grading process did not start within {_START_TIMEOUT_S:.0f} s (exit code {code}); run "
-                f"`python -m rstar2_megatron.reward.worker {_MEMORY_BYTES}` to see why"
+                f"`python -m rstar2_megatron.reward.worker {_MEMORY_BYTES} 1` to see why"
             )
 
     @property
@@ -217,46 +218,27 @@ class _Worker:
 
     def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> str:
         """The verdict. A process that hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE."""
-        request = json.dumps({"mode": question.mode, "text": question.text, "solutions": solutions}) + "\n"
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(request.encode())
-            self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            self.kill()
-            return UNGRADABLE
+        request = {"mode": question.mode, "text": question.text, "solutions": solutions}
         deadline = time.monotonic() + timeout_s
-        line = self._read_line(timeout_s)
-        if line is None:
-            hung = self.alive and time.monotonic() >= deadline
-            self.kill()
-            return GRADER_TIMEOUT if hung else UNGRADABLE
-        return str(json.loads(line))
+        with contextlib.suppress(OSError):  # it has died
+            self._pipe.send_bytes(json.dumps(request).encode())
+            if (reply := self._reply(timeout_s)) is not None:
+                return reply
+        hung = self.alive and time.monotonic() >= deadline
+        self.kill()
+        return GRADER_TIMEOUT if hung else UNGRADABLE
 
-    def _read_line(self, timeout_s: float) -> bytes | None:
-        """The next line; None when the time is over or the process has ended."""
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    return None
-                chunk = os.read(self._process.stdout.fileno(), 65536)
-                if not chunk:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        self._process.wait(1.0)
-                    return None
-                self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+    def _reply(self, timeout_s: float) -> str | None:
+        """The next reply; None when the time is over or the process has ended."""
+        try:
+            return self._pipe.recv_bytes().decode() if self._pipe.poll(timeout_s) else None
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            return None
 
     def kill(self) -> None:
-        """End the process and close its pipes. Safe to call twice."""
+        """End the process and close its pipe. Safe to call twice."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._pipe.close()

@@ -1,6 +1,6 @@
-"""A grading process: reads answers or responses on stdin, writes verdicts to stdout, one JSON line each.
+"""A grading process: gets answers or responses as JSON over a pipe, and replies with verdicts.
 
-    python -m rstar2_megatron.reward.worker MEMORY_BYTES
+    python -m rstar2_megatron.reward.worker MEMORY_BYTES FILE_DESCRIPTOR
 
 It has no state and may be killed at any time.
 """
@@ -8,10 +8,10 @@ It has no state and may be killed at any time.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import sys
+from multiprocessing.connection import Connection
 
 from rstar2_megatron.reward.math_grader import UNGRADABLE, grade_answer
 from rstar2_megatron.reward.released_grader import grade_released
@@ -30,23 +30,24 @@ def _limit(memory_bytes: int) -> None:
 def main() -> None:
     die_with_parent(signal.SIGKILL)  # a stuck worker must not outlive the pool
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
-    # Replies use a copy of stdout; what libraries print goes to stderr.
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    pipe = Connection(int(sys.argv[2]))
     # Load the libraries before the limits and before the first clock runs.
     for answer, solution in (("\\sqrt{2}+x", "x+\\sqrt{2}"), ("(1,\\frac{x}{2})", "(1,x/2+0)")):
         grade_answer(answer, [solution])
         grade_released(f"\\boxed{{{answer}}}", [solution])
     _limit(int(sys.argv[1]))
-    replies.write('"ready"\n')
-    for line in sys.stdin:
-        request = json.loads(line)
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            request = json.loads(pipe.recv_bytes())
+        except EOFError:  # the pool has closed
+            return
         grade = grade_released if request["mode"] == "released" else grade_answer
         try:
             detail = grade(request["text"], request["solutions"])
         except Exception:  # parsers raise anything on hostile text
             detail = UNGRADABLE
-        replies.write(json.dumps(detail) + "\n")
+        pipe.send_bytes(detail.encode())
 
 
 if __name__ == "__main__":
