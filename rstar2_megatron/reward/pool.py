@@ -1,7 +1,7 @@
 """Grades responses within a time and memory limit, from any thread and event loop.
 
-Plain text and numbers are compared in the caller's process, answers that need algebra in a worker process. A worker that
-exceeds its limits or dies is replaced, and the answer gets reward 0 with the reason.
+Plain text and numbers are compared in the caller's process; answers that need algebra, and in released mode all responses, in a
+worker process. A worker that exceeds its limits or dies is replaced, and the answer gets reward 0 with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
 from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, quick_grade
-from rstar2_megatron.reward.released_grader import MAX_SHOWN_CHARS, quick_released, released_answer
 
 Mode = Literal["paper", "released"]
 
@@ -55,7 +54,6 @@ class _Question:
 
     mode: Mode
     text: str
-    answer: str | None
 
 
 class GraderPool:
@@ -121,22 +119,16 @@ class GraderPool:
         if self._closed:
             raise RuntimeError("the grader pool is closed")
         if mode == "released":
-            answer = released_answer(response_text)
-            shown = None if answer is None else answer[:MAX_SHOWN_CHARS]
-            question = _Question(mode, response_text, shown)
-            detail = quick_released(response_text, solutions)
-        else:
-            extracted = extract_answer(response_text)
-            if extracted.answer is None:
-                return Grade(0.0, extracted.detail)
-            question = _Question(mode, extracted.answer, extracted.answer)
-            detail = quick_grade(extracted.answer, solutions)
+            return _Question(mode, response_text)
+        answer, why = extract_answer(response_text)
+        if answer is None:
+            return Grade(0.0, why)
+        question = _Question(mode, answer)
+        detail = quick_grade(answer, solutions)
         if detail is None:
             with self._lock:
                 detail = self._cache.get((question, tuple(solutions)))
-        if detail is None:
-            return question
-        return Grade(float(detail == CORRECT), detail, question.answer)
+        return question if detail is None else Grade(float(detail == CORRECT), detail, answer)
 
     def _slow(self, question: _Question, solutions: list[str]) -> Grade:
         """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
@@ -149,7 +141,7 @@ class GraderPool:
                     self._forget(worker)
                     worker = self._start_worker()
                 start = time.monotonic()
-                detail = worker.ask(question, solutions, left)
+                detail, answer = worker.ask(question, solutions, left)
                 left -= time.monotonic() - start
                 if worker.alive:
                     self._remember(question, solutions, detail)
@@ -160,7 +152,7 @@ class GraderPool:
                     break
         finally:
             self._idle.put(worker)
-        return Grade(float(detail == CORRECT), detail, question.answer)
+        return Grade(float(detail == CORRECT), detail, question.text if question.mode == "paper" else answer)
 
     def _forget(self, worker: _Worker | None) -> None:
         if worker is not None:
@@ -172,7 +164,7 @@ class GraderPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader pool is closed")
-        worker = _Worker()
+        worker = _Worker(self.mode)
         with self._lock:
             self._workers.add(worker)
             closed = self._closed
@@ -193,45 +185,47 @@ class GraderPool:
 class _Worker:
     """One grading process and its pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Mode) -> None:
+        command = [sys.executable, "-m", "rstar2_megatron.reward.worker", mode, str(_MEMORY_BYTES)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rstar2_megatron.reward.worker", str(_MEMORY_BYTES), str(theirs.fileno())],
+                [*command, str(theirs.fileno())],
                 stdout=subprocess.DEVNULL,  # what libraries print
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )
-        if self._reply(_START_TIMEOUT_S) != "ready":
+        if self._reply(_START_TIMEOUT_S) != b"ready":
             code = self._process.poll()
             self.kill()
             raise GraderLost(
                 f"a grading process did not start within {_START_TIMEOUT_S:.0f} s (exit code {code}); run "
-                f"`python -m rstar2_megatron.reward.worker {_MEMORY_BYTES} 1` to see why"
+                f"`{' '.join(command)} 1` to see why"
             )
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> str:
-        """The verdict. A process that hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE."""
+    def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> tuple[str, str | None]:
+        """(verdict, answer that released mode found). What hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE."""
         request = {"mode": question.mode, "text": question.text, "solutions": solutions}
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError):  # it has died
             self._pipe.send_bytes(json.dumps(request).encode())
-            if (reply := self._reply(timeout_s)) is not None:
-                return reply
+            if reply := self._reply(timeout_s):
+                detail, answer = json.loads(reply)
+                return detail, answer
         hung = self.alive and time.monotonic() >= deadline
         self.kill()
-        return GRADER_TIMEOUT if hung else UNGRADABLE
+        return GRADER_TIMEOUT if hung else UNGRADABLE, None
 
-    def _reply(self, timeout_s: float) -> str | None:
+    def _reply(self, timeout_s: float) -> bytes | None:
         """The next reply; None when the time is over or the process has ended."""
         try:
-            return self._pipe.recv_bytes().decode() if self._pipe.poll(timeout_s) else None
+            return self._pipe.recv_bytes() if self._pipe.poll(timeout_s) else None
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
