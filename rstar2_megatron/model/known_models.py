@@ -37,10 +37,7 @@ _SMOLLM2 = {
     "1.7b": (2048, 8192, 24, 32, 32, 49152, True),
 }
 # name: (hidden, dense width, layers, heads, KV heads, vocabulary, tied embeddings, expert width)
-_QWEN3_MOE = {
-    "30b": (2048, 6144, 48, 32, 4, 151936, False, 768),
-    "235b": (4096, 12288, 94, 64, 4, 151936, False, 1536),
-}
+_QWEN3_MOE = {"30b": (2048, 6144, 48, 32, 4, 151936, False, 768), "235b": (4096, 12288, 94, 64, 4, 151936, False, 1536)}
 _NAMES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "tie_word_embeddings", "moe_intermediate_size",
