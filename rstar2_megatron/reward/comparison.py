@@ -261,7 +261,7 @@ def _words(text: str) -> list[str]:
 
 def number(text: str) -> Fraction | None:
     """The exact value of a plain number; None for anything else, and for a number of more digits than Python reads at once."""
-    text = compact(re.sub(r"\\frac (?:(\d)|\{ (\d+) \}) (?:(\d)|\{ (\d+) \})", r"\1\2/\3\4", text))
+    text = compact(re.sub(r"\\frac (?:(\d)|\{ (\d+) \}) ?(?:(\d)(?!\d)|\{ (\d+) \})", r"\1\2/\3\4", text))
     return Fraction(text) if _NUMBER.fullmatch(text) and len(text) <= _NUMBER_CHARS else None
 
 
