@@ -51,19 +51,17 @@ def read_problems(paths: Iterable[str | Path], prompt_key: str = "prompt", answe
 @functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
 def _read_file(path: Path, mtime_ns: int, size: int, prompt_key: str, answer_key: str) -> list[tuple[str, Problem]]:
     """(file:line, problem) of each row. Time and size tell whether the file has changed since it was parsed."""
-    rows = [(f"{path}:{number}", number, line) for number, line in text_lines(path) if line.strip()]
-    return [(where, parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}")) for where, number, line in rows]
-
-
-def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
-    """One jsonl row. Raises DataError that begins with `where`."""
-    row = json_line(line, where)
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    for key in (prompt_key, answer_key):
-        if key not in row:
-            raise DataError(f"{where}: row without {key!r}; it has {', '.join(sorted(row)) or 'nothing'}")
-    return problem_of(row, where, prompt_key, answer_key, default_id)
+    problems = []
+    for number, line in text_lines(path):
+        if line.strip():
+            where = f"{path}:{number}"
+            row = json_line(line, where)
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+            if missing := [key for key in (prompt_key, answer_key) if key not in row]:
+                raise DataError(f"{where}: row without {missing[0]!r}; it has {', '.join(sorted(row)) or 'nothing'}")
+            problems.append((where, problem_of(row, where, prompt_key, answer_key, f"{path.stem}-{number}")))
+    return problems
 
 
 def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:

@@ -92,17 +92,14 @@ class Cleaner:
         shared = self.contamination.match(tokens)
         if shared is not None:
             return None, "contaminated", shared
-        kept = problem_row(shape.name, key, text, answer)
+        prompt = [{"role": "user", "content": text}]
+        kept = {"prompt": prompt, "solutions": [answer], "query_id": f"{shape.name}-{key}", "task": shape.name}
         try:
             problem_of(kept, "not read in training", "prompt", "solutions", key)
         except DataError as error:
             return None, str(error), ""
         self.answers[key] = answer
         return kept, "", ""
-
-
-def problem_row(task: str, key: str, text: str, answer: str) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": text}], "solutions": [answer], "query_id": f"{task}-{key}", "task": task}
 
 
 def fingerprint_of(row: dict[str, Any]) -> str:

@@ -27,10 +27,8 @@ from rstar2_megatron.report.page.trees import find_trees, tree_groups
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
 Row = dict[str, Any]
-_NEEDED = (
-    "rollout_index", "prompt", "solutions", "turns", "tool_calls", "finish_reason", "reward", "grade",
-    "response_tokens",
-)  # fmt: skip
+_KEYS = "query_id rollout_index prompt solutions turns tool_calls finish_reason reward grade response_tokens"
+_NEEDED = frozenset(_KEYS.split())
 
 
 @dataclass
@@ -63,26 +61,18 @@ def read_index(path: Path) -> tuple[list[Entry], list[str]]:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
+                whole = row.keys() >= _NEEDED and all(isinstance(turn, str) for turn in row["turns"])
+            except (ValueError, TypeError, AttributeError):
+                whole = False
+            if whole:
                 entries.append(Entry(row.get("step"), str(row["query_id"]), offset, len(line)))
-                _check(row)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            else:
                 bad.append(number)
-                if entries and entries[-1].offset == offset:
-                    entries.pop()
             offset += len(line)
     messages = [f"{path}: {len(bad)} lines could not be read (first: {bad[0]})"] if bad else []
     if not entries:
         raise ValueError(f"{path} holds no trajectories")
     return entries, messages
-
-
-def _check(row: Row) -> None:
-    """Raises KeyError or TypeError for a row that is no trajectory's."""
-    missing = [key for key in _NEEDED if key not in row]
-    if missing:
-        raise KeyError(*missing)
-    if not all(isinstance(turn, str) for turn in row["turns"]):
-        raise TypeError("turns")
 
 
 def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:

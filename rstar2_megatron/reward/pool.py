@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 from typing import Literal
@@ -81,17 +81,13 @@ class GraderPool:
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
         """Grade a response. Raises GraderLost, RuntimeError if closed."""
-        grade = self._quick(self.mode, response_text, solutions)
-        if isinstance(grade, Grade):
-            return grade
-        return await asyncio.wrap_future(self._threads.submit(self._slow, grade, list(solutions)))
+        grade = self._begin(self.mode, response_text, solutions)
+        return grade if isinstance(grade, Grade) else await asyncio.wrap_future(grade)
 
     def grade_now(self, response_text: str, solutions: list[str], mode: Mode | None = None) -> Grade:
         """As `grade`, but blocking. `mode` replaces that of the pool."""
-        grade = self._quick(mode or self.mode, response_text, solutions)
-        if isinstance(grade, Grade):
-            return grade
-        return self._threads.submit(self._slow, grade, list(solutions)).result()
+        grade = self._begin(mode or self.mode, response_text, solutions)
+        return grade if isinstance(grade, Grade) else grade.result()
 
     def equal(self, a: str, b: str) -> bool:
         """Whether each answer is right where the other is the solution; blocking. False when the time limit passes."""
@@ -114,21 +110,23 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _quick(self, mode: Mode, response_text: str, solutions: list[str]) -> Grade | _Question:
-        """A grade, or the question for a worker."""
+    def _begin(self, mode: Mode, response_text: str, solutions: list[str]) -> Grade | Future[Grade]:
+        """A grade, or that which a worker will give."""
         if self._closed:
             raise RuntimeError("the grader pool is closed")
-        if mode == "released":
-            return _Question(mode, response_text)
-        answer, why = extract_answer(response_text)
-        if answer is None:
-            return Grade(0.0, why)
-        question = _Question(mode, answer)
-        detail = quick_grade(answer, solutions)
-        if detail is None:
-            with self._lock:
-                detail = self._cache.get((question, tuple(solutions)))
-        return question if detail is None else Grade(float(detail == CORRECT), detail, answer)
+        question = _Question(mode, response_text)
+        if mode == "paper":
+            answer, why = extract_answer(response_text)
+            if answer is None:
+                return Grade(0.0, why)
+            question = _Question(mode, answer)
+            detail = quick_grade(answer, solutions)
+            if detail is None:
+                with self._lock:
+                    detail = self._cache.get((question, tuple(solutions)))
+            if detail is not None:
+                return Grade(float(detail == CORRECT), detail, answer)
+        return self._threads.submit(self._slow, question, list(solutions))
 
     def _slow(self, question: _Question, solutions: list[str]) -> Grade:
         """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
