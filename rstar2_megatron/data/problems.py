@@ -19,6 +19,7 @@ from rstar2_megatron.data.rows import DataError, json_line, text_lines
 from rstar2_megatron.trajectory import Problem
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
+_IN_ANSWER = re.compile(_CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
 
 
 def read_problems(paths: Iterable[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions") -> list[Problem]:
@@ -84,13 +85,13 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
 def _text(value: Any, where: str, key: str, expected: str = "") -> str:
     if not exact_number(value) and not (isinstance(value, str) and value.strip()):
         raise DataError(f"{where}: {key!r} must be {expected}a text or an exact number, got {value!r}")
-    return _readable(str(value), where, key)
+    return _readable(str(value), where, key, _IN_ANSWER)
 
 
-def _readable(text: str, where: str, key: str) -> str:
+def _readable(text: str, where: str, key: str, controls: re.Pattern[str] = _CONTROL) -> str:
     fault = unreadable(text)
-    if not fault and (control := _CONTROL.search(text)):
-        remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f" else "remove it"
+    if not fault and (control := controls.search(text.rstrip(" \t\r\n"))):
+        remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f\t\r" else "remove it"
         fault = f"the control character U+{ord(control[0]):04X}, which no reader sees; {remedy}"
     if fault:
         raise DataError(f"{where}: {key!r} has {fault}")

@@ -117,6 +117,8 @@ class Comparison:
         if any(based):
             return all(based) and in_base(*based[0].groups()) == in_base(*based[1].groups())  # type: ignore[union-attr]
         (a, our_unit), (b, their_unit) = split_unit(a), split_unit(b)
+        if not (our_unit and their_unit):  # a letter is a unit where the other side says so: 25 m^2 beside 25 square meters
+            a, b = a.removesuffix(f" {their_unit}"), b.removesuffix(f" {our_unit}")
         if our_unit and their_unit and our_unit != their_unit:
             return False
         x, y = (number(f"{text}/100" if unit == "%" else text) for text, unit in ((a, our_unit), (b, their_unit)))
