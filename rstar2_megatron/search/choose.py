@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rstar2_megatron.evaluation.scores import Equal, answer_classes
-from rstar2_megatron.search.tree import Tree
+from rstar2_megatron.search.tree import Node, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,14 @@ class Solution:
     copies: int = 1
 
 
+def solution(leaf: Node) -> Solution:
+    assert leaf.step is not None
+    return Solution(leaf.tag, leaf.step.answer, leaf.q, leaf.step.reward or 0.0, leaf.copies)
+
+
 def solutions(tree: Tree, mode: str) -> list[Solution]:
     """The solutions to choose from: of beam search (`mode` beam) the finished beams, else every leaf."""
-    return [
-        Solution(leaf.tag, leaf.step.answer, leaf.q, leaf.step.reward or 0.0, leaf.copies)
-        for leaf in tree.leaves()
-        if leaf.step is not None and (leaf.kept or mode != "beam")
-    ]
+    return [solution(leaf) for leaf in tree.leaves() if leaf.kept or mode != "beam"]
 
 
 def best_value(found: Sequence[Solution]) -> Solution | None:
