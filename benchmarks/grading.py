@@ -1,4 +1,4 @@
-"""Grading throughput: the pool against one process per response.
+"""Grading: CPU time of a pair of the tests' tables; throughput of the pool against one process per response.
 
     python -m benchmarks.grading [--responses N] [--workers N] [--out FILE]
 
@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import random
+import statistics
 import time
 from pathlib import Path
 
 from benchmarks.records import write_result
 from rstar2_megatron.reward.math_grader import grade_answer
 from rstar2_megatron.reward.pool import GraderPool
+from tests.reward.held_out_pairs import HELD_OUT_PAIRS
+from tests.reward.input_pairs import INPUT_PAIRS
 from tests.reward.pairs import flat
 
 INTEGER_SHARE = 0.9  # DAPO-Math's answers are integers; the rest represents other sources
@@ -64,6 +68,17 @@ def process_per_response(pairs: list[tuple[str, str]]) -> float:
     return time.perf_counter() - start
 
 
+def cpu_of_pairs() -> list[float]:
+    """CPU milliseconds of each pair of the tables, in this process, without the import of sympy."""
+    grade_answer("x+\\sqrt{2}", ["\\sqrt{2}+x"])
+    spent = []
+    for solution, answer, _ in itertools.chain(flat(), *map(flat, INPUT_PAIRS.values()), flat(HELD_OUT_PAIRS)):
+        begun = time.process_time()
+        grade_answer(answer, [solution])
+        spent.append(1000 * (time.process_time() - begun))
+    return spent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=4096)
@@ -71,10 +86,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     pairs = responses(arguments.responses)
+    cpu = cpu_of_pairs()
     sample = pairs[: max(arguments.responses // 16, 1)]
     forked = process_per_response(sample) / len(sample)
     pooled = asyncio.run(with_pool(pairs, arguments.workers)) / len(pairs)
     result = {
+        "pairs": len(cpu),
+        "cpu_ms_per_pair": round(statistics.fmean(cpu), 2),
+        "cpu_ms_p95": round(statistics.quantiles(cpu, n=20)[-1], 2),
         "responses": len(pairs),
         "workers": arguments.workers,
         "pool_responses_per_s": round(1 / pooled, 1),

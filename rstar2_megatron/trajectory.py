@@ -175,6 +175,7 @@ class Trajectory(PerToken):
     version_spans: list[VersionSpan] = field(default_factory=list)
     assistant_texts: list[str] = field(default_factory=list)  # one per assistant turn, decoded, for parsing
     tool_calls: list[ToolCall] = field(default_factory=list)
+    calls_per_turn: list[int] = field(default_factory=list)  # how many of `tool_calls` each turn made
     finish_reason: FinishReason | None = None
     reward: float | None = None  # None until graded
     grade_detail: str = ""  # reason of the reward: correct, timeout, no box, ...

@@ -81,7 +81,7 @@ def read_message(raw: Any) -> Message:
     reasoning, calls = (raw.get("reasoning_content") or "", raw.get("tool_calls") or []) if assistant else ("", [])
     if not isinstance(reasoning, str) or not isinstance(calls, list):
         raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
-    message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(_call, calls)))
+    message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)))
     whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
     if fault := unreadable(whole):
         raise ValueError(f"has {fault}")
@@ -95,12 +95,13 @@ def read_message(raw: Any) -> Message:
 def _from_text(value: Any) -> Any:
     """What a JSON text holds; any other value is itself."""
     try:
-        return json.loads(value or "{}") if isinstance(value, str) else value
+        return json.loads(value.strip() or "{}") if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
 
 
-def _call(raw: Any) -> Call:
+def read_call(raw: Any) -> Call:
+    """A call as this project or OpenAI writes it. Raises ValueError, as `role_and_text`."""
     raw = raw["function"] if isinstance(raw, dict) and isinstance(raw.get("function"), dict) else raw  # as OpenAI writes it
     name, arguments = (raw.get("name"), _from_text(raw.get("arguments"))) if isinstance(raw, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, dict):

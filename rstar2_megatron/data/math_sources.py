@@ -10,13 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rstar2_megatron.data.conversation import content_text
 from rstar2_megatron.data.json_text import exact_number, json_type
-from rstar2_megatron.data.rows import DataError, HubName, Row, with_names
+from rstar2_megatron.data.rows import DataError, HubName, Row, Source, with_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +28,17 @@ class RawProblem:
     why_not: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MathSource:
-    """One form of data set: the columns that it needs, and its reader."""
-
-    name: str
-    columns: tuple[str, ...]
-    """Columns that may be read."""
-    needs: tuple[tuple[str, ...], ...]
-    """A row must have at least one column of each group."""
-    read: Callable[[Mapping[str, Any]], RawProblem]
-    hub: HubName | None = None
-    configs: tuple[str, ...] = ()
-    splits: tuple[str, ...] = ()
+class MathSource(Source):
+    __slots__ = ()
 
     def parse(self, row: Row) -> RawProblem:
-        """Raises DataError naming file, row and the columns that are missing."""
-        for group in self.needs:
-            if not any(name in row.values for name in group):
-                wanted = " or ".join(repr(name) for name in group)
-                raise DataError(
-                    f"{row.where}: a row of {self.name} needs {wanted}; it has {', '.join(sorted(row.values)) or 'nothing'}"
-                )
+        """Raises DataError for a row of another shape."""
+        self.check(row)
         try:
-            return self.read(row.values)
+            problem: RawProblem = self.read(row.values)
         except ValueError as error:
             return RawProblem("", "", str(error))
+        return problem
 
 
 def _text(value: Any, column: str) -> str:
@@ -126,34 +111,19 @@ SOURCES: dict[str, MathSource] = {
     source.name: source
     for source in (
         MathSource(
-            "dapo",
-            ("prompt", "solution", "reward_model"),
-            (("prompt",), ("solution", "reward_model")),
-            _read_dapo,
-            HubName("open-r1/DAPO-Math-17k-Processed", "en"),
-            configs=("all", "en", "cn"),
-            splits=("train",),
+            "dapo", (("prompt",), ("solution", "reward_model")), _read_dapo, HubName("open-r1/DAPO-Math-17k-Processed", "en")
         ),
         MathSource(
             "openmathreasoning",
-            ("problem", "expected_answer", "problem_type"),
             (("problem",), ("expected_answer",)),
             _read_openmath,
             HubName("nvidia/OpenMathReasoning", "default", "cot"),
-            configs=("default",),
-            splits=("cot", "tir", "genselect", "additional_problems"),
+            ("problem_type",),
         ),
-        MathSource("project-euler", (*_EULER_TEXT, *_EULER_ANSWER), (_EULER_TEXT, _EULER_ANSWER), _read_euler),
-        MathSource("problems", ("prompt", "solutions"), (("prompt",), ("solutions",)), _read_own),
+        MathSource("project-euler", (_EULER_TEXT, _EULER_ANSWER), _read_euler),
+        MathSource("problems", (("prompt",), ("solutions",)), _read_own),
     )
 }
-
-
-def find_source(name: str) -> MathSource:
-    """Raises DataError listing the known shapes."""
-    if name not in SOURCES:
-        raise DataError(f"unknown source {name!r}; known shapes are {', '.join(SOURCES)}")
-    return SOURCES[name]
 
 
 def problem_text(row: Row) -> str:

@@ -19,6 +19,7 @@ from rstar2_megatron.data.rows import DataError, json_line, text_lines
 from rstar2_megatron.trajectory import Problem
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
+_IN_ANSWER = re.compile(_CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
 
 
 def read_problems(paths: Iterable[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions") -> list[Problem]:
@@ -51,19 +52,17 @@ def read_problems(paths: Iterable[str | Path], prompt_key: str = "prompt", answe
 @functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
 def _read_file(path: Path, mtime_ns: int, size: int, prompt_key: str, answer_key: str) -> list[tuple[str, Problem]]:
     """(file:line, problem) of each row. Time and size tell whether the file has changed since it was parsed."""
-    rows = [(f"{path}:{number}", number, line) for number, line in text_lines(path) if line.strip()]
-    return [(where, parse_row(line, where, prompt_key, answer_key, f"{path.stem}-{number}")) for where, number, line in rows]
-
-
-def parse_row(line: str, where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
-    """One jsonl row. Raises DataError that begins with `where`."""
-    row = json_line(line, where)
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    for key in (prompt_key, answer_key):
-        if key not in row:
-            raise DataError(f"{where}: row without {key!r}; it has {', '.join(sorted(row)) or 'nothing'}")
-    return problem_of(row, where, prompt_key, answer_key, default_id)
+    problems = []
+    for number, line in text_lines(path):
+        if line.strip():
+            where = f"{path}:{number}"
+            row = json_line(line, where)
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+            if missing := [key for key in (prompt_key, answer_key) if key not in row]:
+                raise DataError(f"{where}: row without {missing[0]!r}; it has {', '.join(sorted(row)) or 'nothing'}")
+            problems.append((where, problem_of(row, where, prompt_key, answer_key, f"{path.stem}-{number}")))
+    return problems
 
 
 def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
@@ -86,13 +85,13 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
 def _text(value: Any, where: str, key: str, expected: str = "") -> str:
     if not exact_number(value) and not (isinstance(value, str) and value.strip()):
         raise DataError(f"{where}: {key!r} must be {expected}a text or an exact number, got {value!r}")
-    return _readable(str(value), where, key)
+    return _readable(str(value), where, key, _IN_ANSWER)
 
 
-def _readable(text: str, where: str, key: str) -> str:
+def _readable(text: str, where: str, key: str, controls: re.Pattern[str] = _CONTROL) -> str:
     fault = unreadable(text)
-    if not fault and (control := _CONTROL.search(text)):
-        remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f" else "remove it"
+    if not fault and (control := controls.search(text.rstrip(" \t\r\n"))):
+        remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f\t\r" else "remove it"
         fault = f"the control character U+{ord(control[0]):04X}, which no reader sees; {remedy}"
     if fault:
         raise DataError(f"{where}: {key!r} has {fault}")

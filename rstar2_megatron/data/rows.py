@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,43 @@ class Input:
             with path.open("rb") as file:
                 return sum(1 for line in file if line.strip())
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One form of data set, and its reader."""
+
+    name: str
+    needs: tuple[tuple[str, ...], ...]
+    """A row must have at least one column of each group."""
+    read: Callable[[Mapping[str, Any]], Any]
+    hub: HubName | None = None
+    optional: tuple[str, ...] = ()
+    """Further columns that are read."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*chain(*self.needs), *self.optional)
+
+    def check(self, row: Row) -> None:
+        """Raises DataError naming file, row and the columns that are missing."""
+        for group in self.needs:
+            if not any(name in row.values for name in group):
+                raise DataError(
+                    f"{row.where}: a row of {self.name} needs {' or '.join(map(repr, group))}; it has "
+                    f"{', '.join(sorted(row.values)) or 'nothing'}"
+                )
+
+
+def inputs_of(word: str, sources: Mapping[str, Source]) -> list[Input]:
+    """Inputs of NAME, which is its set on the hub, or of NAME=PATH. Raises DataError for an unknown shape or path."""
+    name, equals, path = word.partition("=")
+    if name not in sources:
+        raise DataError(f"unknown source {name!r}; known shapes are {', '.join(sources)}")
+    if path:
+        return [Input(name, str(file)) for file in find_files(path)]
+    if equals:
+        raise DataError(f"--source {word}: no path after '='")
+    if sources[name].hub is None:
+        raise DataError(f"{name} is not on the hub under one name; give its files: --source {name}=PATH")
+    return [Input(name, hub=sources[name].hub)]

@@ -22,7 +22,7 @@ from typing import Any
 
 from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.resumable import ResumablePass, count_dropped
-from rstar2_megatron.data.rows import DataError, Input, find_files
+from rstar2_megatron.data.rows import DataError, Input, inputs_of
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
 
 
@@ -36,14 +36,6 @@ class Options:
     max_chars: int = 32_000
     seed: int = 0
     limit: int | None = None
-
-
-def parse_source(word: str) -> list[Input]:
-    """Inputs of NAME or NAME=PATH. Raises DataError."""
-    name, _, path = word.partition("=")
-    if name not in SFT_SOURCES:
-        raise DataError(f"unknown source {name!r}; known are {', '.join(SFT_SOURCES)}")
-    return [Input(name, str(file)) for file in find_files(path)] if path else [Input(name, hub=SFT_SOURCES[name].hub)]
 
 
 def sampling_key(conversation: Mapping[str, Any], seed: int) -> str:
@@ -182,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(arguments: argparse.Namespace) -> dict[str, Any]:
-    inputs = [i for word in arguments.source or list(SFT_SOURCES) for i in parse_source(word)]
+    inputs = [i for word in arguments.source or list(SFT_SOURCES) for i in inputs_of(word, SFT_SOURCES)]
     options = Options(
         counts=_parse_counts(arguments.count, arguments.scale),
         validation=arguments.validation,

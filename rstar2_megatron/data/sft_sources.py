@@ -18,12 +18,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rstar2_megatron.data.conversation import call_fault, read_message, read_tools, rendered_tools
-from rstar2_megatron.data.rows import DataError, HubName, Row
+from rstar2_megatron.data.rows import HubName, Row, Source
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
 from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
 
@@ -35,26 +35,13 @@ class Unusable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class SFTSource:
-    """One form of data set: its columns, its reader and its share."""
-
-    name: str
-    columns: tuple[str, ...]
-    """Columns that are read."""
-    needs: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], tuple[list[Message], list[dict[str, Any]]]]
-    hub: HubName
-    count: int
+class SFTSource(Source):
+    count: int = 0
     """Conversations in the paper's mixture (arXiv 2508.20722, section 3.1)."""
 
     def parse(self, row: Row) -> dict[str, Any]:
         """A conversation. Raises Unusable with a reason, or DataError for a row of another shape."""
-        missing = [name for name in self.needs if name not in row.values]
-        if missing:
-            raise DataError(
-                f"{row.where}: a row of {self.name} needs {', '.join(map(repr, missing))}; it has "
-                f"{', '.join(sorted(row.values)) or 'nothing'}"
-            )
+        self.check(row)
         try:
             messages, tools = self.read(row.values)
         except Unusable:
@@ -195,49 +182,26 @@ def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
     return [*messages, _message("assistant", output)], []
 
 
+def _source(name: str, needs: str, optional: str, read: Any, hub: HubName, count: int) -> SFTSource:
+    return SFTSource(name, tuple((column,) for column in needs.split()), read, hub, tuple(optional.split()), count)
+
+
+_NEMOTRON = HubName("nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat")
 SFT_SOURCES: dict[str, SFTSource] = {
     source.name: source
     for source in (
-        SFTSource(
-            "toolace",
-            ("system", "conversations"),
-            ("system", "conversations"),
-            _read_toolace,
-            HubName("Team-ACE/ToolACE"),
-            11_000,
-        ),
-        SFTSource(
-            "apigen-mt",
-            ("system", "conversations", "tools"),
-            ("conversations", "tools"),
-            _read_apigen,
-            HubName("Salesforce/APIGen-MT-5k"),
-            5_000,
-        ),
-        SFTSource(
-            "glaive",
-            ("system", "chat"),
-            ("system", "chat"),
-            _read_glaive,
-            HubName("glaiveai/glaive-function-calling-v2"),
-            101_000,
-        ),
-        SFTSource(
+        _source("toolace", "system conversations", "", _read_toolace, HubName("Team-ACE/ToolACE"), 11_000),
+        _source("apigen-mt", "conversations tools", "system", _read_apigen, HubName("Salesforce/APIGen-MT-5k"), 5_000),
+        _source("glaive", "system chat", "", _read_glaive, HubName("glaiveai/glaive-function-calling-v2"), 101_000),
+        _source(
             "magicoder",
-            ("lang", "problem", "solution", "instruction", "response"),
-            (),
+            "",
+            "lang problem solution instruction response",
             _read_magicoder,
             HubName("ise-uiuc/Magicoder-OSS-Instruct-75K"),
             48_000,
         ),
-        SFTSource("tulu3", ("messages",), ("messages",), _read_messages, HubName("allenai/tulu-3-sft-mixture"), 30_000),
-        SFTSource(
-            "nemotron",
-            ("input", "output", "reasoning", "system_prompt"),
-            ("input", "output"),
-            _read_nemotron,
-            HubName("nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat"),
-            27_000,
-        ),
+        _source("tulu3", "messages", "", _read_messages, HubName("allenai/tulu-3-sft-mixture"), 30_000),
+        _source("nemotron", "input output", "reasoning system_prompt", _read_nemotron, _NEMOTRON, 27_000),
     )
 }

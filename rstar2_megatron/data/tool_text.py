@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rstar2_megatron.data.conversation import read_call
+
 Call = dict[str, Any]
 _OPENING, _CLOSING = "([{", ")]}"
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
@@ -112,14 +114,8 @@ def json_call(text: str) -> Call:
         if match is None:
             raise ValueError(f"not a call: {text[:60]!r}") from None
         call = {"name": json.loads(match.group(1)), "arguments": match.group(2).replace("\\'", "'")}
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ValueError(f"not a call: {text[:60]!r}")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments) if arguments.strip() else {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"arguments are not an object: {text[:60]!r}")
-    return {"name": call["name"], "arguments": arguments}
+    read = read_call({"arguments": call.get("parameters", {}), **call} if isinstance(call, dict) else call)
+    return {"name": read.name, "arguments": read.arguments}
 
 
 def json_values(text: str) -> Iterator[Any]:

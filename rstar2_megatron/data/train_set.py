@@ -21,12 +21,14 @@ from typing import Any
 from rstar2_megatron.data.cleaning import contradicts_template, fingerprint, integer_answer, strip_wrappers, words
 from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.decontaminate import NGramIndex
-from rstar2_megatron.data.math_sources import SOURCES, MathSource, find_source, problem_text
+from rstar2_megatron.data.math_sources import SOURCES, MathSource, problem_text
 from rstar2_megatron.data.problems import problem_of
 from rstar2_megatron.data.resumable import ResumablePass, count_dropped
-from rstar2_megatron.data.rows import DataError, Input, Row, file_rows, find_files
+from rstar2_megatron.data.rows import DataError, Input, Row, file_rows, find_files, inputs_of
 
 DEFAULT_MAX_DIGITS = 18
+CONFIGS = ("all", "en", "cn")  # of DAPO on the hub
+SPLITS = ("cot", "tir", "genselect", "additional_problems")  # of OpenMathReasoning
 _SHOWN_NGRAMS = 20
 
 
@@ -45,24 +47,14 @@ class Options:
 
 def parse_source(word: str, config: str | None = None, split: str | None = None) -> list[Input]:
     """Inputs of NAME or NAME=PATH. Raises DataError for an unknown shape, configuration, split or path."""
-    name, equals, path = word.partition("=")
-    shape = find_source(name)
-    if equals:
-        if not path:
-            raise DataError(f"--source {word}: no path after '='")
-        return [Input(name, path=str(file)) for file in find_files(path)]
-    if shape.hub is None:
-        raise DataError(f"{name} is not on the hub under one name; give its files: --source {name}=PATH")
-    hub = shape.hub
-    if config is not None and shape.configs and len(shape.configs) > 1:
-        if config not in shape.configs:
-            raise DataError(f"{hub.repo} has the configurations {', '.join(shape.configs)}, not {config!r}")
-        hub = replace(hub, config=config)
-    if split is not None and len(shape.splits) > 1:
-        if split not in shape.splits:
-            raise DataError(f"{hub.repo} has the splits {', '.join(shape.splits)}, not {split!r}")
-        hub = replace(hub, split=split)
-    return [Input(name, hub=hub)]
+    inputs = inputs_of(word, SOURCES)
+    for source, key, known, value in (("dapo", "config", CONFIGS, config), ("openmathreasoning", "split", SPLITS, split)):
+        hub = inputs[0].hub if word == source else None
+        if hub is not None and value is not None:
+            if value not in known:
+                raise DataError(f"--{key} of {hub.repo} is one of {', '.join(known)}, not {value!r}")
+            inputs = [Input(source, hub=replace(hub, **{key: value}))]
+    return inputs
 
 
 @dataclass(slots=True)
@@ -100,17 +92,14 @@ class Cleaner:
         shared = self.contamination.match(tokens)
         if shared is not None:
             return None, "contaminated", shared
-        kept = problem_row(shape.name, key, text, answer)
+        prompt = [{"role": "user", "content": text}]
+        kept = {"prompt": prompt, "solutions": [answer], "query_id": f"{shape.name}-{key}", "task": shape.name}
         try:
             problem_of(kept, "not read in training", "prompt", "solutions", key)
         except DataError as error:
             return None, str(error), ""
         self.answers[key] = answer
         return kept, "", ""
-
-
-def problem_row(task: str, key: str, text: str, answer: str) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": text}], "solutions": [answer], "query_id": f"{task}-{key}", "task": task}
 
 
 def fingerprint_of(row: dict[str, Any]) -> str:

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rstar2_megatron.evaluation.configure import MAX_TOKENS, check_weights, configure, default_out, parse_words, read_benchmarks
+from rstar2_megatron.evaluation.configure import MAX_TOKENS, check_model, configure, default_out, parse_words, read_benchmarks
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
+from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.trajectory import Problem
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         settings, sampling = configure(arguments)
-        check_weights(sampling)
+        check_model(sampling)
         benchmarks = read_benchmarks(arguments.data, arguments.problems, settings)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -156,12 +157,7 @@ def render(parts: Mapping[str, Scores]) -> str:
     for ending in next(iter(parts.values())).endings if parts else ():
         add(f"ended: {ending.replace('_', ' ')}", lambda s, ending=ending: f"{s.endings[ending]:.3f}")
     add("attempts spoiled, left out", lambda s: str(s.missing))
-    first = max(len(label) for label, _ in rows)
-    widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(parts))]
-    lines = [
-        f"{label:<{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)) for label, cells in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return aligned([[label, *cells] for label, cells in rows])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import yaml
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.model.weight_files import weight_notes, weight_problems
+from rstar2_megatron.model.tokenizer_files import directory_problems
+from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.model_format import FILE, read_format
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
@@ -113,12 +114,12 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
     return settings, SamplingSettings.of(settings, spec, model=model, max_context_tokens=context, num_engines=engines)
 
 
-def check_weights(sampling: SamplingSettings) -> None:
-    """Print what the engines leave out of the model's weights. Raises ValueError for weights that are not the model's."""
+def check_model(sampling: SamplingSettings) -> None:
+    """Print what the engines leave out of the model's weights. Raises ValueError for what a training run refuses too."""
     model = Path(sampling.rollout.model.model_path)
     shape = ModelConfig.from_directory(model)
-    for problem in weight_problems(model, shape):
-        raise ValueError(problem)
+    if problems := directory_problems(model, shape, sampling.agentloop.chat_template):
+        raise ValueError("\n".join(problems))
     for note in weight_notes(model, shape, sampling.rollout.model.precision):
         print(f"note: {note}", file=sys.stderr)
 

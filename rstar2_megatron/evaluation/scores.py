@@ -91,7 +91,7 @@ def score(samples: Sequence[Sample], k: int, *, num_problems: int | None = None,
     groups = list(by_problem.values())
     counts = [(len(group), sum(item.reward > 0 for item in group)) for group in groups]
     pass_at = {}
-    for j in (*_powers(k), k):
+    for j in (*(1 << i for i in range(k.bit_length()) if 1 << i < k), k):
         enough = [(n, right) for n, right in counts if n >= j]
         if enough:
             pass_at[j] = estimate([pass_at_j(n, right, j) for n, right in enough])
@@ -214,10 +214,6 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = _Z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def _powers(k: int) -> list[int]:
-    return [1 << i for i in range(k.bit_length()) if 1 << i < k]
 
 
 def _run_deviation(usable: Sequence[Sample]) -> float | None:

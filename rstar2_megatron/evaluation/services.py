@@ -28,6 +28,12 @@ from rstar2_megatron.trajectory import Problem
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_turns")
 
 
+def weights_of(model: Path) -> list[list[Any]]:
+    """Name, size and time of each file of weights: what tells one model of a directory from another."""
+    files = sorted(model.glob("*.safetensors"))
+    return [[file.name, file.stat().st_size, int(file.stat().st_mtime)] for file in files]
+
+
 @dataclass(frozen=True)
 class SamplingSettings:
     """The part of a run's settings that sampling needs.
@@ -72,10 +78,9 @@ class SamplingSettings:
     def identity(self) -> dict[str, Any]:
         """The settings that all samples of one file share: model, prompts, sampling, limits of the judge, grader."""
         model = Path(self.rollout.model.model_path)
-        files = sorted(model.glob("*.safetensors"))
         return {
             "model": str(model.resolve()),
-            "weights": [[file.name, file.stat().st_size, int(file.stat().st_mtime)] for file in files],
+            "weights": weights_of(model),
             "precision": self.rollout.model.precision,
             "sampling": {name: getattr(self.spec, name) for name in _SAMPLING},
             "max_context_tokens": self.max_context_tokens,

@@ -32,19 +32,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 _NEEDED = "num_attention_heads vocab_size hidden_size intermediate_size num_hidden_layers"
 _COUNTS = "num_key_value_heads head_dim max_position_embeddings num_local_experts decoder_sparse_step"
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
+_FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16", "auto")
 _SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob"
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_switch(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_float_type(value: Any) -> bool:
-    return value in ("float64", "float32", "float16", "bfloat16", "auto")
 
 
 def is_positive(value: Any) -> bool:
@@ -52,10 +41,10 @@ def is_positive(value: Any) -> bool:
 
 
 _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (f"{_NEEDED} {_EXPERTS} {_COUNTS}", _is_count, "a whole number from 1 on"),
-    (_SWITCHES, _is_switch, "true or false"),
+    (f"{_NEEDED} {_EXPERTS} {_COUNTS}", lambda value: type(value) is int and value > 0, "a whole number from 1 on"),
+    (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
     ("rms_norm_eps", is_positive, "a number above 0"),
-    ("dtype torch_dtype", _is_float_type, "float32, float16 or bfloat16"),
+    ("dtype torch_dtype", _FLOAT_TYPES.__contains__, "float32, float16 or bfloat16"),
 )
 
 

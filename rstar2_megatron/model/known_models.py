@@ -36,74 +36,37 @@ _SMOLLM2 = {
     "360m": (960, 2560, 32, 15, 5, 49152, True),
     "1.7b": (2048, 8192, 24, 32, 32, 49152, True),
 }
-_LLAMA3_SCALING = {
+# name: (hidden, dense width, layers, heads, KV heads, vocabulary, tied embeddings, expert width)
+_QWEN3_MOE = {"30b": (2048, 6144, 48, 32, 4, 151936, False, 768), "235b": (4096, 12288, 94, 64, 4, 151936, False, 1536)}
+_NAMES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "tie_word_embeddings", "moe_intermediate_size",
+)  # fmt: skip
+_QWEN3_KEYS = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6}
+_MOE_KEYS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_LLAMA_KEYS = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "max_position_embeddings": 131072}
+_LLAMA_SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# words of the name: (sizes, keys that differ from Qwen's)
-_LLAMA: dict[tuple[str, ...], tuple[dict[str, tuple[Any, ...]], dict[str, Any]]] = {
-    ("llama", "3.1"): (
-        _LLAMA3,
-        {"rope_theta": 5e5, "max_position_embeddings": 131072, "rope_scaling": {**_LLAMA3_SCALING, "factor": 8.0}},
-    ),
-    ("llama", "3.2"): (
-        _LLAMA3,
-        {"rope_theta": 5e5, "max_position_embeddings": 131072, "rope_scaling": {**_LLAMA3_SCALING, "factor": 32.0}},
-    ),
-    ("smollm2",): (_SMOLLM2, {"rope_theta": 1e5, "max_position_embeddings": 8192}),
-}
-# name: (hidden, expert width, layers, heads, KV heads, experts, experts a token, dense width)
-_QWEN3_MOE = {"30b": (2048, 768, 48, 32, 4, 128, 8, 6144), "235b": (4096, 1536, 94, 64, 4, 128, 8, 12288)}
+# (words of the name, sizes, other keys of config.json); the first that fits counts
+_FAMILIES: tuple[tuple[str, dict[str, tuple[Any, ...]], dict[str, Any]], ...] = (
+    ("qwen3 a*b", _QWEN3_MOE, _QWEN3_KEYS | _MOE_KEYS),
+    ("qwen3", _QWEN3, _QWEN3_KEYS),
+    ("qwen2.5", _QWEN25, {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "rope_theta": 1e6}),
+    ("llama 3.1", _LLAMA3, _LLAMA_KEYS | {"rope_scaling": {**_LLAMA_SCALING, "factor": 8.0}}),
+    ("llama 3.2", _LLAMA3, _LLAMA_KEYS | {"rope_scaling": {**_LLAMA_SCALING, "factor": 32.0}}),
+    ("smollm2", _SMOLLM2, _LLAMA_KEYS | {"rope_theta": 1e5, "max_position_embeddings": 8192}),
+)
 
 
 def known_model(model_path: str) -> ModelConfig | None:
     """The shape of a model by its directory's name, e.g. Qwen2.5-7B-Instruct, Llama-3.2-1B; None when unknown."""
-    words = Path(model_path).name.lower().replace("_", "-").split("-")
-    if "qwen3" in words and any(re.fullmatch(r"a\d+b", word) for word in words):
-        for size, moe_shape in _QWEN3_MOE.items():
-            if size in words:
-                return ModelConfig.from_dict(_moe_config(moe_shape), where=model_path)
-        return None
-    for family, sizes in (("qwen2.5", _QWEN25), ("qwen3", _QWEN3)):
-        if family not in words:
-            continue
-        for size, shape in sizes.items():
-            if size in words:
-                return ModelConfig.from_dict(_as_config(family, shape), where=model_path)
-    for family_words, (sizes, keys) in _LLAMA.items():
-        for size, shape in sizes.items():
-            if {*family_words, size} <= set(words):
-                raw = _as_config("llama", shape) | {"architectures": ["LlamaForCausalLM"], **keys}
-                return ModelConfig.from_dict(raw, where=model_path)
+    words = {re.sub(r"^a\d+b$", "a*b", word) for word in re.split("[-_]", Path(model_path).name.lower())}
+    for family, sizes, keys in _FAMILIES:
+        if words >= set(family.split()):
+            shape = next((shape for size, shape in sizes.items() if size in words), None)
+            return None if shape is None else ModelConfig.from_dict(dict(zip(_NAMES, shape)) | keys, where=model_path)
     return None
-
-
-def _as_config(family: str, shape: tuple[Any, ...]) -> dict[str, Any]:
-    hidden, width, layers, heads, kv_heads, vocab, tied = shape
-    qwen3 = family == "qwen3"
-    config: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if qwen3 else "Qwen2ForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 40960 if qwen3 else 32768,
-        "rope_theta": 1e6,
-    }
-    return config | ({"head_dim": 128} if qwen3 else {})
-
-
-def _moe_config(shape: tuple[int, ...]) -> dict[str, Any]:
-    hidden, expert_width, layers, heads, kv_heads, experts, chosen, width = shape
-    return _as_config("qwen3", (hidden, width, layers, heads, kv_heads, 151936, False)) | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": experts,
-        "num_experts_per_tok": chosen,
-        "moe_intermediate_size": expert_width,
-        "norm_topk_prob": True,
-    }

@@ -236,9 +236,4 @@ def _rope_scaling(parameters: dict[str, Any], where: str) -> RopeScaling | None:
         raise ValueError(f"{where}: rope type {kind} is not supported; supported: default, llama3")
     if missing := [field.name for field in fields(RopeScaling) if not is_positive(parameters.get(field.name))]:
         raise ValueError(f"{where}: rope type llama3 lacks {', '.join(missing)}, numbers above 0")
-    return RopeScaling(
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
-        original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
-    )
+    return RopeScaling(*(parameters[field.name] for field in fields(RopeScaling)))

@@ -31,6 +31,7 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
             }
             for call in t.tool_calls
         ],
+        "calls_per_turn": t.calls_per_turn,
         "finish_reason": t.finish_reason.value if t.finish_reason else None,
         "reward": t.reward,
         "grade": t.grade_detail,

@@ -262,11 +262,5 @@ def caveats(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
     return notes
 
 
-def render_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in (heads, *rows)]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
 def _form(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.report.arms import CLOCKS, Arm, clock
-from rstar2_megatron.report.compare import caveats, comparison_table, conclusions, faults, render_text
+from rstar2_megatron.report.compare import caveats, comparison_table, conclusions, faults
 from rstar2_megatron.report.names import Panel
 
 _NOTES_IN_FIGURE = 24  # lines; the text file holds all
@@ -48,7 +49,8 @@ class Comparison:
     @property
     def text(self) -> str:
         notes = [*self.conclusions, "", *caveats(self.arms, self.panels)]
-        return "\n".join([render_text(*self.table), "", *notes]) + "\n"
+        heads, rows = self.table
+        return "\n".join([aligned([heads, *rows], len(heads)), "", *notes]) + "\n"
 
 
 def draw_comparison(comparison: Comparison) -> Any:

@@ -128,7 +128,7 @@ def _table(path: Path) -> tuple[str, list[list[str]]]:
         said, rest = re.match(r"(?:sep=(.)\r?\n)?(.*)", file.read(), re.DOTALL).groups()  # type: ignore[union-attr]
     for delimiter in said or "\t;,":
         try:
-            rows = [row for row in csv.reader(io.StringIO(rest, newline=""), delimiter=delimiter) if row]
+            rows = [row for row in csv.reader(io.StringIO(rest, newline=""), delimiter=delimiter, skipinitialspace=True) if row]
         except csv.Error as error:
             raise ValueError(f"not a table: {error}; export it again") from None
         if rows and _step_columns(rows[0]):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.text_table import aligned
 
 SPAN = 5  # steps averaged at either end
 
@@ -76,23 +77,10 @@ def held_out(directory: str | Path) -> list[tuple[str, float]]:
 
 def render_table(directory: str | Path) -> str:
     """The table as aligned text."""
-    table, heads = summary(directory), _heads(directory)
-    lines = [_row(heads, table, row) for row in (heads, *table)]
-    lines.insert(1, "-" * len(lines[0]))
-    lines += _footer(directory)
-    return "\n".join(lines)
-
-
-def _heads(directory: str | Path) -> tuple[str, str, str, str]:
-    steps = len(JsonlFile(Path(directory) / "metrics.jsonl").rows())
-    span = min(SPAN, steps)
-    unit = "step" if span == 1 else f"{span} steps"
-    return f"{Path(directory).name}, {steps} steps", f"first {unit}", f"last {unit}", "change"
-
-
-def _row(heads: tuple[str, ...], table: Table, row: tuple[str, ...]) -> str:
-    widths = [max(len(r[i]) for r in (heads, *table)) for i in range(4)]
-    return f"{row[0]:<{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3))
+    table, steps = summary(directory), len(JsonlFile(Path(directory) / "metrics.jsonl").rows())
+    unit = "step" if min(SPAN, steps) == 1 else f"{min(SPAN, steps)} steps"
+    heads = (f"{Path(directory).name}, {steps} steps", f"first {unit}", f"last {unit}", "change")
+    return "\n".join([aligned([heads, *table]), *_footer(directory)])
 
 
 def _footer(directory: str | Path) -> list[str]:

@@ -90,7 +90,8 @@ def _draw_row(axes: Any, step: Timeline, pid: int) -> None:
         _draw_engine(axes, step, pid)
     else:
         shown = [span for span in spans if not span.name.startswith("step ")]
-        _bars(axes, [(span, 0.0, _COLOURS.get(span.name, _OTHER)) for span in _longest_first(shown)], 1.0)
+        longest_first = sorted(shown, key=lambda span: -span.seconds)  # a part is drawn over the whole
+        _bars(axes, [(span, 0.0, _COLOURS.get(span.name, _OTHER)) for span in longest_first], 1.0)
         for span in shown:
             if span.seconds > _LETTER * len(span.name) * step.end:
                 axes.text(span.start + _LETTER * step.end, 0.5, span.name, fontsize=7, va="center")
@@ -128,10 +129,6 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, str]], height: float) -> 
         boxes = [[(s.start, low), (s.end, low), (s.end, low + height), (s.start, low + height)] for s, low, _ in bars]
         colours = [colour for _, _, colour in bars]
         axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="none"))
-
-
-def _longest_first(spans: Sequence[Span]) -> list[Span]:
-    return sorted(spans, key=lambda span: -span.seconds)  # a part is drawn over the whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:

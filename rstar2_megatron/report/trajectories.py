@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,8 @@ from rstar2_megatron.report.page.trees import find_trees, tree_groups
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
 Row = dict[str, Any]
-_NEEDED = (
-    "rollout_index", "prompt", "solutions", "turns", "tool_calls", "finish_reason", "reward", "grade",
-    "response_tokens",
-)  # fmt: skip
+_KEYS = "query_id rollout_index prompt solutions turns tool_calls finish_reason reward grade response_tokens"
+_NEEDED = frozenset(_KEYS.split())
 
 
 @dataclass
@@ -62,26 +61,18 @@ def read_index(path: Path) -> tuple[list[Entry], list[str]]:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
+                whole = row.keys() >= _NEEDED and all(isinstance(turn, str) for turn in row["turns"])
+            except (ValueError, TypeError, AttributeError):
+                whole = False
+            if whole:
                 entries.append(Entry(row.get("step"), str(row["query_id"]), offset, len(line)))
-                _check(row)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            else:
                 bad.append(number)
-                if entries and entries[-1].offset == offset:
-                    entries.pop()
             offset += len(line)
     messages = [f"{path}: {len(bad)} lines could not be read (first: {bad[0]})"] if bad else []
     if not entries:
         raise ValueError(f"{path} holds no trajectories")
     return entries, messages
-
-
-def _check(row: Row) -> None:
-    """Raises KeyError or TypeError for a row that is no trajectory's."""
-    missing = [key for key in _NEEDED if key not in row]
-    if missing:
-        raise KeyError(*missing)
-    if not all(isinstance(turn, str) for turn in row["turns"]):
-        raise TypeError("turns")
 
 
 def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
@@ -151,18 +142,15 @@ def _trajectory(row: Row, tokenizer: Any) -> dict[str, Any]:
 def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Turns with the tool calls that follow each."""
     shaded = shaded_turns(row, tokenizer) if tokenizer is not None else None
-    calls = iter(row["tool_calls"])
-    one_each = len(row["tool_calls"]) <= len(row["turns"])
+    calls = map(_call, row["tool_calls"])
+    counts = row.get("calls_per_turn") or [1] * len(row["tool_calls"])  # rows of earlier versions do not say
     for number, text in enumerate(row["turns"]):
         turn: dict[str, Any] = {"kind": "turn", "text": text}
         if shaded is not None:
             turn["pieces"] = shaded[number]
         yield turn
-        for _ in range(1 if one_each else text.count("<tool_call>")):
-            if (call := next(calls, None)) is not None:
-                yield _call(call)
-    for call in calls:
-        yield _call(call)
+        yield from islice(calls, *counts[number : number + 1] or [0])
+    yield from calls
 
 
 def _call(call: Row) -> dict[str, Any]:

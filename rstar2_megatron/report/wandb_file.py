@@ -2,8 +2,7 @@
 
 The file is a LevelDB log (blocks of 32 KiB; records of checksum u32, length u16, kind u8, data; a record that does not fit
 its block is cut into first, middle, last) behind a header of 7 bytes. Each record is a protobuf message of wandb's public
-schema, of which only the history matters: Record.history = 2; HistoryRecord.item = 1, .step = 2; HistoryItem.key = 1,
-.nested_key = 2, .value_json = 16; HistoryStep.num = 1.
+schema, of which only the history matters.
 """
 
 from __future__ import annotations
@@ -15,11 +14,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
+
 _MAGIC = b":W&B"
 _HEADER_BYTES = 7
 _BLOCK_BYTES = 32768
 _RECORD = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_SCHEMA = """
+name: "history" syntax: "proto3"
+message_type { name: "Step" field { name: "num" number: 1 type: TYPE_INT64 } }
+message_type {
+  name: "Item"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "nested_key" number: 2 type: TYPE_STRING label: LABEL_REPEATED }
+  field { name: "value_json" number: 16 type: TYPE_STRING }
+}
+message_type {
+  name: "History"
+  field { name: "item" number: 1 type: TYPE_MESSAGE type_name: "Item" label: LABEL_REPEATED }
+  field { name: "step" number: 2 type: TYPE_MESSAGE type_name: "Step" }
+}
+message_type { name: "Record" field { name: "history" number: 2 type: TYPE_MESSAGE type_name: "History" } }
+"""
+_POOL = descriptor_pool.DescriptorPool()
+_POOL.Add(text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto()))
+_RecordMessage: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("Record"))
 
 
 class BrokenFile(ValueError):
@@ -36,28 +57,19 @@ def read_history(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ValueError(f"{path} is not a .wandb file")
     for number, record in enumerate(_records(data)):
         try:
-            for history in _messages(record, 2):
-                yield _history(history, number)
-        except (IndexError, ValueError, UnicodeDecodeError) as error:
+            message = _RecordMessage.FromString(record)
+            row = _history(message.history, number) if message.HasField("history") else None
+        except (DecodeError, ValueError) as error:
             raise BrokenFile(f"record {number} cannot be read ({error})") from None
+        if row is not None:
+            yield row
 
 
-def _history(message: bytes, number: int) -> tuple[int, dict[str, Any]]:
-    values: dict[str, Any] = {}
-    step = number
-    for field, value in _fields(message):
-        if field == 2 and isinstance(value, bytes):
-            step = next((v for f, v in _fields(value) if f == 1 and isinstance(v, int)), 0)
-        elif field == 1 and isinstance(value, bytes):
-            names: list[str] = []
-            text = "null"
-            for item_field, item in _fields(value):
-                if item_field in (1, 2) and isinstance(item, bytes):
-                    names.append(item.decode())
-                elif item_field == 16 and isinstance(item, bytes):
-                    text = item.decode()
-            values[".".join(names)] = json.loads(text)
-    return int(values.get("_step", step)), values
+def _history(history: Any, number: int) -> tuple[int, dict[str, Any]]:
+    values = {
+        ".".join([*filter(None, [item.key]), *item.nested_key]): json.loads(item.value_json or "null") for item in history.item
+    }
+    return int(values.get("_step", history.step.num if history.HasField("step") else number)), values
 
 
 # ------------------------------------------------------------------------------------------- LevelDB's log
@@ -87,45 +99,3 @@ def _records(data: bytes) -> Iterator[bytes]:
         if kind in (_FULL, _LAST):
             yield b"".join(parts)
             parts = []
-
-
-# --------------------------------------------------------------------------------------------- protobuf
-
-
-def _messages(message: bytes, wanted: int) -> Iterator[bytes]:
-    for field, value in _fields(message):
-        if field == wanted and isinstance(value, bytes):
-            yield value
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field: integers of varints, bytes of everything else."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        number, kind = key >> 3, key & 7
-        if kind == 0:
-            value, at = _varint(message, at)
-            yield number, value
-            continue
-        if kind == 2:
-            length, at = _varint(message, at)
-        elif kind in (1, 5):
-            length = 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"unknown wire type {kind}")
-        if at + length > len(message):
-            raise ValueError("a field longer than its message")
-        yield number, message[at : at + length]
-        at += length
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value |= (byte & 0x7F) << shift
-        at += 1
-        if byte < 0x80:
-            return value, at
-        shift += 7

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rstar2_megatron.reward.answer_text import IN_BASE, UNIT_ALIASES, UNITS, in_base, plain_number
 from rstar2_megatron.reward.spelling import FUNCTIONS, UPRIGHT
 
 Algebra = Callable[[str, str, str], bool | None]
@@ -43,14 +42,28 @@ _NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).]")
 _OPERATOR = re.compile(r"(?:[-+/^_=<>(\[|!',]|\\cdot|\\le|\\ge|\\ne|\\in|\\cup) ")
 _WORDS = re.compile(rf"(?:(?:{UPRIGHT}?[A-Za-z]+|[-'\".,])(?: |$))+")
 
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:/0*[1-9]\d*)?|\d*\.\d+)")
+_NUMBER_CHARS = 300
+IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?_\{?(\d+)\}?")
+
 _UNIT_RULES = [
     (r"\^ \{ - (\d) \}", r"^ -\1"), ("mph", "mi / h"), ("kph", "km / h"), ("per cent", "%"), ("per", "/"), ("cc", "cm ^ 3"),
     (r"(?:square|sq)(?: \.)? (\w+)", r"\1 ^ 2"), (r"(?:cubic|cu)(?: \.)? (\w+)", r"\1 ^ 3"), (r"(\w+) squared", r"\1 ^ 2"),
     (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"), (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
 ]  # fmt: skip
 _UNIT = re.compile(r"(?:%|[a-z]{2,}|[mghslcf])(?: (?:/ )?(?:[a-z]{2,}|[mghslcf])| \^ \d)*")
-_SYMBOLS = {"meter": "m", "millimeter": "mm", "milliliter": "ml", "milligram": "mg", "celsius": "c", "fahrenheit": "f"}
-_SYMBOLS |= {"C": "c", "F": "f", "L": "l", "\\deg": "deg"}
+_SYMBOLS = {
+    word: symbol
+    for symbol, words in {
+        "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "in": "inch inche", "ft": "foot feet",
+        "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "ml": "milliliter",
+        "l": "liter L", "s": "sec second", "min": "minute", "h": "hr hour", "deg": "degree \\deg", "c": "celsius C",
+        "f": "fahrenheit F",
+    }.items()
+    for word in words.split()
+}  # fmt: skip
+_OTHERS = "sq cu per dm euro cent day week year ton oz rad unit mph kph way"  # longer words are units by their look
+_SHORT = frozenset(_OTHERS.split()) | set(_SYMBOLS.values())
 _NO_UNIT_WORDS = """
 not nor to but if when than then more less least most only about around over under between above below negative dozen pair score
 hundred thousand million billion half halve third quarter fourth fifth sixth tenth hundredth th st nd rd plus minus divided
@@ -104,6 +117,8 @@ class Comparison:
         if any(based):
             return all(based) and in_base(*based[0].groups()) == in_base(*based[1].groups())  # type: ignore[union-attr]
         (a, our_unit), (b, their_unit) = split_unit(a), split_unit(b)
+        if not (our_unit and their_unit):  # a letter is a unit where the other side says so: 25 m^2 beside 25 square meters
+            a, b = a.removesuffix(f" {their_unit}"), b.removesuffix(f" {our_unit}")
         if our_unit and their_unit and our_unit != their_unit:
             return False
         x, y = (number(f"{text}/100" if unit == "%" else text) for text, unit in ((a, our_unit), (b, their_unit)))
@@ -247,9 +262,17 @@ def _words(text: str) -> list[str]:
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of a plain number; None for anything else."""
-    text = re.sub(r"\\frac (?:(\d)|\{ (\d+) \}) (?:(\d)|\{ (\d+) \})", r"\1\2/\3\4", text)
-    return plain_number(compact(text))
+    """The exact value of a plain number; None for anything else, and for a number of more digits than Python reads at once."""
+    text = compact(re.sub(r"\\frac (?:(\d)|\{ (\d+) \}) ?(?:(\d)(?!\d)|\{ (\d+) \})", r"\1\2/\3\4", text))
+    return Fraction(text) if _NUMBER.fullmatch(text) and len(text) <= _NUMBER_CHARS else None
+
+
+def in_base(digits: str, base: str) -> int | tuple[str, str]:
+    """The value, or the text where no such number is."""
+    try:
+        return int(digits, int(base)) if len(digits) <= _NUMBER_CHARS and 2 <= int(base) <= 36 else (digits, base)
+    except ValueError:
+        return digits.casefold(), base
 
 
 def compact(text: str) -> str:
@@ -263,7 +286,7 @@ def split_unit(text: str) -> tuple[str, str]:
     for at in range(1, len(words)):
         word = words[at].lstrip(UPRIGHT)
         noun = len(word) >= 5 and word.isalpha() and bool(set(word) & set("aeiou"))
-        known = word in ("%", "\\deg") or (len(word) > 1 and _name(word) in UNITS)
+        known = word in ("%", "\\deg") or (len(word) > 1 and _name(word) in _SHORT)
         in_function = word == "\\deg" and any(other[1:] in FUNCTIONS for other in words)
         if (noun or known or word != words[at]) and not in_function and not _OPERATOR.match(words[at - 1] + " "):
             unit = _unit(" ".join(words[at:]).replace(UPRIGHT, ""))
@@ -286,4 +309,4 @@ def _name(word: str) -> str:
     if len(word) > 1:
         word = re.sub("(?<=met|lit)re", "er", word.lower())
         word = word[:-1] if len(word) > 2 and word[-1] == "s" and word != "celsius" else word
-    return _SYMBOLS.get(word, UNIT_ALIASES.get(word, word))
+    return _SYMBOLS.get(word, word)

@@ -5,8 +5,8 @@ Formulas may be slow, deep or endless on hostile input, so the pool runs `grade_
 
 from __future__ import annotations
 
-from rstar2_megatron.reward.answer_text import IN_BASE, is_balanced
-from rstar2_megatron.reward.comparison import Algebra, Comparison, compact, split_unit
+from rstar2_megatron.reward.answer_text import is_balanced
+from rstar2_megatron.reward.comparison import IN_BASE, Algebra, Comparison, compact, split_unit
 from rstar2_megatron.reward.spelling import spell
 
 MAX_ANSWER_CHARS = 4096  # longer answers are ungradable: no solution is that long

@@ -1,7 +1,7 @@
 """Grades responses within a time and memory limit, from any thread and event loop.
 
-Plain text and numbers are compared in the caller's process, answers that need algebra in a worker process. A worker that
-exceeds its limits or dies is replaced, and the answer gets reward 0 with the reason.
+Plain text and numbers are compared in the caller's process; answers that need algebra, and in released mode all responses, in a
+worker process. A worker that exceeds its limits or dies is replaced, and the answer gets reward 0 with the reason.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import contextlib
 import json
 import os
 import queue
-import selectors
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
 from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, quick_grade
-from rstar2_megatron.reward.released_grader import MAX_SHOWN_CHARS, quick_released, released_answer
 
 Mode = Literal["paper", "released"]
 
@@ -55,7 +54,6 @@ class _Question:
 
     mode: Mode
     text: str
-    answer: str | None
 
 
 class GraderPool:
@@ -83,17 +81,13 @@ class GraderPool:
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
         """Grade a response. Raises GraderLost, RuntimeError if closed."""
-        grade = self._quick(self.mode, response_text, solutions)
-        if isinstance(grade, Grade):
-            return grade
-        return await asyncio.wrap_future(self._threads.submit(self._slow, grade, list(solutions)))
+        grade = self._begin(self.mode, response_text, solutions)
+        return grade if isinstance(grade, Grade) else await asyncio.wrap_future(grade)
 
     def grade_now(self, response_text: str, solutions: list[str], mode: Mode | None = None) -> Grade:
         """As `grade`, but blocking. `mode` replaces that of the pool."""
-        grade = self._quick(mode or self.mode, response_text, solutions)
-        if isinstance(grade, Grade):
-            return grade
-        return self._threads.submit(self._slow, grade, list(solutions)).result()
+        grade = self._begin(mode or self.mode, response_text, solutions)
+        return grade if isinstance(grade, Grade) else grade.result()
 
     def equal(self, a: str, b: str) -> bool:
         """Whether each answer is right where the other is the solution; blocking. False when the time limit passes."""
@@ -116,27 +110,23 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _quick(self, mode: Mode, response_text: str, solutions: list[str]) -> Grade | _Question:
-        """A grade, or the question for a worker."""
+    def _begin(self, mode: Mode, response_text: str, solutions: list[str]) -> Grade | Future[Grade]:
+        """A grade, or that which a worker will give."""
         if self._closed:
             raise RuntimeError("the grader pool is closed")
-        if mode == "released":
-            answer = released_answer(response_text)
-            shown = None if answer is None else answer[:MAX_SHOWN_CHARS]
-            question = _Question(mode, response_text, shown)
-            detail = quick_released(response_text, solutions)
-        else:
-            extracted = extract_answer(response_text)
-            if extracted.answer is None:
-                return Grade(0.0, extracted.detail)
-            question = _Question(mode, extracted.answer, extracted.answer)
-            detail = quick_grade(extracted.answer, solutions)
-        if detail is None:
-            with self._lock:
-                detail = self._cache.get((question, tuple(solutions)))
-        if detail is None:
-            return question
-        return Grade(float(detail == CORRECT), detail, question.answer)
+        question = _Question(mode, response_text)
+        if mode == "paper":
+            answer, why = extract_answer(response_text)
+            if answer is None:
+                return Grade(0.0, why)
+            question = _Question(mode, answer)
+            detail = quick_grade(answer, solutions)
+            if detail is None:
+                with self._lock:
+                    detail = self._cache.get((question, tuple(solutions)))
+            if detail is not None:
+                return Grade(float(detail == CORRECT), detail, answer)
+        return self._threads.submit(self._slow, question, list(solutions))
 
     def _slow(self, question: _Question, solutions: list[str]) -> Grade:
         """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
@@ -149,7 +139,7 @@ class GraderPool:
                     self._forget(worker)
                     worker = self._start_worker()
                 start = time.monotonic()
-                detail = worker.ask(question, solutions, left)
+                detail, answer = worker.ask(question, solutions, left)
                 left -= time.monotonic() - start
                 if worker.alive:
                     self._remember(question, solutions, detail)
@@ -160,7 +150,7 @@ class GraderPool:
                     break
         finally:
             self._idle.put(worker)
-        return Grade(float(detail == CORRECT), detail, question.answer)
+        return Grade(float(detail == CORRECT), detail, question.text if question.mode == "paper" else answer)
 
     def _forget(self, worker: _Worker | None) -> None:
         if worker is not None:
@@ -172,7 +162,7 @@ class GraderPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader pool is closed")
-        worker = _Worker()
+        worker = _Worker(self.mode)
         with self._lock:
             self._workers.add(worker)
             closed = self._closed
@@ -191,72 +181,56 @@ class GraderPool:
 
 
 class _Worker:
-    """One grading process and its pipes."""
+    """One grading process and its pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Mode) -> None:
+        command = [sys.executable, "-m", "rstar2_megatron.reward.worker", mode, str(_MEMORY_BYTES)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rstar2_megatron.reward.worker", str(_MEMORY_BYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        self._buffer = b""
-        if self._read_line(_START_TIMEOUT_S) != b'"ready"':
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdout=subprocess.DEVNULL,  # what libraries print
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        if self._reply(_START_TIMEOUT_S) != b"ready":
             code = self._process.poll()
             self.kill()
             raise GraderLost(
                 f"a grading process did not start within {_START_TIMEOUT_S:.0f} s (exit code {code}); run "
-                f"`python -m rstar2_megatron.reward.worker {_MEMORY_BYTES}` to see why"
+                f"`{' '.join(command)} 1` to see why"
             )
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> str:
-        """The verdict. A process that hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE."""
-        request = json.dumps({"mode": question.mode, "text": question.text, "solutions": solutions}) + "\n"
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(request.encode())
-            self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            self.kill()
-            return UNGRADABLE
+    def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> tuple[str, str | None]:
+        """(verdict, answer that released mode found). What hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE."""
+        request = {"mode": question.mode, "text": question.text, "solutions": solutions}
         deadline = time.monotonic() + timeout_s
-        line = self._read_line(timeout_s)
-        if line is None:
-            hung = self.alive and time.monotonic() >= deadline
-            self.kill()
-            return GRADER_TIMEOUT if hung else UNGRADABLE
-        return str(json.loads(line))
+        with contextlib.suppress(OSError):  # it has died
+            self._pipe.send_bytes(json.dumps(request).encode())
+            if reply := self._reply(timeout_s):
+                detail, answer = json.loads(reply)
+                return detail, answer
+        hung = self.alive and time.monotonic() >= deadline
+        self.kill()
+        return GRADER_TIMEOUT if hung else UNGRADABLE, None
 
-    def _read_line(self, timeout_s: float) -> bytes | None:
-        """The next line; None when the time is over or the process has ended."""
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    return None
-                chunk = os.read(self._process.stdout.fileno(), 65536)
-                if not chunk:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        self._process.wait(1.0)
-                    return None
-                self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+    def _reply(self, timeout_s: float) -> bytes | None:
+        """The next reply; None when the time is over or the process has ended."""
+        try:
+            return self._pipe.recv_bytes() if self._pipe.poll(timeout_s) else None
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            return None
 
     def kill(self) -> None:
-        """End the process and close its pipes. Safe to call twice."""
+        """End the process and close its pipe. Safe to call twice."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._pipe.close()

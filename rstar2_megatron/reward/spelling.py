@@ -75,6 +75,7 @@ def spell(answer: str) -> str:
     text = _ANGLE.sub(_angle, _DEGREE.sub(r"\\deg ", _FORMATTING.sub(" ", text)))
     text = " ".join(map(_spelled, _TOKEN.findall(text)))
     text = re.sub(r" [.,] (?=& |\\\\ |\\end)", " ", _ALONE.sub(r"\1", text))
+    text = re.sub(r"(?<=[\d})]) \\(min|sec)(?= /|$)", rf" {UPRIGHT}\1", text)  # without an argument it is a unit
     text = re.sub(r"^(?:\x01?(?:the|final|answer|option|choice|is) |[:=] )+|(?: ?[.,])+$", "", text, flags=re.IGNORECASE)
     text = re.sub(r"(.) \( (\w \\in \S+) \)$", r"\1 , \2", text)
     # which letter the integer of k\pi, k \in \mathbb{Z} is does not matter

@@ -378,6 +378,7 @@ class Turns:
         finally:
             self.preemption.at_tool = False
         self.trajectory.tool_calls += done
+        self.trajectory.calls_per_turn.append(len(done))
         lost = [call for call in done if call.outcome is ToolOutcome.INFRASTRUCTURE]
         if lost:
             raise Interrupted(f"tool call lost: {lost[0].response_text}")

@@ -30,8 +30,8 @@ import jinja2
 import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
+from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name, tool_schemas
 from rstar2_megatron.trajectory import Problem
 

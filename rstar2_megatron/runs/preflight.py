@@ -17,9 +17,9 @@ from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.model.weight_files import weight_notes, weight_problems
+from rstar2_megatron.model.tokenizer_files import directory_problems
+from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.trajectory_files import rollouts_path
-from rstar2_megatron.runs.inputs.model_files import tokenizer_problems
 from rstar2_megatron.runs.inputs.output_directory import output_problems
 from rstar2_megatron.runs.inputs.training_files import training_file_problems
 from rstar2_megatron.services.process import is_loopback
@@ -32,8 +32,6 @@ from rstar2_megatron.settings.planning.transport import object_store_problems
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def check_before_start(
@@ -71,8 +69,7 @@ def check_before_start(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model is not None and directory.is_dir():
-        _raise(weight_problems(directory, model))
-        _raise(tokenizer_problems(directory, model, settings.agentloop.chat_template))
+        _raise(directory_problems(directory, model, settings.agentloop.chat_template))
         warnings += weight_notes(directory, model, settings.actor.model.precision)
     _raise(layout_problems(settings, model, slots, places))
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
@@ -214,7 +211,7 @@ def cluster_problems(settings: Settings) -> Iterator[str]:
 
 
 def model_problems(settings: Settings) -> Iterator[str]:
-    """Missing parts of the model directory."""
+    """A model directory that is not there."""
     path = settings.rollout.model.model_path
     builder = settings.cold_start.enabled and settings.cold_start.builder
     if path.startswith(BUILT_PREFIXES):
@@ -224,17 +221,10 @@ def model_problems(settings: Settings) -> Iterator[str]:
                 "cold_start.builder=tiny, or give a model directory"
             )
         return
-    directory = Path(path)
-    if not directory.is_dir():
+    if not Path(path).is_dir():
         yield (
             f"rollout.model.model_path={path} is not a directory; give a Hugging Face directory with config.json, "
             "*.safetensors and the tokenizer's files"
-        )
-        return
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        yield (
-            f"rollout.model.model_path={path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the "
-            "tokenizer's files of the model into it"
         )
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from rstar2_megatron.data.difficulty import pass_counts
 from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.evaluation.configure import check_weights, configure, default_out, parse_words
+from rstar2_megatron.evaluation.configure import check_model, configure, default_out, parse_words
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.reward.pool import GraderPool
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         settings, sampling = configure(arguments)
-        check_weights(sampling)
+        check_model(sampling)
         searched = settings.search
         if arguments.reward_model is not None:
             searched = searched.model_copy(update={"reward_model": arguments.reward_model})

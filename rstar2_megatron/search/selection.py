@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from rstar2_megatron.search.tree import Node
 
@@ -17,8 +16,5 @@ def uct(node: Node, parent_visits: int, exploration: float) -> float:
 
 def select(parent: Node, exploration: float) -> Node | None:
     """The child of highest score that has not ended, the first of equal ones; None when all have ended."""
-    return best_of([c for c in parent.children or [] if c.end is None], parent.visits, exploration)
-
-
-def best_of(nodes: Sequence[Node], parent_visits: int, exploration: float) -> Node | None:
-    return max(nodes, key=lambda node: uct(node, parent_visits, exploration), default=None)
+    waiting = [child for child in parent.children or [] if child.end is None]
+    return max(waiting, key=lambda child: uct(child, parent.visits, exploration), default=None)

@@ -74,6 +74,7 @@ def trajectory_of(problem: Problem, steps: Sequence[Step], prompt_ids: Ids | Non
         rollout_logprobs=np.concatenate([step.logprobs for step in parts]),
         assistant_texts=[step.text for step in steps],
         tool_calls=[replace(call) for step in steps for call in step.tool_calls],
+        calls_per_turn=[len(step.tool_calls) for step in steps],
         finish_reason=last.ending,
         reward=last.reward,
         answer=last.answer,

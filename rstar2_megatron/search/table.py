@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rstar2_megatron.evaluation.scores import RESAMPLES, Equal, Estimate, estimate, majority
+from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.search.choose import Solution, best_value, most_frequent, most_valued, solutions
 from rstar2_megatron.search.tree import Tree
 from rstar2_megatron.search.tree_file import tree_of
@@ -125,10 +126,7 @@ def render(rows: Sequence[Result], num_problems: int) -> str:
         tokens = f"{sum(row.tokens.values()) / len(row.tokens):,.0f}" if row.tokens else "-"
         against = "" if greedy is None or row is greedy else _signed(paired_difference(row.scores, greedy.scores))
         table.append((row.name + (" (uses the answers)" if row.ceiling else ""), str(row.estimate()), tokens, against))
-    widths = [max(len(line[i]) for line in table) for i in range(4)]
-    cells = [[f"{line[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:]))] for line in table]
-    lines = ["  ".join(line).rstrip() for line in cells]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return aligned(table)
 
 
 def _signed(e: Estimate) -> str:

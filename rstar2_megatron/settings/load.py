@@ -23,10 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
 from rstar2_megatron.settings import rlinf_keys
 from rstar2_megatron.settings.precision import resolve_precision
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.settings.variant import PARTS, Origins, apply_variant, origins_of
 
 CALLED_FROM = "RSTAR2_CALLED_FROM"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
 from rstar2_megatron.algorithm.batch import TrainBatch
 from rstar2_megatron.algorithm.preference import Comparison, Pairs
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.tokens import put_sequences
-from rstar2_megatron.settings.schema import SFTPhaseSettings
-from rstar2_megatron.sft.training import Metrics, run_steps
+from rstar2_megatron.sft.training import Metrics, run_sft_phase
 
 PreferenceBatch = tuple[TrainBatch, Pairs]
 """Prefixes, whose tokens are in the object store, and which of them are compared."""
@@ -20,26 +20,8 @@ def put_comparisons(comparisons: Sequence[Comparison]) -> PreferenceBatch:
     return put_sequences(prefixes), Pairs.of(comparisons)
 
 
-def run_preference_phase(
-    actor: WorkerGroup,
-    phase: SFTPhaseSettings,
-    rows: Sequence[Comparison],
-    seed: int,
-    timeout_s: float,
-    *,
-    start: int = 0,
-    pauses: Sequence[int] = (),
-    after: Callable[[int, list[Metrics]], None] = lambda done, steps: None,
-) -> list[Metrics]:
-    """As `run_sft_phase`, on comparisons."""
-
-    def put(indices: list[int]) -> PreferenceBatch:
-        return put_comparisons([rows[i] for i in indices])
-
-    def train(chunk: list[PreferenceBatch], lrs: list[float]) -> list[Metrics]:
-        return list(actor.call("preference_steps", chunk, lrs, timeout_s=timeout_s)[0])
-
-    return run_steps(phase, len(rows), seed, put, train, start=start, pauses=pauses, after=after)
+run_preference_phase = functools.partial(run_sft_phase, put=put_comparisons, method="preference_steps")
+"""As `run_sft_phase`, on comparisons."""
 
 
 def validate_preferences(actor: WorkerGroup, rows: Sequence[Comparison], batch_size: int, timeout_s: float) -> Metrics:

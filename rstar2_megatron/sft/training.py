@@ -10,11 +10,10 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
-from rstar2_megatron.algorithm.batch import TrainBatch
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings, SFTSettings
@@ -24,7 +23,6 @@ from rstar2_megatron.sft.rows import SFTRows
 _STEPS_PER_CALL = 10
 
 Metrics = dict[str, float]
-Batch = TypeVar("Batch")
 
 
 def sft_phase_of(sft: SFTSettings | PreferenceSettings, num_rows: int) -> SFTPhaseSettings:
@@ -80,49 +78,31 @@ def batches(num_rows: int, phase: SFTPhaseSettings, seed: int) -> Iterator[list[
 def run_sft_phase(
     actor: WorkerGroup,
     phase: SFTPhaseSettings,
-    rows: SFTRows,
+    rows: Any,
     seed: int,
     timeout_s: float,
     *,
     start: int = 0,
     pauses: Sequence[int] = (),
     after: Callable[[int, list[Metrics]], None] = lambda done, steps: None,
+    put: Callable[[list[Any]], Any] = lambda rows: put_sequences(rows),
+    method: str = "sft_steps",
 ) -> list[Metrics]:
     """Train the steps of a phase after the first `start`; returns their metrics. Shows a progress bar.
 
+    rows: a sequence, e.g. SFTRows; put(rows of a batch) makes what `method` of the actor trains on.
     pauses: intervals in steps at whose multiples a call ends; after(done, metrics of the call) runs after each.
     The actor's optimizer must have made `start` steps: `start_sft_phase` makes a fresh one, a checkpoint restores one.
     """
-
-    def put(indices: list[int]) -> TrainBatch:
-        return put_sequences([rows[i] for i in indices])
-
-    def train(chunk: list[TrainBatch], lrs: list[float]) -> list[Metrics]:
-        return list(actor.call("sft_steps", chunk, lrs, timeout_s=timeout_s)[0])
-
-    return run_steps(phase, len(rows), seed, put, train, start=start, pauses=pauses, after=after)
-
-
-def run_steps(
-    phase: SFTPhaseSettings,
-    num_rows: int,
-    seed: int,
-    put: Callable[[list[int]], Batch],
-    train: Callable[[list[Batch], list[float]], list[Metrics]],
-    *,
-    start: int,
-    pauses: Sequence[int],
-    after: Callable[[int, list[Metrics]], None],
-) -> list[Metrics]:
-    """The loop of `run_sft_phase` over any rows: put(row numbers) makes a batch, train(batches, rates) trains on some."""
-    stream = itertools.islice(batches(num_rows, phase, seed), start, None)
+    stream = itertools.islice(batches(len(rows), phase, seed), start, None)
     history: list[Metrics] = []
     done = start
     with tqdm(total=phase.steps, initial=start, desc=phase.name, unit="step", leave=False, disable=None) as bar:
         while done < phase.steps:
             count = min(_STEPS_PER_CALL, phase.steps - done, *(e - done % e for e in pauses if e > 0))
             lrs = [learning_rate(phase, done + i) for i in range(count)]
-            steps = train([put(next(stream)) for _ in range(count)], lrs)
+            chunk = [put([rows[i] for i in indices]) for indices in itertools.islice(stream, count)]
+            steps = list(actor.call(method, chunk, lrs, timeout_s=timeout_s)[0])
             history += steps
             done += count
             bar.update(count)

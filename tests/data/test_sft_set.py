@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.data.rows import DataError, Row
-from rstar2_megatron.data.sft_set import Options, main, parse_source, process
+from rstar2_megatron.data.rows import DataError, Row, inputs_of
+from rstar2_megatron.data.sft_set import Options, main, process
 from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
 from rstar2_megatron.data.tool_text import json_call, python_calls, tool_schema
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
@@ -257,7 +257,7 @@ COUNTS = {"toolace": 4, "apigen-mt": 2, "glaive": 12, "magicoder": 6, "tulu3": 5
 
 
 def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: Path) -> None:
-    inputs = [source for word in write_sources(tmp_path, 20) for source in parse_source(word)]
+    inputs = [source for word in write_sources(tmp_path, 20) for source in inputs_of(word, SFT_SOURCES)]
     options = Options(COUNTS, validation=6)
     report = process(inputs, tmp_path / "whole", options, save_rows=4)
     taken = {name: counts["taken"] for name, counts in report["sources"].items()}
@@ -315,7 +315,7 @@ def test_what_is_written_is_what_training_reads(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in content))
         words.append(f"{name}={path}")
-    inputs = [source for word in words for source in parse_source(word)]
+    inputs = [source for word in words for source in inputs_of(word, SFT_SOURCES)]
     report = process(inputs, tmp_path / "out", Options(dict.fromkeys(ROWS, 100)))
     train = tmp_path / "out" / "train.jsonl"
     assert len(load_sft_rows([train], Letters(), 10_000)) == report["rows_out"] > 3 * len(ROWS) + len(odd)

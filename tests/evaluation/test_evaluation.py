@@ -122,6 +122,20 @@ def test_bad_weights_end_with_2_and_ignored_ones_are_noted(tmp_path: Path, capsy
         assert f"error: {model}/model.safetensors: model.norm.weight holds NaN or infinity" in capsys.readouterr().err
 
 
+def test_a_tokenizer_of_another_model_ends_with_2_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_directory(tmp_path / "model")
+    words = ["--model", str(model), "--data", str(tmp_path / "none.jsonl")]
+    for words_of_tokenizer, sentence in ((60, "they are of different models"), (700, "the model's embedding 640: enlarge it")):
+        vocab = {f"w{i}": i for i in range(words_of_tokenizer)}
+        (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+        for program in (main, search):
+            assert program(words) == 2
+            told = capsys.readouterr().err
+            assert f"error: {model}/tokenizer.json has {words_of_tokenizer} tokens" in told and sentence in told
+    (model / "tokenizer.json").unlink()
+    assert main(words) == 2 and f"{model} has no tokenizer (tokenizer.json" in capsys.readouterr().err
+
+
 def test_results_of_a_run_lie_in_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "global_step_3").mkdir(parents=True)

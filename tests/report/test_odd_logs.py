@@ -30,6 +30,7 @@ READ: dict[str, tuple[str, str | bytes, dict[str, dict[int, float]]]] = {
     "`;` between the cells": ("x.csv", table(";", "1;0.41;1024", "2;0.5;998.5"), CURVES),
     "tabs between the cells": ("x.tsv", table("\t", "1\t0.41\t1024", "2\t0.5\t998.5"), CURVES),
     "a suffix in capitals": ("x.CSV", table(",", "1,0.41,1024", "2,0.5,998.5"), CURVES),
+    "spaces behind the delimiter": ("x.csv", table(", ", "1, 0.41, 1024", "2, 0.5, 998.5"), CURVES),
     "a first line `sep=;`": ("x.csv", "sep=;\r\n" + table(";", "1;0,41;1024", "2;0,5;998,5", end="\r\n"), CURVES),
     "a byte-order mark": ("x.csv", b"\xef\xbb\xbf" + table(",", "1,0.41,1024", "2,0.5,998.5").encode(), CURVES),
     "a byte-order mark in jsonl": ("x.jsonl", b"\xef\xbb\xbf" + JSONL.encode(), {REWARD: CURVES[REWARD]}),

@@ -167,6 +167,26 @@ def test_page_needs_nothing_from_elsewhere(page: Path) -> None:
     assert parser.found == [] and "http" not in text.split('type="application/json"')[0]
 
 
+def test_calls_are_shown_behind_the_turn_that_made_them(run: Path, tmp_path: Path) -> None:
+    """A turn may name the tag in prose, make several calls, or make none that was run."""
+    row = read_rows(run)[0]
+    call = row["tool_calls"][0]
+    turns = ["I use <tool_call> and </tool_call>.", "two calls", "<tool_call> is a tag; one call", "an answer"]
+    calls = [call | {"response": name} for name in "abcd"]
+    path = tmp_path / "trajectories.jsonl"
+
+    def shown(row: dict) -> str:
+        path.write_text(json.dumps(row) + "\n")
+        parts = build_page(path, read_index(path)[0]).groups[0]["trajectories"][0]["parts"]
+        return "".join("T" if part["kind"] == "turn" else part["response"] for part in parts)
+
+    row |= {"turns": turns, "tool_calls": calls, "calls_per_turn": [1, 2, 1]}
+    assert shown(row) == "TaTbcTdT"
+    assert shown(row | {"calls_per_turn": [1, 2], "tool_calls": calls[:3], "turns": turns[:3]}) == "TaTbcT"
+    del row["calls_per_turn"]  # as earlier versions wrote it
+    assert shown(row | {"tool_calls": calls[:3]}) == "TaTbTcT"
+
+
 @needs_chromium
 def test_browser_shows_groups_penalties_and_endings(page: Path, tmp_path: Path) -> None:
     shown = document(page, "", tmp_path)

@@ -276,6 +276,9 @@ INPUT_PAIRS: dict[str, list[Row]] = {
     ("\\text{(B)}", ["B", "Option B", "\\textbf{(B)}\\ 3x+1"], ["3x+1", "Option A"]),
 ],
 "units": [
+    ("30\\text{ minutes}", ["30\\text{ min}", "30 min", "30"], ["0.5\\text{ hours}", "30\\text{ s}"]),
+    ("9\\text{ seconds}", ["9\\text{ sec}", "9 sec", "9 secs", "9 s"], ["9\\text{ min}", "\\sec 9"]),
+    ("25\\text{ square meters}", ["25\\text{ }m^2", "25 m^2"], ["25 m", "25 m^3", "25\\text{ cm}^2"]),
     ("45\\text{ cm}^2", ["45\\text{ square centimeters}", "45 square centimeters", "45\\text{ sq cm}", "45\\text{ cm}^{2}",
       "45 cm²", "45\\,\\mathrm{cm}^2", "45\\text{ centimeters squared}", "45", "45\\text{ sq. cm}", "45\\ \\text{cm}^2",
       "45\\text{ cm$^2$}", "45 cm^2", "45\\text{ square centimetres}", "45\\text{ square cm}", "45\\text{ cm}^2."],

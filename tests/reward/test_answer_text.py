@@ -1,23 +1,12 @@
-"""Finding the answer in a response, and the verdicts that text alone allows."""
+"""Finding the answer in a response."""
 
 from __future__ import annotations
-
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.reward.answer_text import (
-    extract_answer,
-    is_balanced,
-    is_word,
-    last_boxed,
-    normalise,
-    plain_number,
-    quick_verdict,
-    split_unit,
-)
+from rstar2_megatron.reward.answer_text import extract_answer, is_balanced, last_boxed
 
 
 @pytest.mark.parametrize(
@@ -42,46 +31,10 @@ from rstar2_megatron.reward.answer_text import (
     ],
 )
 def test_the_last_box_of_the_last_closed_answer(response: str, answer: str | None, detail: str) -> None:
-    extracted = extract_answer(response)
-    assert (extracted.answer, extracted.detail) == (answer, detail)
+    assert extract_answer(response) == (answer, detail)
 
 
 @given(st.text("ab{}\\boxed \n", max_size=60))
 def test_boxes_are_balanced_whatever_the_text(text: str) -> None:
     found = last_boxed(text)
     assert found is None or is_balanced(found)
-
-
-@given(st.text(max_size=80))
-def test_normalising_never_fails_and_settles(text: str) -> None:
-    assert isinstance(normalise(text), str)
-    assert quick_verdict(text, text) in (True, False)
-
-
-@given(st.integers(-(10**12), 10**12))
-def test_integers_with_thousands_separators(number: int) -> None:
-    assert quick_verdict(f"{number:,}", str(number)) is True
-    assert quick_verdict(f"\\text{{{number}}}", str(number)) is True
-    assert quick_verdict(str(number + 1), f"{number:,}") is False
-
-
-@given(st.fractions(max_denominator=10**6))
-def test_fractions_are_exact(value: Fraction) -> None:
-    p, q = value.numerator, value.denominator
-    for text in (f"{p}/{q}", f"\\frac{{{p}}}{{{q}}}", f"\\dfrac{{{2 * p}}}{{{2 * q}}}"):
-        assert plain_number(normalise(text)) == value
-
-
-def test_units_and_words() -> None:
-    assert split_unit("5 cm") == ("5", "cm") and split_unit("50%") == ("50", "%")
-    assert split_unit("36 cm ^2") == ("36", "cm ^2")
-    assert split_unit("3x") == ("3x", "") and split_unit("2 pi") == ("2 pi", "")
-    assert is_word("Monday") and is_word("no solution") and not is_word("xy") and not is_word("sin x")
-    assert quick_verdict("1 m", "100 cm") is False
-    assert quick_verdict("2 hrs", "2 hours") is True
-    assert quick_verdict("x+1", "1+x") is None  # for algebra to decide
-
-
-def test_percent_against_number_and_ratio() -> None:
-    assert quick_verdict("50\\%", "0.5") and quick_verdict("0.5", "50%") and quick_verdict("50", "50%")
-    assert quick_verdict("5%", "0.5") is False

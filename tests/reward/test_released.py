@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.math_grader import grade_answer
 from rstar2_megatron.reward.pool import GraderPool
-from rstar2_megatron.reward.released_grader import grade_released, numbers_agree, released_answer
+from rstar2_megatron.reward.released_grader import grade_released, released_answer
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
+from tests.reward.held_out_pairs import HELD_OUT_PAIRS
+from tests.reward.input_pairs import INPUT_PAIRS
+from tests.reward.pairs import flat
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +50,6 @@ def test_what_is_taken_for_the_answer(response: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "solution", "agree"),
-    [
-        ("3", "3", True),
-        ("300", "3", True),
-        ("0.03", "3", True),
-        ("30", "3", False),
-        ("33.334", "33.3333", True),
-        ("33.4", "33.3333", False),
-        ("50\\%", "0.5", True),
-        ("1,000", "1000", True),
-        ("x", "3", False),
-    ],
-)
-def test_numbers_agree_within_the_tolerance_and_as_percentages(answer: str, solution: str, agree: bool) -> None:
-    assert numbers_agree(answer, solution) is agree
-
-
-@pytest.mark.parametrize(
     ("response", "solution", "correct"),
     [
         ("\\boxed{\\frac{2}{4}} without any answer tag", "\\frac12", True),
@@ -68,6 +58,19 @@ def test_numbers_agree_within_the_tolerance_and_as_percentages(answer: str, solu
         ("\\boxed{\\text{West}}", "East", False),
         ("maybe \\boxed{41}", "42", False),
         ("nothing to see", "42", False),
+        # numbers agree within 1e-4, also as percentages
+        ("\\boxed{300}", "3", True),
+        ("\\boxed{0.03}", "3", True),
+        ("\\boxed{30}", "3", False),
+        ("\\boxed{33.334}", "33.3333", True),
+        ("\\boxed{33.4}", "33.3333", False),
+        ("\\boxed{1,000}", "1000", True),
+        ("\\boxed{3.14}", "\\pi", True),
+        ("\\boxed{6.2832}", "2\\pi", True),
+        ("\\boxed{3.2}", "\\pi", False),
+        # ours once; not theirs
+        ("\\boxed{11_{10}}", "1011_2", False),
+        ("\\boxed{\\varnothing}", "\\emptyset", True),
     ],
 )
 def test_either_grader_counts(response: str, solution: str, correct: bool) -> None:
@@ -93,6 +96,32 @@ def test_what_the_public_graders_misread_stays_right(answer: str, solution: str)
     """Paper mode refuses these; the public curves contain them."""
     assert grade_released(f"<answer>\\boxed{{{answer}}}</answer>", [solution]) == "correct"
     assert grade_answer(answer, [solution]) != "correct"
+
+
+@pytest.mark.ci
+def test_verdicts_are_those_of_the_public_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLinf's files as they are, with their processes and their `eval`, on every 40th pair of the tables and what holds pi."""
+    rlinf = importlib.util.find_spec("rlinf")
+    assert rlinf is not None and rlinf.submodule_search_locations
+    package = ModuleType("unchanged_graders")
+    package.__path__ = [f"{rlinf.submodule_search_locations[0]}/algorithms/rewards/rstar2/fused_compute_score"]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    compute_score = importlib.import_module("unchanged_graders.compute_score").compute_score
+    pairs = [(s, a) for table in (flat(), *map(flat, INPUT_PAIRS.values()), flat(HELD_OUT_PAIRS)) for s, a, _ in table]
+    chosen = [*pairs[::40], ("\\pi", "3.14"), ("2\\pi", "6.2832"), ("2\\pi", "2*3.2"), ("10\\pi", "5\\pi(2)")]
+    for solution, answer in chosen:
+        for response in (f"<answer>\\boxed{{{answer}}}</answer>", f"The answer is {answer}. Done"):
+            theirs = compute_score(response, solution) == 1.0
+            assert (grade_released(response, [solution]) == "correct") is theirs, (solution, response)
+
+
+def test_a_response_runs_no_program(tmp_path: Path) -> None:
+    """The public code evaluates what stands behind \\pi as Python."""
+    code = f"open({str(tmp_path / 'pwned')!r},'w')".encode()
+    octal = "".join(f"\\{byte:03o}" for byte in code)
+    for written in (f"exec(bytes([{','.join(map(str, code))}]))", f"exec('{octal}')"):
+        assert grade_released(f"\\boxed{{\\pi*{written}}}", ["3"]) == "wrong"
+    assert not (tmp_path / "pwned").exists()
 
 
 def trajectory_with_tool() -> Trajectory:

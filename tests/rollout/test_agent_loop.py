@@ -82,7 +82,7 @@ async def test_calls_past_the_limit_are_told(tokenizer) -> None:
     judge = WrittenJudge()
     trajectory, loop = await run(tokenizer, [call("1") + call("2") + call("3"), ANSWER], judge, max_parallel_calls=2)
     assert judge.codes == ["1", "2"]
-    assert len(trajectory.tool_calls) == 2
+    assert len(trajectory.tool_calls) == 2 and trajectory.calls_per_turn == [2]
     assert "1 further call" in tokenizer.decode(written(loop).seen[1])
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.names import HELD_OUT
 from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording, defuse
 from rstar2_megatron.settings.load import CONFIG_DIR
 from rstar2_megatron.settings.rlinf_keys import put
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
 from rstar2_megatron.tools import tool_schemas
 from rstar2_megatron.trajectory import Problem
 

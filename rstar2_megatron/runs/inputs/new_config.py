@@ -13,8 +13,7 @@ import yaml
 
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.model.weight_files import weight_problems
-from rstar2_megatron.runs.inputs.model_files import tokenizer_problems
+from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.settings.load import ConfigError, load, users_path
 from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.planning.plan import make_plan
@@ -38,8 +37,7 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
         problems = read_problems(files)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    wrong = [*weight_problems(directory, shape), *tokenizer_problems(directory, shape, None)]
-    if wrong:
+    if wrong := directory_problems(directory, shape, None):
         raise ConfigError("\n".join(wrong))
     prompt = _longest_prompt(directory, problems[:_SAMPLED])
     refused = ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from rstar2_megatron.evaluation.services import SamplingSettings
+from rstar2_megatron.evaluation.services import SamplingSettings, weights_of
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.weight_files import weight_problems
 from rstar2_megatron.rollout.engine.protocol import EngineLost
@@ -65,14 +64,14 @@ class RewardModelScorer:
 def check_reward_model(reward: Path, policy: Path, context_tokens: int) -> None:
     """Raises ValueError, in one sentence, for a directory that cannot score the policy's token ids."""
     model = ModelConfig.from_directory(reward, scores=True)
-    raw = _architecture(reward)
-    if not raw.endswith("ForSequenceClassification"):
+    if not model.score_head:
         raise ValueError(
-            f"--reward-model {reward} holds a {raw}, which gives no scores; train a reward model from it by "
+            f"--reward-model {reward} holds a {model.architecture}, which gives no scores; train a reward model from it by "
             "runner.task_type=preference (docs/search.md)"
         )
     if model.architecture not in SERVED:
-        raise ValueError(f"--reward-model {reward} holds a {raw}, which SGLang does not serve; train one from a dense model")
+        kind = model.exported_keys["architectures"][0]
+        raise ValueError(f"--reward-model {reward} holds a {kind}, which SGLang does not serve; train one from a dense model")
     if model.max_position_embeddings < context_tokens:
         raise ValueError(
             f"--reward-model {reward} reads {model.max_position_embeddings} tokens, solutions may have {context_tokens}; "
@@ -90,11 +89,6 @@ def check_reward_model(reward: Path, policy: Path, context_tokens: int) -> None:
         raise ValueError(f"--reward-model {problem}")
 
 
-def _architecture(directory: Path) -> str:
-    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return str((raw.get("architectures") or ["(none)"])[0])
-
-
 def _vocabulary(directory: Path) -> dict[str, int]:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory)
@@ -110,11 +104,7 @@ def _vocabulary(directory: Path) -> dict[str, int]:
 def identity_of(reward: str | Path) -> dict[str, Any]:
     """What all trees of a file share about their reward model."""
     directory = Path(reward)
-    files = sorted(directory.glob("*.safetensors"))
-    return {
-        "reward_model": str(directory.resolve()),
-        "reward_weights": [[file.name, file.stat().st_size, int(file.stat().st_mtime)] for file in files],
-    }
+    return {"reward_model": str(directory.resolve()), "reward_weights": weights_of(directory)}
 
 
 @contextlib.asynccontextmanager

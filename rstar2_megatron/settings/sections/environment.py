@@ -8,9 +8,6 @@ from pydantic import Field, model_validator
 
 from rstar2_megatron.settings.sections.base import Section
 
-OWN_TEMPLATE = "tokenizer"
-"""Value of `agentloop.chat_template`: the tokenizer's own, tools included."""
-
 
 class DataSettings(Section):
     type: Literal["math"] = "math"

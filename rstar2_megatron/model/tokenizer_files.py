@@ -9,19 +9,27 @@ from typing import Any
 
 from rstar2_megatron.model.config_json import AGAIN, read_object
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.sections.environment import OWN_TEMPLATE
+from rstar2_megatron.model.weight_files import weight_problems
 
+OWN_TEMPLATE = "tokenizer"
+"""Value of `agentloop.chat_template`: the tokenizer's own, tools included."""
+_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # the last is no JSON: transformers reads it
 _SMALLEST_SHARE = 0.5  # of the embedding that a tokenizer of the same model names; the rest of an embedding is padding
 _TURN_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
+def directory_problems(directory: Path, model: ModelConfig, chat_template: str | None) -> list[str]:
+    """What is wrong with the weights; else with the tokenizer, and its turns in conversations by `chat_template`."""
+    return [*weight_problems(directory, model)] or [*tokenizer_problems(directory, model, chat_template)]
+
+
 def tokenizer_problems(directory: Path, model: ModelConfig, chat_template: str | None) -> Iterator[str]:
     """A tokenizer of another vocabulary than the model's, or without the turns that a conversation needs."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        path = directory / "vocab.json"  # an older form of tokenizer
-    if not path.is_file():
-        return  # transformers reads it from another file
+    path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
+    if path is None:
+        yield f"{directory} has no tokenizer ({', '.join(_FILES)}); copy the tokenizer's files of the model into it"
+    if path is None or path.suffix != ".json":
+        return
     try:
         raw, model_config = read_object(path), read_object(directory / "config.json")
         config, generation = (_optional(directory / f"{of}_config.json") for of in ("tokenizer", "generation"))
