@@ -26,9 +26,8 @@ from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus, visible_host_gb
-from rstar2_megatron.settings.planning.advice import as_words
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
-from rstar2_megatron.settings.planning.plan import GB, model_of, what_fits
+from rstar2_megatron.settings.planning.plan import GB, model_of, remedy
 from rstar2_megatron.settings.planning.transport import object_store_problems
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
@@ -275,10 +274,12 @@ def layout_problems(settings: Settings, model: ModelConfig | None, slots: Slots,
         try:
             check_layout(settings.actor, model, world, settings.runner)
         except ValueError as error:
-            change = what_fits(settings, slots)
-            here = f"{slots.count} x {slots.memory_gb or 0:.0f} GB with a host of {slots.host_gb:.0f} GB"
-            fits = f"this fits: {as_words(change)}" if change else "no layout fits; take a smaller model or a larger machine"
-            yield str(error) + ("" if slots.is_cpu else f"\non {here} {fits}")
+            sizes = settings.actor.model
+            too_large = world % (
+                sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+            )
+            here = f"for {slots.count} x {slots.memory_gb or 0:.0f} GB with a host of {slots.host_gb:.0f} GB"
+            yield str(error) + (f"\n{here}: {remedy(settings, slots)}" if too_large and not slots.is_cpu else "")
     tp = settings.rollout.tensor_parallel_size
     engines = len(places["rollout"]) if "rollout" in places else None
     if engines is not None and engines % tp:

@@ -1,8 +1,8 @@
 """A stranger pastes the ```bash blocks of README.md and docs/8xh100.md, one after the other, into a shell in a clone.
 
 Two things are put in place of what this machine lacks: a run for GPUs or of minutes is planned (`--dry-run`), and what the hub
-would send comes from files. The rest of a block runs as it is written. tests/release and test_check.py run the laptop's commands to
-their end.
+would send comes from files. The rest of a block runs as it is written. tests/release and test_check.py run the laptop's
+commands to their end.
 """
 
 from __future__ import annotations

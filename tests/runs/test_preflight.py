@@ -230,12 +230,12 @@ def test_a_layout_for_more_gpus_is_told_with_what_fits(monkeypatch: pytest.Monke
         check_before_start(settings, dry_run=True, find_gpus=lambda: (1, 80.0))
     layout, fits = str(told.value).splitlines()
     assert layout.startswith("1 actor ranks do not divide by tensor 2")
-    words = fits.removeprefix("on 1 x 80 GB with a host of 256 GB this fits: ").split()
+    words = fits.removeprefix("for 1 x 80 GB with a host of 256 GB: set ").split()
     assert "actor.optim.optimizer_cpu_offload=True" in words
     one_card = load("rstar2-qwen2.5-7b-megatron", [model, *words]).settings
     check_before_start(one_card, dry_run=True, find_gpus=lambda: (1, 80.0))
     assert make_plan(one_card, slots=Slots(1, 80.0, host_gb=256.0)).fits
-    with pytest.raises(ConfigError, match="on 1 x 24 GB with a host of 256 GB no layout fits; take a smaller model"):
+    with pytest.raises(ConfigError, match="for 1 x 24 GB with a host of 256 GB: no layout fits; use more GPUs, more host"):
         check_before_start(settings, dry_run=True, find_gpus=lambda: (1, 24.0))
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "kv_capacity",
     "make_plan",
     "model_of",
+    "remedy",
     "training_memory",
     "what_fits",
 ]
@@ -87,7 +88,7 @@ def make_plan(
         return plan
     plan.add("model", "parameters", f"{parameters_text(model.num_parameters)} ({source})")
     if task not in ("difficulty_filter", "search"):
-        plan_training(plan, settings, slots, model, world, lambda: _remedy(settings, slots) if with_remedy else "")
+        plan_training(plan, settings, slots, model, world, lambda: remedy(settings, slots) if with_remedy else "")
         if slots.is_cpu:
             engines = len(places.get("rollout", ()))
             plan_cpu_memory(plan, settings, model, world, engines, slots.host_gb)
@@ -118,6 +119,7 @@ def what_fits(settings: Settings, slots: Slots) -> Change:
     )
 
 
-def _remedy(settings: Settings, slots: Slots) -> str:
+def remedy(settings: Settings, slots: Slots) -> str:
+    """What to set so that the plan on these GPUs fits, in words."""
     change = what_fits(settings, slots)
-    return f"set {as_words(change)}" if change else "place the actor on more GPUs or use a smaller model"
+    return f"set {as_words(change)}" if change else "no layout fits; use more GPUs, more host memory or a smaller model"
