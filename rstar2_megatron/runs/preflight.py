@@ -218,13 +218,15 @@ def cluster_problems(settings: Settings) -> Iterator[str]:
 
 def placeholder_problems(settings: Settings) -> Iterator[str]:
     """Paths of a shipped YAML that stand for the user's own, with the commands that make such files."""
-    path, data = settings.rollout.model.model_path, settings.data.train_data_paths
-    trains_on_problems = settings.runner.task_type not in ("sft", "preference")
-    if trains_on_problems and any(file.startswith(PLACEHOLDER) for file in data):
-        yield (
-            f"data.train_data_paths={data} stands for problems of yours: .venv/bin/python data_process/process_train_dataset.py"
-            " --out data/train --source dapo --validation 256 writes some, then data.train_data_paths=[data/train/train.jsonl]"
-        )
+    path, data = settings.rollout.model.model_path, settings.data
+    made = {"train_data_paths": "train", "val_data_paths": "validation"}
+    for key, file in made.items() if settings.runner.task_type not in ("sft", "preference") else ():
+        paths = getattr(data, key)
+        if any(path.startswith(PLACEHOLDER) for path in paths):
+            yield (
+                f"data.{key}={paths} stands for problems of yours: .venv/bin/python data_process/process_train_dataset.py "
+                f"--out data/train --source dapo --validation 256 writes some, then data.{key}=[data/train/{file}.jsonl]"
+            )
     if path.startswith(PLACEHOLDER):
         name = Path(path).name
         owner = "Qwen" if name.startswith("Qwen") else "OWNER"

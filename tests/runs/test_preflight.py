@@ -212,9 +212,11 @@ def test_a_dry_run_warns_of_what_is_on_another_machine() -> None:
 def test_placeholders_of_a_yaml_are_told_with_the_commands_that_make_the_files(tmp_path: Path) -> None:
     """Data and model at once, and before anything is asked of a model's directory."""
     with pytest.raises(ConfigError) as told:
-        check_before_start(load("rstar2-qwen2.5-7b-megatron").settings, find_gpus=lambda: (8, 80.0))
-    data, model = str(told.value).splitlines()
+        words = ["data.val_data_paths=[/path/to/val.jsonl]"]
+        check_before_start(load("rstar2-qwen2.5-7b-megatron", words).settings, find_gpus=lambda: (8, 80.0))
+    data, held_out, model = str(told.value).splitlines()
     assert "process_train_dataset.py --out data/train --source dapo --validation 256 writes some, then data.train_" in data
+    assert held_out.endswith("then data.val_data_paths=[data/train/validation.jsonl]")
     assert "hf download Qwen/Qwen2.5-7B-Instruct --local-dir models/Qwen2.5-7B-Instruct fetches it, then rollout." in model
     for words in (["rollout.model.model_path=/nowhere"], ["rollout.model.model_path=/nowhere", "runner.task_type=sft"]):
         with pytest.raises(ConfigError, match="stands for problems" if len(words) == 1 else "/nowhere is not a directory"):
