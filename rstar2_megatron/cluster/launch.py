@@ -108,7 +108,7 @@ class TrainingCluster:
         for name in ("FlexiblePlacementStrategy", "NodePlacementStrategy", "PackedPlacementStrategy"):
             # They reset their level at every use, and the run's plan already shows the placement.
             logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
-        cluster_config = {k: v for k, v in self.config.cluster.items() if k != "node_wait_timeout_s"}
+        cluster_config = {k: v for k, v in self.config.cluster.items() if k not in ClusterSettings.OWN_KEYS}
         with contextlib.ExitStack() as hidden:
             for name in _OF_THIS_NODE if self._head is None else ():
                 hidden.enter_context(_not_forwarded(name))

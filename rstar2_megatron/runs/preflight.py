@@ -25,13 +25,16 @@ from rstar2_megatron.runs.inputs.training_files import training_file_problems
 from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
-from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus
+from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
-from rstar2_megatron.settings.planning.plan import GB, model_of
+from rstar2_megatron.settings.planning.plan import GB, model_of, remedy
 from rstar2_megatron.settings.planning.transport import object_store_problems
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
+
+PLACEHOLDER = "/path/to/"
+"""How a path of a shipped YAML begins that is the user's to give."""
 
 
 def check_before_start(
@@ -51,7 +54,7 @@ def check_before_start(
     _raise(arithmetic_problems(settings))
     _raise(output_problems(settings))
     gpus = find_gpus()
-    slots = slots_of(settings.cluster, gpus)
+    slots = slots_of(settings.cluster, gpus, visible_host_gb())
     warnings: list[str] = []
     if not slots.is_cpu and (problem := gpu_problem(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES"))):
         _raise_or_warn([problem], dry_run, warnings)
@@ -62,6 +65,7 @@ def check_before_start(
 
     _raise(asynchronous_problems(settings, places))
     _raise_or_warn(list(cluster_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(placeholder_problems(settings)), dry_run, warnings)
     directory = Path(settings.rollout.model.model_path)
     _raise_or_warn(list(model_problems(settings)), dry_run and not directory.is_dir(), warnings)
     try:
@@ -210,9 +214,31 @@ def cluster_problems(settings: Settings) -> Iterator[str]:
         )
 
 
+def placeholder_problems(settings: Settings) -> Iterator[str]:
+    """Paths of a shipped YAML that stand for the user's own, with the commands that make such files."""
+    path, data = settings.rollout.model.model_path, settings.data
+    made = {"train_data_paths": "train", "val_data_paths": "validation"}
+    for key, file in made.items() if settings.runner.task_type not in ("sft", "preference") else ():
+        paths = getattr(data, key)
+        if any(path.startswith(PLACEHOLDER) for path in paths):
+            yield (
+                f"data.{key}={paths} stands for problems of yours: .venv/bin/python data_process/process_train_dataset.py "
+                f"--out data/train --source dapo --validation 256 writes some, then data.{key}=[data/train/{file}.jsonl]"
+            )
+    if path.startswith(PLACEHOLDER):
+        name = Path(path).name
+        owner = "Qwen" if name.startswith("Qwen") else "OWNER"
+        yield (
+            f"rollout.model.model_path={path} stands for a model of yours: .venv/bin/hf download {owner}/{name} --local-dir "
+            f"models/{name} fetches it, then rollout.model.model_path=models/{name}"
+        )
+
+
 def model_problems(settings: Settings) -> Iterator[str]:
     """A model directory that is not there."""
     path = settings.rollout.model.model_path
+    if path.startswith(PLACEHOLDER):
+        return
     builder = settings.cold_start.enabled and settings.cold_start.builder
     if path.startswith(BUILT_PREFIXES):
         if not builder:
@@ -241,7 +267,12 @@ def layout_problems(settings: Settings, model: ModelConfig | None, slots: Slots,
         try:
             check_layout(settings.actor, model, world, settings.runner)
         except ValueError as error:
-            yield str(error)
+            sizes = settings.actor.model
+            too_large = world % (
+                sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+            )
+            here = f"for {slots.count} x {slots.memory_gb or 0:.0f} GB with a host of {slots.host_gb:.0f} GB"
+            yield str(error) + (f"\n{here}: {remedy(settings, slots)}" if too_large and not slots.is_cpu else "")
     tp = settings.rollout.tensor_parallel_size
     engines = len(places["rollout"]) if "rollout" in places else None
     if engines is not None and engines % tp:
@@ -311,6 +342,8 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[s
         if any(path.startswith(BUILT_PREFIXES) for path in paths):
             if not (settings.cold_start.enabled and settings.cold_start.builder):
                 yield f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
+            continue
+        if any(path.startswith(PLACEHOLDER) for path in paths):
             continue
         if key == "val_data_paths" and not paths:
             if settings.runner.val_check_interval > 0:

@@ -14,12 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.settings.schema import ClusterSettings
+from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings
 
 COMPONENTS = ("actor", "rollout", "reward")
-ASSUMED_GPUS_PER_NODE = 8
-ASSUMED_GPU_GB = 80.0
-ASSUMED_HOST_GB = 1900.0  # an 8 x H100 machine comes with 1.9 to 2 TB
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +27,8 @@ class Slots:
     memory_gb: float | None
     """Memory of one accelerator; None for CPU slots."""
     assumed: bool = False
-    """True when no GPU is visible, and 8 x 80 GB a node are assumed."""
-    host_gb: float = ASSUMED_HOST_GB
+    """True when no GPU is visible, and `cluster.assumed_node` is planned for."""
+    host_gb: float = AssumedNode().host_gb
     """Host memory of a node."""
 
     @property
@@ -46,16 +43,16 @@ def slots_of(cluster: ClusterSettings, gpus: tuple[int, float] | None = None, ho
 
     Other nodes cannot be queried from here, so each is assumed to be like this one.
     """
-    cpu_slots = 0
+    cpu_slots, node = 0, cluster.assumed_node
     for group in cluster.node_groups or []:
         hardware = group.get("hardware") or {}
         if hardware.get("type") == "CPUSlots":
             cpu_slots += sum(int(c.get("num_slots", 1)) for c in hardware.get("configs") or [])
     if cpu_slots:
-        return Slots(cpu_slots, None, host_gb=host_gb or ASSUMED_HOST_GB)
+        return Slots(cpu_slots, None, host_gb=host_gb or node.host_gb)
     if gpus is None or gpus[0] == 0:
-        return Slots(cluster.num_nodes * ASSUMED_GPUS_PER_NODE, ASSUMED_GPU_GB, assumed=True)
-    return Slots(cluster.num_nodes * gpus[0], gpus[1], host_gb=host_gb or ASSUMED_HOST_GB)
+        return Slots(cluster.num_nodes * node.gpus, node.gpu_gb, assumed=True, host_gb=node.host_gb)
+    return Slots(cluster.num_nodes * gpus[0], gpus[1], host_gb=host_gb or node.host_gb)
 
 
 SMI_TIMEOUT_S = 60.0

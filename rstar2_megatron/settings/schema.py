@@ -33,6 +33,7 @@ from rstar2_megatron.settings.sections.preference import PreferenceSettings
 from rstar2_megatron.settings.sections.recipe import ColdStartSettings, DifficultyFilterSettings, SFTPhaseSettings, SFTSettings
 from rstar2_megatron.settings.sections.rollout import RolloutModelSettings, RolloutSettings, SGLangSettings
 from rstar2_megatron.settings.sections.run import (
+    AssumedNode,
     ClusterSettings,
     LoggerSettings,
     ProfilerSettings,
@@ -46,6 +47,7 @@ __all__ = [
     "ActorSettings",
     "AgentLoopSettings",
     "AlgorithmSettings",
+    "AssumedNode",
     "ClusterSettings",
     "CodeJudgeSettings",
     "ColdStartSettings",

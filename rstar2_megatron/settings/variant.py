@@ -15,7 +15,7 @@ import yaml
 from rstar2_megatron.settings.rlinf_keys import MISSING, get, put
 from rstar2_megatron.settings.schema import Settings
 
-PARTS = ("base", "paper", "released")  # of config/, for the defaults lists of the others
+PARTS = ("base", "paper", "released", "few_gpus")  # of config/, for the defaults lists of the others
 KEY = "algorithm.variant"
 
 _SAMPLING = "algorithm.down_sampling.down_sampling_config"

@@ -16,13 +16,6 @@ from tests.e2e.runs import ROOT
 
 DOCUMENTS = ("8xh100.md", "multi_node.md")
 SECTIONS = "actor|rollout|runner|data|algorithm|tools|agentloop|evaluation|cluster|reward|cold_start"
-SIZES = {
-    "7B": "rstar2-qwen2.5-7b-megatron",
-    "14B": "rstar2-qwen2.5-14b-megatron",
-    "32B (": "rstar2-qwen2.5-32b-megatron",
-    "32B on two nodes": "rstar2-qwen2.5-32b-megatron-2nodes",
-    "30B-A3B": "rstar2-qwen3-30b-a3b-megatron",
-}
 
 
 def text(name: str) -> str:
@@ -32,15 +25,27 @@ def text(name: str) -> str:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_a_document_names_is_there(name: str) -> None:
     words = text(name)
+    assert_names_are_there(words)
+    configs = {one.removesuffix(".yaml") for one in re.findall(r"\brstar2-(?:qwen|tiny)[\w.-]*\w", words)}
+    assert configs and configs <= set(config_names())
+    keys = set(re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)`", words))
+    assert keys and keys - set(valid_keys()) - {"actor.offload_"} == set()
+
+
+def assert_names_are_there(words: str) -> None:
     paths = re.findall(r"\b((?:docs|scripts|config|tests|docker|benchmarks|requirements|data_process)/[\w./-]*\w)", words)
     assert paths and [p for p in set(paths) if not (ROOT / p).exists()] == []
     modules = re.findall(r"-m ((?:rstar2_megatron|benchmarks)[\w.]*)", words)
     files = [ROOT.joinpath(*module.split(".")) for module in modules]
     assert not [f for f in files if not f.with_suffix(".py").exists() and not (f / "__main__.py").exists()]
-    configs = {one.removesuffix(".yaml") for one in re.findall(r"\brstar2-(?:qwen|tiny)[\w.-]*\w", words)}
-    assert configs and configs <= set(config_names())
-    keys = set(re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)`", words))
-    assert keys and keys - set(valid_keys()) - {"actor.offload_"} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/recipes.md", "docs/your_model.md", "tests/without_a_gpu.md"])
+def test_files_and_tests_that_a_page_names_are_there(page: str) -> None:
+    words = (ROOT / page).read_text()
+    assert_names_are_there(words)
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in re.findall(r"`(test_\w+)`", words) if f"def {name}(" not in tests] == []
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -63,18 +68,21 @@ def test_the_plans_of_the_document_are_the_programs(
     monkeypatch.setenv("PATH", "/nowhere")  # the plan for 80 GB GPUs, whatever machine this is
     words = text("8xh100.md")
     (shown,) = re.findall(r"```\n(training +GB per rank.*?)```", words, re.DOTALL)
-    seven = plan(capsys, SIZES["7B"])
+    seven = plan(capsys, "rstar2-qwen2.5-7b-megatron")
     for row in re.sub(r"\n {10,}(?=\+)", " ", shown).splitlines():
         for piece in re.split(r" {2,}|, \.\.\.\)", row.strip()):
             assert piece in seven, piece
-    for label, name in SIZES.items():
-        (row,) = [line for line in words.splitlines() if line.startswith(f"| {label}")]
-        cells = [cell.strip() for cell in row.split("|")[2:4]]
+    rows = re.findall(r"^\| (.*?) \| ([\d.]+) \| (\d x TP \d) \| (GPU|host).*? \| `(.*?)`(.*) \|$", words, re.MULTILINE)
+    assert len(rows) == 11
+    for label, rank_gb, engines, place, name, rest in rows:
         figures = plan(capsys, name)
-        assert f"GB per rank {cells[0]} = " in figures and f"engines {cells[1]} " in figures, label
+        assert f"GB per rank {rank_gb} = " in figures and f"engines {engines} " in figures, label
+        assert ("updated there" in figures) is (place == "host"), label
+        host = re.search(r"a host of (\d+) GB", rest)
+        assert host is None or f" of {host[1]} = optimizer" in figures, label
     host = re.search(
         r"GB per node \d+ of 1900 = optimizer (\d+) \(pinned\) \+ weights (\d+) \+ a checkpoint written or loaded (\d+)",
-        plan(capsys, SIZES["14B"]),
+        plan(capsys, "rstar2-qwen2.5-14b-megatron"),
     )
     assert host
     optimizer, weights, checkpoint = map(int, host.groups())

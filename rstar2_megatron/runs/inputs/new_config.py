@@ -5,7 +5,6 @@ Everything that the YAML needs is read from the model's directory, the data and 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +14,15 @@ from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.settings.load import ConfigError, load, users_path
-from rstar2_megatron.settings.placement import visible_gpus
-from rstar2_megatron.settings.planning.plan import make_plan
+from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb
+from rstar2_megatron.settings.planning.plan import make_plan, what_fits
 from rstar2_megatron.settings.precision import host_precision
+from rstar2_megatron.settings.rlinf_keys import put
 from rstar2_megatron.trajectory import Problem
 
 _PROMPT_STEP = 128  # prompt lengths are rounded up to it
 _RESPONSE = {"cpu": 512, "gpu": 8192}  # tokens of a trajectory
+_FEW = 4  # GPUs that get the batch of config/few_gpus.yaml
 _SAMPLED = 2000  # problems whose prompts are measured
 
 
@@ -44,11 +45,19 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
     for config in _candidates(path.stem, directory, files, shape, len(problems), prompt):
         path.write_text(_text(config, len(problems), shape))
         try:
-            plan = make_plan(load(str(path), []).settings)
+            settings = load(str(path), []).settings
+            slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
+            plan = make_plan(settings, slots=slots, with_remedy=False)
+            change = {} if plan.fits else what_fits(settings, slots)
         except (ConfigError, ValueError) as error:
             refused = str(error)
         else:
             if plan.fits:
+                return path
+            if change:
+                for key, value in change.items():
+                    put(config, key, value)
+                path.write_text(_text(config, len(problems), shape))
                 return path
             refused = plan.problems[0]
         path.unlink()
@@ -87,21 +96,21 @@ def _candidates(
         "rollout": {"model": {"model_path": str(model)}},
         "data": {"train_data_paths": files, "val_data_paths": [], "max_prompt_length": prompt},
     }
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if gpus:
-        sizes = [n for n in range(1, gpus + 1) if gpus % n == 0 and shape.num_kv_heads % n == 0]
-        for tp, recompute in itertools.product(sizes, ({}, full)):
+        few = ["few_gpus"] if gpus <= _FEW else []
+        for length in (response, response // 2, response // 4):
             yield {
-                "defaults": ["base", "released", "_self_"],
+                "defaults": ["base", "released", *few, "_self_"],
                 "cluster": {"component_placement": {"actor,rollout,reward": "all"}},
                 **_merged(
                     shared,
-                    algorithm={"sampling_params": {"max_new_tokens": response}},
-                    data={"rollout_batch_size": min(128, problems)},
-                    actor={"model": {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1, **recompute}},
+                    algorithm={"sampling_params": {"max_new_tokens": length}},
+                    rollout={"gpu_memory_utilization": 0.8},
+                    data={"rollout_batch_size": min(32 if few else 128, problems)},
                 ),
             }
         return
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     length = prompt + response
     for recompute in ({}, full):
         yield {

@@ -11,6 +11,7 @@ from pathlib import Path
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated, component_slots, slots_of, visible_gpus, visible_host_gb
+from rstar2_megatron.settings.planning.advice import Change, as_words, fewest_changes
 from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_preference, plan_sft
 from rstar2_megatron.settings.planning.cpu_memory import plan_cpu_memory
 from rstar2_megatron.settings.planning.disk import plan_disk
@@ -35,7 +36,9 @@ __all__ = [
     "kv_capacity",
     "make_plan",
     "model_of",
+    "remedy",
     "training_memory",
+    "what_fits",
 ]
 
 
@@ -52,11 +55,16 @@ def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
 
 
 def make_plan(
-    settings: Settings, *, slots: Slots | None = None, find_gpus: Callable[[], tuple[int, float]] = visible_gpus
+    settings: Settings,
+    *,
+    slots: Slots | None = None,
+    find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
+    with_remedy: bool = True,
 ) -> RunPlan:
-    """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, 8 x 80 GB a node are assumed.
+    """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, `cluster.assumed_node` is taken.
 
-    Raises ValueError for an invalid placement or an unsupported model.
+    with_remedy: search what would fit, where training does not. Raises ValueError for an invalid placement or an unsupported
+    model.
     """
     if slots is None:
         slots = slots_of(settings.cluster, find_gpus(), visible_host_gb())
@@ -80,7 +88,7 @@ def make_plan(
         return plan
     plan.add("model", "parameters", f"{parameters_text(model.num_parameters)} ({source})")
     if task not in ("difficulty_filter", "search"):
-        plan_training(plan, settings, slots, model, world)
+        plan_training(plan, settings, slots, model, world, lambda: remedy(settings, slots) if with_remedy else "")
         if slots.is_cpu:
             engines = len(places.get("rollout", ()))
             plan_cpu_memory(plan, settings, model, world, engines, slots.host_gb)
@@ -97,3 +105,21 @@ def make_plan(
         plan_times(plan, settings, model, world)
         plan_split(plan, settings, slots, model, places)
     return plan
+
+
+def what_fits(settings: Settings, slots: Slots) -> Change:
+    """The fewest changes with which the plan on these GPUs fits; {} when none is found, or for a model of unknown shape."""
+    model, _ = model_of(settings)
+    places = component_slots(settings.cluster, slots.count)
+    if model is None or slots.is_cpu:
+        return {}
+    actor, rollout = (len(places.get(component, range(slots.count))) for component in ("actor", "rollout"))
+    return fewest_changes(
+        settings, model, actor, rollout, lambda changed: make_plan(changed, slots=slots, with_remedy=False).fits
+    )
+
+
+def remedy(settings: Settings, slots: Slots) -> str:
+    """What to set so that the plan on these GPUs fits, in words."""
+    change = what_fits(settings, slots)
+    return f"set {as_words(change)}" if change else "no layout fits; use more GPUs, more host memory or a smaller model"

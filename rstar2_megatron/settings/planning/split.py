@@ -42,8 +42,8 @@ class Split:
 def plan_split(
     plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, places: Mapping[str, Sequence[int]]
 ) -> None:
-    """One row, where the YAML fits and there is a synchronous step on all GPUs to compare with."""
-    if plan.problems or plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
+    """One row, where the YAML fits several GPUs and there is a synchronous step on all of them to compare with."""
+    if slots.count == 1 or plan.problems or plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
         return
     together = collocated_step_s(settings, slots, model)
     if together is None:

@@ -1,9 +1,9 @@
-"""Rows of the plan: memory of training, and the smallest change that makes it fit."""
+"""Rows of the plan: memory of training on a GPU and on a node's host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated
@@ -13,7 +13,10 @@ from rstar2_megatron.settings.planning.table import RunPlan, gb_text
 from rstar2_megatron.settings.schema import Settings
 
 
-def plan_training(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
+def plan_training(
+    plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, world: int, remedy: Callable[[], str]
+) -> None:
+    """remedy: what would fit, asked where this does not."""
     memory = training_memory(settings, model, world, cpu=slots.is_cpu)
     plan.actor_memory = memory
     shares_gpu = settings.runner.task_type == "reasoning" and not slots.is_cpu and collocated(settings.cluster, slots)
@@ -50,10 +53,7 @@ def plan_training(plan: RunPlan, settings: Settings, slots: Slots, model: ModelC
         cause = f"{total:.0f} GB per GPU with the activations of {tokens} tokens"
         if engine:
             cause += f" and {engine:.1f} GB that a sleeping engine keeps"
-    plan.problems.append(
-        f"{name} at TP {tp} needs {cause}, has {slots.memory_gb:.0f}; "
-        f"{_remedy(settings, model, world, slots.memory_gb - engine)}"
-    )
+    plan.problems.append(f"{name} at TP {tp} needs {cause}, has {slots.memory_gb:.0f}; {remedy()}")
 
 
 def plan_host(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, world: int) -> None:
@@ -75,45 +75,3 @@ def plan_host(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfi
             f"{host.checkpoint:.0f} while a checkpoint is written, {host.processes:.0f} processes), has "
             f"{slots.host_gb:.0f}; {remedy}"
         )
-
-
-def _remedy(settings: Settings, model: ModelConfig, world: int, gpu_gb: float) -> str:
-    """The smallest change that makes training fit."""
-
-    def fits(**changes: object) -> bool:
-        changed = settings.model_copy(deep=True)
-        for key, value in changes.items():
-            section: Any = changed.actor.model
-            if key == "max_tokens_per_mbs":
-                section = changed.runner
-            elif key == "optimizer_cpu_offload":
-                section = changed.actor.optim
-            setattr(section, key, value)
-        return training_memory(changed, model, world, cpu=False).total <= gpu_gb
-
-    parallel = settings.actor.model
-    if parallel.recompute_granularity != "full" and fits(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    ):
-        return (
-            "set actor.model.recompute_granularity=full actor.model.recompute_method=uniform actor.model.recompute_num_layers=1"
-        )
-    ep, pp = parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size
-    for larger in range(ep + 1, world // pp + 1) if model.is_moe else ():
-        divides = model.num_experts % larger == 0 and world % (larger * pp) == 0
-        if divides and fits(expert_model_parallel_size=larger):
-            return f"set actor.model.expert_model_parallel_size={larger}"
-    tp = parallel.tensor_model_parallel_size
-    others = pp * parallel.context_parallel_size
-    for larger in range(tp + 1, world // others + 1):
-        divides = model.num_kv_heads % larger == 0 and world % (larger * others) == 0
-        if divides and fits(tensor_model_parallel_size=larger, sequence_parallel=True):
-            return f"set actor.model.tensor_model_parallel_size={larger} actor.model.sequence_parallel=True"
-    tokens = settings.runner.max_tokens_per_mbs
-    while tokens // 2 >= settings.runner.seq_length:
-        tokens //= 2
-        if fits(max_tokens_per_mbs=tokens):
-            return f"set runner.max_tokens_per_mbs={tokens}"
-    if settings.actor.optim.use_distributed_optimizer and fits(optimizer_cpu_offload=True):
-        return "set actor.optim.optimizer_cpu_offload=True"
-    return "place the actor on more GPUs or use a smaller model"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -15,8 +15,20 @@ Steps = Annotated[
 """Step numbers from 1; a single number is read as a list."""
 
 
+class AssumedNode(Section):
+    """The node that a plan is made for where no GPU is visible; a machine's own GPUs and memory take its place."""
+
+    gpus: int = Field(8, ge=1)
+    gpu_gb: float = Field(80.0, gt=0)
+    """Memory of each GPU, 1e9 bytes."""
+    host_gb: float = Field(1900.0, gt=0)
+    """Host memory, 1e9 bytes; a machine of 8 H100 comes with 1.9 to 2 TB."""
+
+
 class ClusterSettings(Section):
-    """RLinf's cluster section, passed to `rlinf.scheduler.Cluster` unchanged."""
+    """RLinf's cluster section, passed to `rlinf.scheduler.Cluster` but for the project's own keys (`OWN_KEYS`)."""
+
+    OWN_KEYS: ClassVar[tuple[str, ...]] = ("node_wait_timeout_s", "assumed_node")
 
     num_nodes: int = Field(1, ge=1)
     component_placement: Any
@@ -25,6 +37,7 @@ class ClusterSettings(Section):
     """RLinf node groups; the CPU YAML registers its slots here (type CPUSlots)."""
     node_wait_timeout_s: float = Field(60.0, gt=0)
     """How long a run waits for the nodes of the Ray cluster that RAY_ADDRESS names."""
+    assumed_node: AssumedNode = AssumedNode()
 
 
 class LoggerSettings(Section):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from benchmarks.model_directory import write_directory
+from rstar2_megatron.runs import preflight
+from rstar2_megatron.runs.inputs import new_config
 from rstar2_megatron.runs.main import main
+from rstar2_megatron.settings import placement
 from rstar2_megatron.settings.load import CALLED_FROM, load
 from rstar2_megatron.settings.planning import plan as planning
+from rstar2_megatron.settings.rlinf_keys import get
 from tests.rollout.tiny import make_model
 
 
@@ -63,3 +71,52 @@ def test_a_model_larger_than_the_machine_is_refused(here: Path, monkeypatch: pyt
         (problems[gb],) = planning.make_plan(settings).problems
     assert "the machine has 8.0; set runner.max_tokens_per_mbs=" in problems[8.0]
     assert "the machine has 1.0; take a smaller model or a machine with more memory" in problems[1.0]
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "gb", "host_gb", "written"),
+    [
+        ("0.5B", 1, 24, 64, {"actor.model.recompute_granularity": "full", "rollout.gpu_memory_utilization": 0.65}),
+        ("1.5B", 1, 80, 128, {}),
+        ("3B", 1, 80, 128, {"actor.model.recompute_granularity": "full"}),
+        ("7B", 1, 80, 256, {"actor.optim.optimizer_cpu_offload": True}),
+        ("7B", 2, 80, 256, {"actor.optim.optimizer_cpu_offload": True}),
+        ("7B", 4, 80, 512, {"actor.model.tensor_model_parallel_size": 4}),
+        ("7B", 8, 80, 1900, {"actor.model.recompute_granularity": "full"}),
+    ],
+)
+def test_a_layout_for_the_gpus_of_the_machine(
+    size: str,
+    gpus: int,
+    gb: int,
+    host_gb: int,
+    written: dict[str, Any],
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """nvidia-smi is a script that says what one of such a machine says."""
+    directory = here / f"Qwen2.5-{size}"
+    write_directory(directory, directory.name)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(here / "model" / name, directory)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"word{i}": i for i in range(1000, 120_000)}  # most of an embedding, as a model's own
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    program = here / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n" + f"echo {gb * 10**9 // 2**20 + 1}\n" * gpus)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    for module in (new_config, planning, preflight):
+        monkeypatch.setattr(module, "visible_host_gb", lambda: float(host_gb))
+    placement.visible_gpus.cache_clear()
+    try:
+        assert main(["--new", "mine", "--model", directory.name, "--data", "mine.jsonl"]) == 0
+        data = yaml.safe_load((here / "mine.yaml").read_text())
+        assert main(["mine.yaml", "--dry-run"]) == 0
+    finally:
+        placement.visible_gpus.cache_clear()
+    plan = capfd.readouterr().out
+    assert f"{gpus} GPUs of {gb} GB on 1 node" in plan and plan.endswith("fits\n")
+    assert {key: get(data, key) for key in written} == written
