@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpr
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+_CLONE_VM = 0x100
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
 _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 24, 36, 38
@@ -97,6 +99,26 @@ def fork() -> int:
     Only for single-threaded processes whose child reseeds its random generators itself.
     """
     return _check(_python_libc.fork(), "fork")
+
+
+_init_stack = (ctypes.c_char * 4096)()
+_init_stack_end = ctypes.c_void_p((ctypes.addressof(_init_stack) + 4096) & ~15)
+_all_signals, _signals_before = (ctypes.c_char * 128)(*b"\xff" * 128), (ctypes.c_char * 128)()
+
+
+def start_init() -> int:
+    """Start the first process of the PID namespace that the next children of this process enter. Returns its id.
+
+    The kernel keeps signals from a namespace's first process, so a program that were the first one could not end itself by a
+    signal. This one only waits, in the memory of this process, which is 2 MB and 1 ms less than a fork; it ends by SIGKILL from
+    outside, and all others of the namespace end with it. One at a time.
+    """
+    set_mask, mask_signals = 2, _python_libc.pthread_sigmask
+    mask_signals(set_mask, _all_signals, _signals_before)  # or it would run this process's signal handlers, in its memory
+    try:
+        return _check(_python_libc.clone(_libc.pause, _init_stack_end, _CLONE_VM | signal.SIGCHLD, None), "clone")
+    finally:
+        mask_signals(set_mask, _signals_before, None)
 
 
 def memory_file(content: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -76,9 +77,12 @@ class Sandbox:
         # Everything that is the same for all calls is done here, once.
         self.counter = snippet.make_streams()
         sys.argv[:] = [snippet.FILE_NAME]
+        sys.path_importer_cache.pop(isolation.CALL_DIRECTORY, None)  # that there is no such directory
         if not live:  # a live interpreter is forked only once
+            signal.signal(signal.SIGXCPU, snippet.end_at_limit)
             self._warm_up()
-        self.namespace = snippet.new_main_module()
+            gc.freeze()  # the collection at a call's end would write to, and so copy, what it inherits
+            snippet.new_main_module(f"{isolation.CALL_DIRECTORY}/{snippet.FILE_NAME}")
 
     def make_directory(self) -> None:
         """Make the next call's mount namespace with its working directory, and drop the last call's.
@@ -97,6 +101,8 @@ class Sandbox:
             # A process group and not a session: where the kernel weighs sessions (autogroup), niceness has no effect
             # between calls in different sessions.
             ("setpgid", None, os.setpgid, (0, 0)),
+            # Orphans become the program's children: their CPU time counts as its own.
+            ("adopt orphans", None, linux.adopt_orphans, ()),
             *isolation.isolation_steps(self.layers, self.slot, limits, free_fd),
         ]
 
@@ -104,6 +110,8 @@ class Sandbox:
         """Start a process that calls `begin`, which should not return. Returns the process id."""
         try:
             linux.do(self.before_fork)
+            if self.namespaced:
+                self.init = linux.start_init()
             pid = linux.fork()
             if pid == 0:
                 try:
@@ -129,7 +137,9 @@ class Sandbox:
             os._exit(1)
         code = 1
         try:
-            code = self._run(program, self.namespace)
+            if program[0] == "python" and not self.live:
+                snippet.write_program(program[1])
+            code = self._run(program)
         finally:
             os._exit(code)
 
@@ -146,17 +156,18 @@ class Sandbox:
             os.dup2(source, target)
         _, _, files, _, limits, cpu_s, memory_bytes = program
         memory = self.address_space + memory_bytes
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + (cpu_s >= 0)))  # SIGXCPU, a second later SIGKILL
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         linux.do(self.steps if limits == self.usual_limits else self._steps(SandboxLimits(*limits)))
         if files and not self.live:
             snippet.write_files(files)
 
-    def _run(self, program: tuple[Any, ...], namespace: dict[str, Any]) -> int:
+    def _run(self, program: tuple[Any, ...]) -> int:
         """Run the program. Returns its exit code; C++ programs and live interpreters do not return."""
         kind, source, _, has_input, limits, cpu_s, _ = program
         if limits[0] != sys.path[0]:  # without a private tmpfs
             sys.path[0] = os.environ["HOME"] = os.environ["TMPDIR"] = limits[0]
+            sys.modules["__main__"].__file__ = f"{limits[0]}/{snippet.FILE_NAME}"
         if kind == "cpp":
             return cpp.build_and_run(source, cpu_s - 1)
         if has_input:
@@ -164,7 +175,7 @@ class Sandbox:
         snippet.reseed()
         if self.live:
             snippet.serve_cells(socket.socket(fileno=_CHANNEL), self.counter)
-        return snippet.run_program(source, namespace, self.counter)
+        return snippet.run_program(source, self.counter)
 
     def _warm_up(self) -> None:
         """Go through a call here, with arguments that change nothing.
@@ -179,15 +190,20 @@ class Sandbox:
         limits = tuple(self.usual_limits)
         with snippet.descriptors_of_a_call():
             for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * WARMUPS:
-                program = ("python", source, None, False, limits, cpu_s, memory - self.address_space)
+                program = ("python", source, None, False, limits, cpu_s - (cpu_s > 0), memory - self.address_space)
                 self._enter(program, (0, 1, 2))
-                self._run(program, {"__name__": "__main__"})
+                snippet.new_main_module(None)
+                self._run(program)
         for kind, limit in rlimits.items():
             resource.setrlimit(kind, limit)
         self.steps = prepared
 
     def end_orphans(self) -> None:
-        """Without a PID namespace: kill a call's orphans, which have become children of this process."""
+        """Kill what the last child, which has ended, has left: by its PID namespace, else as children of this process."""
+        if self.namespaced:
+            os.kill(self.init, signal.SIGKILL)
+            os.waitpid(self.init, 0)
+            return
         deadline = time.monotonic() + 5.0
         while (orphans := children(os.getpid())) and time.monotonic() < deadline:
             for orphan in orphans:
