@@ -103,7 +103,7 @@ def fork() -> int:
 
 _init_stack = (ctypes.c_char * 4096)()
 _init_stack_end = ctypes.c_void_p((ctypes.addressof(_init_stack) + 4096) & ~15)
-_all_signals, _signals_before = (ctypes.c_char * 128)(*b"\xff" * 128), (ctypes.c_char * 128)()
+_all_signals, _signals_before = ctypes.create_string_buffer(b"\xff" * 128, 128), ctypes.create_string_buffer(128)
 
 
 def start_init() -> int:
