@@ -23,7 +23,6 @@ from rstar2_megatron.judge.libraries import LIBRARIES
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.sandbox.linux import Step
-from rstar2_megatron.services.parent_death import die_with_parent
 
 # A call's tmpfs; /dev/shm leads there too. An interpreter that lies below one of the two is mounted in the tmpfs and seen
 # there, so the working directory, which starts empty, is a directory of the tmpfs.
@@ -348,7 +347,7 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
         ]
     elif layers.in_user_namespace or os.geteuid() == 0:
         steps.append(("drop capabilities", None, linux.drop_capabilities, ()))
-    steps.append(("die with the parent", None, die_with_parent, (signal.SIGKILL,)))
+    steps.append(linux.prctl_step("die with the parent", linux.PR_SET_PDEATHSIG, signal.SIGKILL))
     if "seccomp" in layers.active:
         steps.append(seccomp.install_step(layers.filters.call))
     return steps

@@ -23,7 +23,8 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _CLONE_VM = 0x100
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
-_PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 24, 36, 38
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 
 # Numbers that are the same on every 64-bit architecture (all calls added since 2019, and mount_setattr).
 _SYS_CLOSE_RANGE, _SYS_MOUNT_SETATTR = 436, 442
@@ -60,6 +61,10 @@ def unshare_step(flags: int) -> Step:
 def return_step(name: str, kind: int) -> Step:
     """Return to the namespace `name` of /proc/self/ns that this process has now."""
     return "setns", 0, _libc.setns, (os.open(f"/proc/self/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind)
+
+
+def prctl_step(what: str, option: int, value: int) -> Step:
+    return what, 0, prctl, (option, value, 0, 0, 0)
 
 
 def mount_step(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> Step:
@@ -135,7 +140,7 @@ def memory_file(content: bytes) -> int:
 
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process, so that it can kill and reap them."""
-    _check(prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
+    _check(prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
 
 
 def no_new_privileges() -> None:

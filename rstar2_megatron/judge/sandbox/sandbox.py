@@ -36,18 +36,14 @@ class Program(NamedTuple):
     memory_bytes: int  # of address space, beyond that at its start
 
 
-def oom_score_steps() -> tuple[list[Step], list[Step]]:
-    """Steps before and after a fork that make the kernel kill the child first when memory is short.
-
-    The child inherits its parent's OOM score: writing that twice costs a tenth of opening the child's own file.
-    """
-    # The score stays as it is without /proc, or where it may not be written.
-    with contextlib.suppress(OSError):
-        fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        own = os.pread(fd, 16, 0)
-        if os.pwrite(fd, own, 0) == len(own):
-            return [("oom score", 4, os.pwrite, (fd, b"1000", 0))], [("oom score", len(own), os.pwrite, (fd, own, 0))]
-    return [], []
+def _be_killed_first() -> None:
+    """In the child: the kernel ends it, and not its parent, when memory is short."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(fd, b"1000")
+        os.close(fd)
+    except OSError:  # no /proc, or it may not be written
+        return
 
 
 class Sandbox:
@@ -69,7 +65,8 @@ class Sandbox:
         self.steps = self._steps(self.usual_limits)
         with open("/proc/self/statm") as file:  # a call starts with the same
             self.address_space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        self.before_fork, self.after_fork = oom_score_steps()
+        self.before_fork: list[Step] = []
+        self.after_fork: list[Step] = []
         self.namespaced = "pid_namespace" in layers.active
         if self.namespaced:
             self.before_fork.append(linux.unshare_step(linux.CLONE_NEWPID))
@@ -80,7 +77,9 @@ class Sandbox:
         sys.path_importer_cache.pop(isolation.CALL_DIRECTORY, None)  # that there is no such directory
         if not live:  # a live interpreter is forked only once
             signal.signal(signal.SIGXCPU, snippet.end_at_limit)
+            self.program_file = os.devnull
             self._warm_up()
+            self.program_file = snippet.FILE_NAME
             gc.freeze()  # the collection at a call's end would write to, and so copy, what it inherits
             snippet.new_main_module(f"{isolation.CALL_DIRECTORY}/{snippet.FILE_NAME}")
 
@@ -97,12 +96,13 @@ class Sandbox:
         free_fd = self.failure_fd + 1
         return [
             linux.close_from_step(free_fd),
+            ("oom score", None, _be_killed_first, ()),
             *([] if is_made else isolation.directory_steps(self.layers, self.slot, limits)),
             # A process group and not a session: where the kernel weighs sessions (autogroup), niceness has no effect
             # between calls in different sessions.
             ("setpgid", None, os.setpgid, (0, 0)),
             # Orphans become the program's children: their CPU time counts as its own.
-            ("adopt orphans", None, linux.adopt_orphans, ()),
+            linux.prctl_step("adopt orphans", linux.PR_SET_CHILD_SUBREAPER, 1),
             *isolation.isolation_steps(self.layers, self.slot, limits, free_fd),
         ]
 
@@ -137,8 +137,6 @@ class Sandbox:
             os._exit(1)
         code = 1
         try:
-            if program[0] == "python" and not self.live:
-                snippet.write_program(program[1])
             code = self._run(program)
         finally:
             os._exit(code)
@@ -154,12 +152,16 @@ class Sandbox:
         # No target is a later source: the pipe's writer is above 3, because its reader was opened first.
         for target, source in enumerate(descriptors):
             os.dup2(source, target)
-        _, _, files, _, limits, cpu_s, memory_bytes = program
+        kind, source, files, _, limits, cpu_s, memory_bytes = program
         memory = self.address_space + memory_bytes
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + (cpu_s >= 0)))  # SIGXCPU, a second later SIGKILL
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         linux.do(self.steps if limits == self.usual_limits else self._steps(SandboxLimits(*limits)))
-        if files and not self.live:
+        if self.live:
+            return
+        if kind == "python":
+            snippet.write_program(source, self.program_file)
+        if files:
             snippet.write_files(files)
 
     def _run(self, program: tuple[Any, ...]) -> int:

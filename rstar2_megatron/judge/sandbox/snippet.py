@@ -183,13 +183,13 @@ def run_cell(
     return 0
 
 
-def write_program(source: str) -> None:
+def write_program(source: str, path: str) -> None:
     """Write the program to the file that `__file__` names, for programs that read themselves and processes that import it."""
     try:
-        file = os.open(FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         os.write(file, source.encode("utf-8", "surrogatepass"))
         os.close(file)
-    except OSError:  # one of the submission's files has this name, or they leave no room
+    except OSError:  # no room: it runs all the same
         return
 
 
@@ -207,7 +207,7 @@ def run_program(source: str, counter: CountingFile) -> int:
         code = code or 1
     flush_streams()
     sys.modules.pop("__main__", None)
-    gc.collect()  # what the program's names held: functions hold the names, so only this finds them
+    gc.collect()  # what the program's names held: its functions hold the names, so only this finds them
     flush_streams()
     return code
 
