@@ -204,6 +204,15 @@ def test_a_user_has_a_name(run: Run) -> None:
     assert run(program)["stdout"] == "program program\n"
 
 
+def test_where_a_program_differs_from_a_file(run: Run) -> None:
+    """As docs/judge.md tells."""
+    result = run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    assert (result["exit_code"], result["signal"]) == (1, None) and "KeyboardInterrupt" in result["stderr"]
+    assert run("import sys\nclass A:\n    def __del__(self): print('gone')\nsys.mine = A()")["stdout"] == ""
+    assert run("print('a line')\nimport os; os._exit(0)")["stdout"] == "a line\n"
+    assert "NameError" in run("__file__", options={"session": "without-a-file"})["stderr"]
+
+
 def test_a_submissions_own_file_of_that_name_stays(run: Run) -> None:
     result = run("print(open(__file__).read())", options={"files": {"source.py": "mine"}})
     assert result["stdout"] == "mine\n", result
