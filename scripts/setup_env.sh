@@ -34,7 +34,7 @@ case ${RSTAR2_GPU:-} in
   ?*) gpu=1 ;;
   *) if [ -e "$gpu_mark" ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then gpu=1; fi ;;
 esac
-files=(requirements/constraints.txt requirements/base.txt requirements/no-deps.txt)
+files=(requirements/constraints.txt requirements/base.txt requirements/programs.txt requirements/no-deps.txt)
 [ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt)
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
 want_dev=$(cat requirements/dev.txt requirements/loggers.txt requirements/constraints.txt | sha256sum | cut -c1-16)

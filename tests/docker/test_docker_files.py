@@ -105,7 +105,8 @@ def test_the_judge_understands_its_commands(services: dict[str, dict[str, Any]],
 
 
 def test_the_judges_image_holds_all_that_it_imports() -> None:
-    lines = (DOCKER / "judge-requirements.txt").read_text().splitlines()
+    files = (DOCKER / "judge-requirements.txt", ROOT / "requirements" / "programs.txt")
+    lines = [line for file in files for line in file.read_text().splitlines()]
     names = [re.split(r"[\[=<>]", line)[0] for line in lines if line and not line.startswith("#")]
     pins = (ROOT / "requirements" / "constraints.txt").read_text().lower().replace("_", "-")
     assert [name for name in names if f"\n{name}==" not in pins] == []

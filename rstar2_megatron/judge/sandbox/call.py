@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from rstar2_megatron.judge.libraries import LIBRARIES
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.sandbox import isolation, linux
@@ -32,7 +33,7 @@ from rstar2_megatron.judge.sandbox.snippet import receive_exactly
 
 LENGTH = struct.Struct("<I")
 DEMOTED = bytes(4)  # an empty message to the worker during a call: the call is demoted, its answer follows
-_LIBRARIES = re.compile(r"\b(numpy|sympy|mpmath|scipy|pandas|matplotlib|networkx|sklearn|statsmodels)\b")
+_LIBRARIES = re.compile(rf"\b({'|'.join(LIBRARIES.values())})\b")
 
 # The public clients' template carries the program as a literal in base64.
 _ENCODED = re.compile(r"""\bb64decode\(b?(["'])([A-Za-z0-9+/]{8,1000000}={0,2})\1""")
@@ -269,6 +270,8 @@ class CallRunner(Runner):
                 if verdict is not None:
                     parent.end_call()
                 end = parent.take_end()
+                if verdict is not None:
+                    end = end._replace(code=-signal.SIGKILL)  # whichever signal it was
             cost = time.monotonic() - started
         finally:
             self._remove_directory()

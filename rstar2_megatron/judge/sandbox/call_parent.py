@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import marshal
 import os
+import select
+import signal
 import socket
 import struct
 from typing import Any, NamedTuple, NoReturn
@@ -27,6 +29,7 @@ _END = struct.Struct("<iq")
 _LARGEST_MESSAGE = 1 << 15  # bytes; a longer program is passed in a file
 _FDS = {12: struct.Struct("3i"), 16: struct.Struct("4i")}
 _FOUR_FDS = socket.CMSG_SPACE(16)
+_LAST_WORDS_S = 0.2  # for a program that is not in the middle of a C function
 _HAS_ENDED = "the call parent has ended"
 
 
@@ -75,8 +78,7 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
         pid = sandbox.fork(begin)
         os.write(pids, _PID.pack(pid))
         _, status, usage = os.wait4(pid, 0)
-        if not sandbox.namespaced:
-            sandbox.end_orphans()
+        sandbox.end_orphans()
         end = _END.pack(status, usage.ru_maxrss)
         if status:
             # A child that was ended before it read its program must not leave the program to the next child.
@@ -161,15 +163,21 @@ class CallParent:
         return End(os.waitstatus_to_exitcode(status), peak_kb * 1024, told[_END.size :].decode())
 
     def end_call(self) -> None:
-        """Kill the call's process and its process group. A call that has ended is no error.
+        """Let the call's process write what it has printed (SIGXCPU), and kill it and its process group.
 
-        Its id may be another's when the call parent has reaped it, which it tells at once.
+        A call that has ended is no error. Its id may be another's when the call parent has reaped it, which it tells at once.
         """
         pid = self.pid
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            if self._messages.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                return
-        end_group(pid)
+        if not self._has_ended(0.0):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGXCPU)
+            if not self._has_ended(_LAST_WORDS_S):
+                end_group(pid)
+
+    def _has_ended(self, wait_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._messages, select.POLLIN)
+        return bool(poller.poll(wait_s * 1000))
 
     def _receive(self) -> bytes:
         message = self._messages.recv(1 << 13)

@@ -169,8 +169,7 @@ class SessionRunner(Runner):
             self.group.pause(False)
         end_group(self.pid)
         _, status = os.waitpid(self.pid, 0)
-        if not self.sandbox.namespaced:
-            self.sandbox.end_orphans()
+        self.sandbox.end_orphans()
         for fd in (self.out.fd, self.err.fd, self.end):
             os.close(fd)
         self.channel.close()

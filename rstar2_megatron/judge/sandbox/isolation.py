@@ -15,14 +15,14 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rstar2_megatron.judge.libraries import LIBRARIES
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.sandbox.linux import Step
-from rstar2_megatron.services.parent_death import die_with_parent
 
 # A call's tmpfs; /dev/shm leads there too. An interpreter that lies below one of the two is mounted in the tmpfs and seen
 # there, so the working directory, which starts empty, is a directory of the tmpfs.
@@ -31,9 +31,17 @@ CALL_DIRECTORY = "/tmp/judge-call"
 _SHARED_MEMORY = Path("/dev/shm")
 # Second mount of interpreter files that a call's tmpfs hides.
 _UNCOVERED = "/uncovered"
+COMMANDS = "/judge"  # in front of the other commands and modules
+_NO_PIP = (
+    "ERROR: pip cannot install anything here, because programs have no network. Beside the standard library a program may "
+    f"import: {', '.join(LIBRARIES.values())}."
+)
+USER = "program"  # the name of every slot's uid
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": CALL_DIRECTORY,
+    "USER": USER,
+    "LOGNAME": USER,
     "TMPDIR": CALL_DIRECTORY,
     "LANG": "C.UTF-8",
     "MALLOC_ARENA_MAX": "1",  # each further one reserves 128 MB of a thread's address space
@@ -42,6 +50,8 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     "MPLBACKEND": "Agg",
+    "PYTHONPATH": COMMANDS,
+    "PIP_NO_INDEX": "1",  # where there is no private root to put COMMANDS in
 }
 # The level `full` needs all of these; landlock is extra, because the file system is already read-only.
 _NAMESPACES = ("pid_namespace", "network_namespace", "ipc_namespace")
@@ -63,6 +73,7 @@ class IsolationLayers:
         self.missing: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         self.uid_base: int | None = None  # slot i runs as uid_base + i
+        self.uids: Sequence[int] = (os.geteuid(),)  # of all calls
         self.in_user_namespace = False
         self.filters = seccomp.Filters(b"", b"")
         self.landlock = 0
@@ -125,6 +136,7 @@ def choose_uids(layers: IsolationLayers, slots: int) -> None:
         layers.record("own_uid", f"uids up to {mapped} only: calls run as uid 0")
         return
     layers.uid_base = base
+    layers.uids = range(base, base + slots)
     layers.record("own_uid")
 
 
@@ -133,7 +145,7 @@ def build_private_root(layers: IsolationLayers) -> None:
     try:
         linux.do([linux.unshare_step(linux.CLONE_NEWNS)])
         linux.mount("none", "/", None, linux.MS_PRIVATE | linux.MS_REC)
-        layers.covered = _pivot_into_view()
+        layers.covered = _pivot_into_view(layers.uids)
         layers.record("private_root")
     except OSError as error:
         for layer in _ROOT:
@@ -152,8 +164,8 @@ def _interpreter_directories() -> list[Path]:
     return kept
 
 
-def _pivot_into_view() -> dict[str, str]:
-    """Returns the interpreter's directories that a call's tmpfs will cover, with their second mounts."""
+def _pivot_into_view(uids: Sequence[int]) -> dict[str, str]:
+    """`uids` get a name. Returns the interpreter's directories that a call's tmpfs will cover, with their second mounts."""
     # A .venv may be a symbolic link; it is resolved here, because the new root does not hold its target.
     interpreter = {path: path.resolve() for path in _interpreter_directories()}
     base = CALL_TMPFS  # any directory: a tmpfs covers it in this mount namespace only
@@ -185,7 +197,14 @@ def _pivot_into_view() -> dict[str, str]:
     for name in _SYSTEM_FILES:
         if (old / name).exists():
             linux.bind_read_only(str((old / name).resolve()), str(new / name))
-    (new / "etc/passwd").write_text("root:x:0:0::/:/bin/false\n")
+    users = [f"{USER}:x:{uid}:{uid}::{CALL_DIRECTORY}:/bin/sh\n" for uid in uids]
+    (new / "etc/passwd").write_text("root:x:0:0::/:/bin/false\n" + "".join(users))
+    commands = new / COMMANDS[1:]
+    commands.mkdir()
+    (commands / "pip.py").write_text(f"raise SystemExit({_NO_PIP!r})\n")
+    for name in ("pip", "pip3"):
+        (commands / name).write_text(f"#!/bin/sh\necho '{_NO_PIP}' >&2\nexit 1\n")
+        (commands / name).chmod(0o755)
     for name in _DEVICES:
         (new / "dev" / name).touch()
         linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", None, linux.MS_BIND)
@@ -305,7 +324,7 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
     steps: list[Step] = []
     if {"private_tmpfs", "pid_namespace"} <= layers.active:
         flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-        steps.append(linux.mount_step("proc", "/proc", "proc", flags))
+        steps.append(linux.mount_step("proc", "/proc", "proc", flags, "hidepid=2"))  # hides the namespace's first process
     steps.append(("chdir", None, os.chdir, (limits.directory,)))
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
@@ -328,7 +347,7 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
         ]
     elif layers.in_user_namespace or os.geteuid() == 0:
         steps.append(("drop capabilities", None, linux.drop_capabilities, ()))
-    steps.append(("die with the parent", None, die_with_parent, (signal.SIGKILL,)))
+    steps.append(linux.prctl_step("die with the parent", linux.PR_SET_PDEATHSIG, signal.SIGKILL))
     if "seccomp" in layers.active:
         steps.append(seccomp.install_step(layers.filters.call))
     return steps

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import signal
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,9 +20,11 @@ _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpr
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+_CLONE_VM = 0x100
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
-_PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 24, 36, 38
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
 
 # Numbers that are the same on every 64-bit architecture (all calls added since 2019, and mount_setattr).
 _SYS_CLOSE_RANGE, _SYS_MOUNT_SETATTR = 436, 442
@@ -58,6 +61,10 @@ def unshare_step(flags: int) -> Step:
 def return_step(name: str, kind: int) -> Step:
     """Return to the namespace `name` of /proc/self/ns that this process has now."""
     return "setns", 0, _libc.setns, (os.open(f"/proc/self/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind)
+
+
+def prctl_step(what: str, option: int, value: int) -> Step:
+    return what, 0, prctl, (option, value, 0, 0, 0)
 
 
 def mount_step(source: str, target: str, fstype: str | None, flags: int, data: str = "") -> Step:
@@ -99,6 +106,26 @@ def fork() -> int:
     return _check(_python_libc.fork(), "fork")
 
 
+_init_stack = (ctypes.c_char * 4096)()
+_init_stack_end = ctypes.c_void_p((ctypes.addressof(_init_stack) + 4096) & ~15)
+_all_signals, _signals_before = ctypes.create_string_buffer(b"\xff" * 128, 128), ctypes.create_string_buffer(128)
+
+
+def start_init() -> int:
+    """Start the first process of the PID namespace that the next children of this process enter. Returns its id.
+
+    The kernel keeps signals from a namespace's first process, so a program that were the first one could not end itself by a
+    signal. This one only waits, in the memory of this process, which is 2 MB and 1 ms less than a fork; it ends by SIGKILL from
+    outside, and all others of the namespace end with it. One at a time.
+    """
+    set_mask, mask_signals = 2, _python_libc.pthread_sigmask
+    mask_signals(set_mask, _all_signals, _signals_before)  # or it would run this process's signal handlers, in its memory
+    try:
+        return _check(_python_libc.clone(_libc.pause, _init_stack_end, _CLONE_VM | signal.SIGCHLD, None), "clone")
+    finally:
+        mask_signals(set_mask, _signals_before, None)
+
+
 def memory_file(content: bytes) -> int:
     """Descriptor of an anonymous file with `content`, at its start, which nobody can change or enlarge."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -113,7 +140,7 @@ def memory_file(content: bytes) -> int:
 
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process, so that it can kill and reap them."""
-    _check(prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
+    _check(prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
 
 
 def no_new_privileges() -> None:

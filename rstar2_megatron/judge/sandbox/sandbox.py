@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -35,18 +36,14 @@ class Program(NamedTuple):
     memory_bytes: int  # of address space, beyond that at its start
 
 
-def oom_score_steps() -> tuple[list[Step], list[Step]]:
-    """Steps before and after a fork that make the kernel kill the child first when memory is short.
-
-    The child inherits its parent's OOM score: writing that twice costs a tenth of opening the child's own file.
-    """
-    # The score stays as it is without /proc, or where it may not be written.
-    with contextlib.suppress(OSError):
-        fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        own = os.pread(fd, 16, 0)
-        if os.pwrite(fd, own, 0) == len(own):
-            return [("oom score", 4, os.pwrite, (fd, b"1000", 0))], [("oom score", len(own), os.pwrite, (fd, own, 0))]
-    return [], []
+def _be_killed_first() -> None:
+    """In the child: the kernel ends it, and not its parent, when memory is short."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(fd, b"1000")
+        os.close(fd)
+    except OSError:  # no /proc, or it may not be written
+        return
 
 
 class Sandbox:
@@ -68,7 +65,8 @@ class Sandbox:
         self.steps = self._steps(self.usual_limits)
         with open("/proc/self/statm") as file:  # a call starts with the same
             self.address_space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        self.before_fork, self.after_fork = oom_score_steps()
+        self.before_fork: list[Step] = []
+        self.after_fork: list[Step] = []
         self.namespaced = "pid_namespace" in layers.active
         if self.namespaced:
             self.before_fork.append(linux.unshare_step(linux.CLONE_NEWPID))
@@ -76,9 +74,14 @@ class Sandbox:
         # Everything that is the same for all calls is done here, once.
         self.counter = snippet.make_streams()
         sys.argv[:] = [snippet.FILE_NAME]
+        sys.path_importer_cache.pop(isolation.CALL_DIRECTORY, None)  # that there is no such directory
         if not live:  # a live interpreter is forked only once
+            signal.signal(signal.SIGXCPU, snippet.end_at_limit)
+            self.program_file = os.devnull
             self._warm_up()
-        self.namespace = snippet.new_main_module()
+            self.program_file = snippet.FILE_NAME
+            gc.freeze()  # the collection at a call's end would write to, and so copy, what it inherits
+            snippet.new_main_module(f"{isolation.CALL_DIRECTORY}/{snippet.FILE_NAME}")
 
     def make_directory(self) -> None:
         """Make the next call's mount namespace with its working directory, and drop the last call's.
@@ -93,10 +96,13 @@ class Sandbox:
         free_fd = self.failure_fd + 1
         return [
             linux.close_from_step(free_fd),
+            ("oom score", None, _be_killed_first, ()),
             *([] if is_made else isolation.directory_steps(self.layers, self.slot, limits)),
             # A process group and not a session: where the kernel weighs sessions (autogroup), niceness has no effect
             # between calls in different sessions.
             ("setpgid", None, os.setpgid, (0, 0)),
+            # Orphans become the program's children: their CPU time counts as its own.
+            linux.prctl_step("adopt orphans", linux.PR_SET_CHILD_SUBREAPER, 1),
             *isolation.isolation_steps(self.layers, self.slot, limits, free_fd),
         ]
 
@@ -104,6 +110,8 @@ class Sandbox:
         """Start a process that calls `begin`, which should not return. Returns the process id."""
         try:
             linux.do(self.before_fork)
+            if self.namespaced:
+                self.init = linux.start_init()
             pid = linux.fork()
             if pid == 0:
                 try:
@@ -129,7 +137,7 @@ class Sandbox:
             os._exit(1)
         code = 1
         try:
-            code = self._run(program, self.namespace)
+            code = self._run(program)
         finally:
             os._exit(code)
 
@@ -144,19 +152,24 @@ class Sandbox:
         # No target is a later source: the pipe's writer is above 3, because its reader was opened first.
         for target, source in enumerate(descriptors):
             os.dup2(source, target)
-        _, _, files, _, limits, cpu_s, memory_bytes = program
+        kind, source, files, _, limits, cpu_s, memory_bytes = program
         memory = self.address_space + memory_bytes
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + (cpu_s >= 0)))  # SIGXCPU, a second later SIGKILL
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         linux.do(self.steps if limits == self.usual_limits else self._steps(SandboxLimits(*limits)))
-        if files and not self.live:
+        if self.live:
+            return
+        if kind == "python":
+            snippet.write_program(source, self.program_file)
+        if files:
             snippet.write_files(files)
 
-    def _run(self, program: tuple[Any, ...], namespace: dict[str, Any]) -> int:
+    def _run(self, program: tuple[Any, ...]) -> int:
         """Run the program. Returns its exit code; C++ programs and live interpreters do not return."""
         kind, source, _, has_input, limits, cpu_s, _ = program
         if limits[0] != sys.path[0]:  # without a private tmpfs
             sys.path[0] = os.environ["HOME"] = os.environ["TMPDIR"] = limits[0]
+            sys.modules["__main__"].__file__ = f"{limits[0]}/{snippet.FILE_NAME}"
         if kind == "cpp":
             return cpp.build_and_run(source, cpu_s - 1)
         if has_input:
@@ -164,7 +177,7 @@ class Sandbox:
         snippet.reseed()
         if self.live:
             snippet.serve_cells(socket.socket(fileno=_CHANNEL), self.counter)
-        return snippet.run_program(source, namespace, self.counter)
+        return snippet.run_program(source, self.counter)
 
     def _warm_up(self) -> None:
         """Go through a call here, with arguments that change nothing.
@@ -179,15 +192,20 @@ class Sandbox:
         limits = tuple(self.usual_limits)
         with snippet.descriptors_of_a_call():
             for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * WARMUPS:
-                program = ("python", source, None, False, limits, cpu_s, memory - self.address_space)
+                program = ("python", source, None, False, limits, cpu_s - (cpu_s > 0), memory - self.address_space)
                 self._enter(program, (0, 1, 2))
-                self._run(program, {"__name__": "__main__"})
+                snippet.new_main_module(None)
+                self._run(program)
         for kind, limit in rlimits.items():
             resource.setrlimit(kind, limit)
         self.steps = prepared
 
     def end_orphans(self) -> None:
-        """Without a PID namespace: kill a call's orphans, which have become children of this process."""
+        """Kill what the last child, which has ended, has left: by its PID namespace, else as children of this process."""
+        if self.namespaced:
+            os.kill(self.init, signal.SIGKILL)
+            os.waitpid(self.init, 0)
+            return
         deadline = time.monotonic() + 5.0
         while (orphans := children(os.getpid())) and time.monotonic() < deadline:
             for orphan in orphans:

@@ -1,6 +1,7 @@
 """Runs a program inside the call's own process, as IPython runs a cell.
 
-The value of a last bare expression is printed when the program printed nothing. Line numbers in tracebacks are the
+The value of a last bare expression is printed: of a session's cell always, of a whole program when it printed nothing, since
+its last line is often a call whose value nobody wants to see. Line numbers in tracebacks are the
 program's own, and `from __future__` works. The last expression is compiled apart from the statements before it.
 """
 
@@ -11,6 +12,7 @@ import _ast
 import atexit
 import base64
 import contextlib
+import gc
 import io
 import json
 import linecache
@@ -74,7 +76,8 @@ def make_streams() -> CountingFile:
         counter = CountingFile(1, "w", closefd=False)
         buffers = io.BufferedWriter(counter), io.BufferedWriter(io.FileIO(2, "w", closefd=False))
         out, err = (io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace") for buffer in buffers)
-        err.reconfigure(line_buffering=True)
+        for stream in (out, err):
+            stream.reconfigure(line_buffering=True)  # what ends a call from outside leaves no time to write
     sys.stdout = sys.__stdout__ = out  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = err  # type: ignore[misc]
     return counter
@@ -117,15 +120,22 @@ def compile_by_tree(source: str, file_name: str) -> tuple[types.CodeType, types.
     return statements, compile(last, file_name, "eval", flags=futures, dont_inherit=True)
 
 
-def _print_exception(error: BaseException) -> None:
-    """Print the traceback from the program's first frame on."""
+def _print_exception(error: BaseException) -> int:
+    """Print the traceback from the program's first frame on, or leave that to its own hook. Returns the exit code."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
+    shown = frame if not isinstance(error, SyntaxError) else None
     try:
-        traceback.print_exception(type(error), error, frame if not isinstance(error, SyntaxError) else None)
-    except BaseException:  # a __str__ that raises, or no memory left for the text
+        if sys.excepthook is sys.__excepthook__:
+            traceback.print_exception(type(error), error, shown)
+        else:
+            sys.excepthook(type(error), error, shown)
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except BaseException:  # a hook or a __str__ that raises, or no memory left for the text
         sys.stderr.write(f"{type(error).__name__}\n")
+    return 1
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -137,17 +147,24 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def new_main_module() -> dict[str, Any]:
-    """A new `__main__`, in which pickle and multiprocessing find the program's definitions."""
+def new_main_module(path: str | None) -> dict[str, Any]:
+    """A new `__main__`, in which pickle and multiprocessing find the program's definitions, of the file `path`."""
     module = types.ModuleType("__main__")
-    module.__file__ = FILE_NAME
+    if path is not None:
+        module.__file__ = path
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     return module.__dict__
 
 
-def run_cell(source: str, namespace: dict[str, Any], counter: CountingFile, file_name: str = FILE_NAME) -> int:
-    """Execute `source` in `namespace`; all failures are printed to stderr. Returns the exit code."""
+def run_cell(
+    source: str, namespace: dict[str, Any], counter: CountingFile, file_name: str = FILE_NAME, shows_always: bool = False
+) -> int:
+    """Execute `source` in `namespace`; all failures are printed to stderr. Returns the exit code.
+
+    `shows_always`: a last bare expression's value is printed even when the cell printed something else.
+    """
+    source = source.removeprefix("\ufeff")  # a byte-order mark
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     written_before = counter.written
     try:
@@ -157,19 +174,28 @@ def run_cell(source: str, namespace: dict[str, Any], counter: CountingFile, file
         value = None if last is None else eval(last, namespace)
         if value is not None:
             sys.stdout.flush()
-            if counter.written == written_before:
+            if shows_always or counter.written == written_before:
                 sys.stdout.write(f"{value!r}\n")
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:
-        _print_exception(error)
-        return 1
+        return _print_exception(error)
     return 0
 
 
-def run_program(source: str, namespace: dict[str, Any], counter: CountingFile) -> int:
-    """Run a whole program as `python source.py` would end: threads joined, atexit run, streams flushed."""
-    code = run_cell(source, namespace, counter)
+def write_program(source: str, path: str) -> None:
+    """Write the program to the file that `__file__` names, for programs that read themselves and processes that import it."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.write(file, source.encode("utf-8", "surrogatepass"))
+        os.close(file)
+    except OSError:  # no room: it runs all the same
+        return
+
+
+def run_program(source: str, counter: CountingFile) -> int:
+    """Run a whole program as `python source.py` would: at its end threads are joined, atexit and finalizers run."""
+    code = run_cell(source, sys.modules["__main__"].__dict__, counter)
     try:
         if threading.active_count() > 1 or threading._threading_atexits:  # type: ignore[attr-defined]
             threading._shutdown()  # type: ignore[attr-defined]
@@ -179,12 +205,26 @@ def run_program(source: str, namespace: dict[str, Any], counter: CountingFile) -
     except BaseException as error:
         _print_exception(error)
         code = code or 1
+    flush_streams()
+    sys.modules.pop("__main__", None)
+    gc.collect()  # what the program's names held: its functions hold the names, so only this finds them
+    flush_streams()
+    return code
+
+
+def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BaseException:  # closed, or the program's own; contextlib costs each call eight pages
             continue
-    return code
+
+
+def end_at_limit(number: int, _: object) -> None:
+    """The handler of SIGXCPU: the call is at a limit. What was printed without a line's end is written first."""
+    flush_streams()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 # The C function below random.seed: a method in Python would cost each call eight pages.
@@ -230,7 +270,7 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
     An interrupted cell (SIGINT at its time limit) keeps the namespace. Each cell starts with the session's original
     standard streams and its own standard input.
     """
-    namespace = new_main_module()
+    namespace = new_main_module(None)
     streams = sys.stdout, sys.stderr
     interpreter = os.getpid()
     number = 0
@@ -253,12 +293,13 @@ def serve_cells(channel: socket.socket, counter: CountingFile) -> NoReturn:
             os.close(stdin[0])
             use_input()
             write_files(json.loads(files))
-            code = run_cell(program.decode("utf-8", "surrogatepass"), namespace, counter, f"cell_{number}.py")
+            text = program.decode("utf-8", "surrogatepass")
+            code = run_cell(text, namespace, counter, f"cell_{number}.py", shows_always=True)
             for stream in (sys.stdout, sys.stderr, *streams):
                 with contextlib.suppress(Exception):
                     stream.flush()
         except BaseException as error:
-            _print_exception(error)
+            code = _print_exception(error)
         if os.getpid() != interpreter:  # the cell forked: its child ends where the cell ends
             os._exit(code)
         channel.sendall(CELL_DONE.pack(code))

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from rstar2_megatron.judge.libraries import OnlyLibraries
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux
 from rstar2_megatron.judge.sandbox.call import LENGTH, CallRunner, send_message, serve_slot
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, make_connection, serve_calls
@@ -206,6 +207,8 @@ class Zygote(Forker):
             self._serve_calls(slot, *its_end)
         for fd in its_end:
             os.close(fd)
+        # Its last namespace's first process may outlive it, with its end of the connection.
+        signal.signal(signal.SIGCHLD, lambda *_: os._exit(0))
         parents = {"small": CallParent(small), "library": CallParent(Connection(*library))}
         sock = socket.socket(fileno=worker)
         serve_slot(sock, CallRunner(self.layers, slot, self.groups[slot], self.scratch, sock, **parents))
@@ -243,6 +246,13 @@ def import_standard_library() -> None:
     builtins.help = _sitebuiltins._Helper()
 
 
+def hide_other_packages() -> None:
+    """Make the libraries the only packages that programs find."""
+    for place in sys.path:
+        if place.endswith(("site-packages", "dist-packages")) and os.path.isdir(place):
+            sys.path_importer_cache[place] = OnlyLibraries(sys.path_hooks[-1](place))  # type: ignore[assignment]
+
+
 def import_libraries() -> None:
     """Import numpy, sympy, and what sympy imports at its first use, which takes 0.1 s."""
     import sympy
@@ -275,6 +285,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     die_with_parent(signal.SIGTERM)
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
+    os.environ["PATH"] = f"{isolation.COMMANDS}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     kept = (sys.prefix, sys.base_prefix)
     sys.path[:] = [isolation.CALL_DIRECTORY] + [  # the first takes the place of the project's directory
         p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
@@ -295,6 +306,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
             isolation.build_private_root(layers)
             isolation.choose_remaining_layers(layers)
             isolation.raise_inherited_layers(layers)
+            hide_other_packages()
             import_standard_library()
             groups = [None] * (slots + sessions) if tree is None else tree.slots
             Zygote(layers, groups, slots, scratch).serve(socket.socket(fileno=control_fd))

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 from redis.exceptions import RedisError
 
+from rstar2_megatron.judge import libraries
 from rstar2_megatron.judge.limits import CallLimits, default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, cancel_and_wait, until_redis_answers
@@ -51,6 +52,7 @@ class Worker:
         self.permits = FreeList([None] * self.num_permits)
         self.sessions = Sessions(self.pool, session_ttl_s, queue)
         self.require_isolation = require_isolation
+        self.libraries = libraries.versions()
         self.prefetched = PrefetchedJobs(time.monotonic())
         self.running: dict[str, asyncio.Task[None]] = {}
         self.in_slot: dict[str, Slot] = {}
@@ -80,6 +82,7 @@ class Worker:
             "calls": self.calls,
             "cpp": self.pool.description.get("cpp", False),
             "isolation": self.pool.description.get("isolation", {}),
+            "libraries": self.libraries,
         }
 
     async def run(self) -> None:

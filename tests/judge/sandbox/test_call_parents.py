@@ -115,7 +115,7 @@ async def test_a_call_ends_before_its_mount_namespace_is_dropped(judge: JudgeSer
         process.kill()
         assert (await call).outcome == Outcome.KILLED
         for _ in range(2):  # in namespaces of their own, in both slots
-            assert (await client.run("import os; os.listdir('.')")).stdout == "[]\n"
+            assert (await client.run("import os; os.listdir('.')")).stdout == "['source.py']\n"
 
 
 def _mount_namespace(process: psutil.Process) -> str:

@@ -53,7 +53,7 @@ async def test_sessions_do_not_see_each_other(client: JudgeClient, name: str) ->
     await client.run("secret = 1; open('file', 'w').close()", session=name)
     other = await client.run("import os; os.listdir('.'), 'secret' in globals()", session=name + "b")
     assert other.stdout == "([], False)\n"
-    assert (await client.run("import os; os.listdir('.')")).stdout == "[]\n"
+    assert (await client.run("import os; os.listdir('.')")).stdout == "['source.py']\n"
     for session in (name, name + "b"):
         await client.close_session(session)
 
@@ -89,7 +89,8 @@ async def test_a_cell_that_cannot_be_interrupted_ends_the_session(client: JudgeC
         ("import os; os.close(3)", None, False),
         ("import os; child = os.fork()", Outcome.OK, True),
         ("import sys; sys.stdout = sys.stderr = sys.stdin = None", Outcome.OK, True),
-        ("import os; os.kill(os.getpid(), 9)", Outcome.OK, True),
+        ("import os; os.kill(os.getpid(), 9)", Outcome.KILLED, False),
+        ("import os; os.kill(os.getpid(), 15)", Outcome.KILLED, False),
     ],
 )
 async def test_what_a_cell_does_to_its_own_interpreter(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
+import urllib.request
 from typing import Any
 
 from rstar2_megatron.judge.client.client import JudgeClient
@@ -20,7 +22,7 @@ _CALLS = 16
 
 def call_judge(job: Job, url: str, calls: int, token: str | None = None) -> dict[str, Any]:
     """Calls of a small program from this node; raises where one does not come back right."""
-    return asyncio.run(_call_judge(url, calls, token))
+    return asyncio.run(_call_judge(url, calls, token)) | {"libraries": importable(url, token)}
 
 
 async def _call_judge(url: str, calls: int, token: str | None) -> dict[str, Any]:
@@ -35,6 +37,16 @@ async def _call_judge(url: str, calls: int, token: str | None) -> dict[str, Any]
         return {"calls_per_s": calls / seconds, "seconds": seconds}
     finally:
         await client.close()
+
+
+def importable(url: str, token: str | None) -> dict[str, str]:
+    """What programs may import, each package with its version, at all workers of this judge; {} from the public server."""
+    request = urllib.request.Request(f"{url}/status", headers={"Authorization": f"Bearer {token}"} if token else {})
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        workers = json.load(reply).get("workers") or {}
+    told = [worker.get("libraries") or {} for worker in workers.values()] if isinstance(workers, dict) else []
+    packages = sorted({package for libraries in told for package in libraries})
+    return {name: " or ".join(sorted({libraries.get(name, "missing") for libraries in told})) for name in packages}
 
 
 def why_not_started(text: str) -> tuple[str, str]:
@@ -78,8 +90,10 @@ def judge(context: Context) -> Finding:
             details="\n\n".join(f"node {answer.node}:\n{answer.error}" for answer in bad),
         )
     slowest = min(answer.value["calls_per_s"] for answer in answers)
-    words = f"{url}: {_CALLS} calls from each of {len(answers)} node(s), {slowest:.0f} calls/s"
-    return Finding(words, {"calls_per_s": slowest, "url": url})
+    libraries = answers[0].value["libraries"]
+    shown = ", ".join(f"{name} {version}" for name, version in libraries.items()) or "what its machine has"
+    words = f"{url}: {_CALLS} calls from each of {len(answers)} node(s), {slowest:.0f} calls/s; programs may import {shown}"
+    return Finding(words, {"calls_per_s": slowest, "url": url, "libraries": libraries})
 
 
 CHECKS = [
