@@ -1,7 +1,7 @@
 # One node of a Slurm job, started by scripts/slurm.sbatch: Ray, and where it is told so the judge. Ends with the job; Ray's logs
 # are kept beside the job's.
 . scripts/install/gpu_environment.sh "$venv"
-export RLINF_NODE_RANK=$SLURM_NODEID
+export RLINF_NODE_RANK=$SLURM_NODEID RAY_USAGE_STATS_ENABLED=0
 temporary=/tmp/ray-$SLURM_JOB_ID # the same on every node: Ray takes the head's. Short: its sockets lie below it
 trap 'kill $(jobs -p); cp -r "$temporary/session_latest/logs" "$logs/$SLURMD_NODENAME.ray"; rm -rf "$temporary"' EXIT
 trap exit TERM
