@@ -54,7 +54,7 @@ class CallLimits(NamedTuple):
     output_chars: int = 1000  # of stdout and of stderr that are returned
     output_limit_mb: int = 16  # written output that ends the call
     disk_mb: int = 64  # private tmpfs, or the largest file where there is no tmpfs
-    processes: int = 64
+    processes: int = 128
     open_files: int = 256
     compile_time_s: float = 15.0  # added to the time limit of a C++ call
 

@@ -37,17 +37,18 @@ class StopSignals:
 
     Python discards an exception that is raised inside a finalizer or a library's callback. So `Stopped` is raised again
     every few seconds until `ignore`. `install` is called again after Ray has started, because Ray replaces the
-    handler of SIGTERM with its own.
+    handler of SIGTERM with its own. SIGUSR2 asks for an end after the step that runs, with everything saved.
     """
 
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
+        self.end_asked = False
         self.received: int | None = None
         """The signal that stopped the run; errors after it are consequences."""
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous = signal.signal(number, self._stop)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            previous = signal.signal(number, self._ask_for_end if number == signal.SIGUSR2 else self._stop)
             self._previous.setdefault(number, previous)
 
     def restore(self) -> None:
@@ -68,6 +69,9 @@ class StopSignals:
         if self.received is None:
             return error if isinstance(error, Stopped) else None
         return Stopped(self.received)
+
+    def _ask_for_end(self, *_: object) -> None:
+        self.end_asked = True
 
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:
         self.ignore()

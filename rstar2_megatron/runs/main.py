@@ -117,7 +117,7 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit code (0 done, 1 failed while running, 2 bad input, 130/143 stopped)."""
+    """Run the program; returns its exit code (0 done, 1 failed while running, 2 bad input, 130/143 stopped, 140 by SIGUSR2)."""
     try:
         arguments = parse(argv)
         if arguments.help:

@@ -106,7 +106,7 @@ class _Runner:
         plan = self.plan
         self._check_finished_stages()
         plan.root.mkdir(parents=True, exist_ok=True)
-        previous = {n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        previous = {n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
         try:
             for number, stage in enumerate(plan.recipe.stages, 1):
                 print(_title(number, plan, stage), flush=True)
@@ -176,8 +176,9 @@ class _Runner:
         self._stopped_by = number
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
-            signal.signal(signal.SIGALRM, self._kill)
-            signal.setitimer(signal.ITIMER_REAL, _END_GRACE_S)
+            if number != signal.SIGUSR2:  # after which the stage ends its step
+                signal.signal(signal.SIGALRM, self._kill)
+                signal.setitimer(signal.ITIMER_REAL, _END_GRACE_S)
 
     def _kill(self, number: int, frame: object) -> None:
         if self._child is not None and self._child.poll() is None:

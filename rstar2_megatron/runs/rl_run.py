@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.live_view import export_progress
-from rstar2_megatron.runs.base_run import StopSignals
+from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start
 from rstar2_megatron.runs.stopping import first_that_holds
@@ -247,6 +248,9 @@ class RLRun(ClusterRun):
         for step in range(done + 1, runner.max_steps + 1):
             if runner.stop_when and (held := first_that_holds(runner.stop_when, self.files.metrics.rows())):
                 return self._stop_early(step - 1, held)
+            if self.signals.end_asked:
+                self._stop_early(step - 1, "SIGUSR2 asks for it, the same command continues")
+                raise Stopped(signal.SIGUSR2)
             if (step - done - 1) % 20 == 0:
                 print(header_line(), flush=True)
             validate, save, _ = check_progress(step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0)

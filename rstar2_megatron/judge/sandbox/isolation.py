@@ -4,6 +4,7 @@ Once (zygote): user namespace for an ordinary user; PID, network, IPC and host-n
 system that holds only the interpreter and system libraries, read-only. For each call: own PID and mount
 namespace, a private tmpfs with the working directory, resource limits, the slot's own uid, landlock, and seccomp for the
 calls that the sandbox itself needs (all others are refused from the zygote on).
+Where namespaces are refused to an ordinary user, the guard (guard.py) stands between calls and the service.
 Layers that the machine refuses are recorded in `IsolationLayers.missing` and shown in /status and the log.
 """
 
@@ -62,7 +63,7 @@ _SYSTEM_FILES = ("etc/ld.so.cache", "etc/localtime", "etc/alternatives", "etc/mi
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _READ_BY_PROGRAMS = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system/cpu")
 # At the level `partial` a call can neither signal the service nor read its files, by one of each.
-_WALLS = (("seccomp",), ("pid_namespace", "own_uid", "landlock_scope"), ("private_root", "own_uid", "landlock"))
+_WALLS = (("seccomp",), ("pid_namespace", "own_uid", "landlock_scope", "guard"), ("private_root", "own_uid", "landlock"))
 
 
 class IsolationLayers:
@@ -71,12 +72,13 @@ class IsolationLayers:
     def __init__(self) -> None:
         self.active: set[str] = set()
         self.missing: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
         self.uid_base: int | None = None  # slot i runs as uid_base + i
         self.uids: Sequence[int] = (os.geteuid(),)  # of all calls
         self.in_user_namespace = False
         self.filters = seccomp.Filters(b"", b"")
         self.landlock = 0
+        self.guard: list[int] = []  # descriptor of its socket, where there is a guard
+        self.guarded = b""  # filter of the call parents under it
         self.covered: dict[str, str] = {}  # interpreter's directory -> its second mount
 
     def record(self, layer: str, why_missing: object = None) -> None:
@@ -95,37 +97,52 @@ class IsolationLayers:
         return "minimal" if any(self.active.isdisjoint(wall) for wall in _WALLS) else "partial"
 
     def report(self) -> dict[str, Any]:
-        return {"level": self.level, "active": sorted(self.active), "missing": self.missing, "notes": self.notes}
+        return {"level": self.level, "active": sorted(self.active), "missing": self.missing}
 
 
 def enter_namespaces(layers: IsolationLayers) -> None:
     """In the launcher: new namespaces for the zygote that is forked next, and for its descendants."""
     wanted = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
     uid, gid = os.geteuid(), os.getegid()
-    why_missing = None
-    try:
-        if uid != 0:
-            raise PermissionError(1, "not root")
-        linux.do([linux.unshare_step(wanted)])
-    except OSError as as_root:
+
+    def enter() -> None:
         try:
-            linux.do([linux.unshare_step(linux.CLONE_NEWUSER | wanted)])
-            with contextlib.suppress(FileNotFoundError):
-                Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-            layers.in_user_namespace = True
-        except OSError as error:
-            why_missing = f"{as_root}; {error}"
+            if uid != 0:
+                raise PermissionError(1, "not root")
+            linux.do([linux.unshare_step(wanted)])
+        except OSError as as_root:
+            try:
+                linux.do([linux.unshare_step(linux.CLONE_NEWUSER | wanted)])
+                with contextlib.suppress(FileNotFoundError):
+                    Path("/proc/self/setgroups").write_text("deny")
+                Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+                Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+                layers.in_user_namespace = True
+            except OSError as error:
+                raise OSError(f"{as_root}; {error}{_apparmor_remedy()}") from None
+
+    # First in a child: AppArmor refuses what comes after the namespaces are made, and nothing leads back from them.
+    _try_in_child(layers, "pid_namespace", enter)
+    if "pid_namespace" in layers.active:
+        enter()
     for layer in _NAMESPACES:
-        layers.record(layer, why_missing)
+        layers.record(layer, layers.missing.get("pid_namespace"))
+
+
+def _apparmor_remedy() -> str:
+    """The command by which an administrator lets this Python make user namespaces, where AppArmor refuses them; or ""."""
+    with contextlib.suppress(OSError):
+        if Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").read_text().strip() != "0":
+            python, place = os.path.realpath(sys.executable), "/etc/apparmor.d/rstar2-judge"
+            profile = f"abi <abi/4.0>, profile rstar2-judge {python} flags=(unconfined) {{ userns, }}"
+            return f". To allow them: echo '{profile}' | sudo tee {place} && sudo apparmor_parser -r {place}"
+    return ""
 
 
 def choose_uids(layers: IsolationLayers, slots: int) -> None:
     """In the launcher: one uid for each slot, in a range derived from its process id, so that two services differ."""
     if os.geteuid() != 0:
         layers.record("own_uid", f"not root: calls run as uid {os.geteuid()}")
-        layers.notes["process_limit"] = "one uid for all slots: the limit is shared between them"
         return
     if layers.in_user_namespace:
         layers.record("own_uid", "root without the right to make namespaces: only one uid is mapped")
@@ -229,7 +246,6 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
     except OSError as error:
         layers.record("landlock", error)
     layers.record("clean_environment")
-    layers.record("process_limit")
     if "private_root" in layers.active:
         limits = SandboxLimits.of(CallLimits(), CALL_DIRECTORY)
         layers.record("private_tmpfs")  # until it fails: without it there are no steps to try
@@ -237,6 +253,14 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
     told = _try_in_child(layers, "seccomp", _compile_and_try_filters)
     if told:
         layers.filters = seccomp.Filters(*marshal.loads(told))
+    if layers.guard:
+        layers.guarded = _try_in_child(layers, "guard", _compile_and_try_guarded)
+    if layers.in_user_namespace:
+        # Each call gets a user namespace of its own, because the kernel counts the processes of a uid in each namespace.
+        _try_in_child(layers, "process_limit", lambda: linux.do([linux.unshare_step(linux.CLONE_NEWUSER)]))
+    else:
+        is_shared = layers.active.isdisjoint({"own_uid", "guard"})
+        layers.record("process_limit", "one uid: the limit counts all processes of this user" if is_shared else None)
 
 
 def raise_inherited_layers(layers: IsolationLayers) -> None:
@@ -251,6 +275,13 @@ def _compile_and_try_filters() -> bytes:
     linux.no_new_privileges()
     linux.do(seccomp.install_step(program) for program in filters)
     return marshal.dumps(tuple(filters))
+
+
+def _compile_and_try_guarded() -> bytes:
+    program = seccomp.compile_guarded()
+    linux.no_new_privileges()
+    seccomp.install_with_listener(program)
+    return program
 
 
 def _try_in_child(layers: IsolationLayers, layer: str, attempt: Callable[[], bytes | None]) -> bytes:
@@ -326,13 +357,15 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
         flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
         steps.append(linux.mount_step("proc", "/proc", "proc", flags, "hidepid=2"))  # hides the namespace's first process
     steps.append(("chdir", None, os.chdir, (limits.directory,)))
+    if layers.in_user_namespace and "process_limit" in layers.active:
+        steps.append(linux.unshare_step(linux.CLONE_NEWUSER))
     for kind, value in (
+        *([] if "guard" in layers.active else [(resource.RLIMIT_NPROC, limits.processes)]),  # the guard counts itself
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_FSIZE, limits.disk_mb * MEGABYTE),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_NPROC, limits.processes),
     ):
         steps.append((f"limit {kind}", None, resource.setrlimit, (kind, (value, value))))
     if "landlock" in layers.active:  # before the uid changes, which may not be able to reach the interpreter

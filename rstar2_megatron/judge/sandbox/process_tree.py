@@ -51,6 +51,11 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def parent_of(pid: int) -> int:
+    """Parent of a process or thread. Raises OSError when it has ended."""
+    return int(_stat(f"/proc/{pid}")[1])
+
+
 def family(pid: int) -> Iterator[int]:
     """Yield a process and its descendants, parents first."""
     stack = [pid]

@@ -38,15 +38,16 @@ getresuid getresgid getgroups setuid setgid setreuid setregid setresuid setresgi
 landlock_create_ruleset landlock_add_rule landlock_restrict_self
 """
 ALLOWED = _NAMES.split()
-NEEDED_BY_THE_SANDBOX = ("mount", "unshare", "setns", "sched_setattr", "memfd_create")
+NEEDED_BY_THE_SANDBOX = ("seccomp", "mount", "unshare", "setns", "sched_setattr", "memfd_create")
 
-_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_ALLOW, _NOTIFY, _KILL = 0x7FFF0000, 0x7FC00000, 0x80000000
 _EPERM, _ENOSYS = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS))
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 _BAD_ARCHITECTURE, _OPTIMIZE = 2, 8  # attributes of a filter
 _INT = 0xFFFFFFFF  # the kernel ignores the upper half of an argument of type int
 _NEW_NAMESPACES = 0x7E020000
 _F_NOTIFY, _PR_SET_SECCOMP, _MODE_FILTER, _AF_UNIX, _SOCK_DATAGRAM_OR_RAW, _SOCK_SEQPACKET = 1026, 22, 2, 1, 2, 4
+_SET_OWNER = (("fcntl", 8), ("fcntl", 15), ("ioctl", 0x8901), ("ioctl", 0x8902))  # whom a descriptor's events signal
 
 
 class Compare(ctypes.Structure):
@@ -75,7 +76,7 @@ INHERITED_RULES = [
     Rule("socket", _EPERM),
 ]
 CALL_RULES = [
-    *(Rule(name, _EPERM) for name in ("seccomp", *NEEDED_BY_THE_SANDBOX[:-1])),
+    *(Rule(name, _EPERM) for name in NEEDED_BY_THE_SANDBOX[:-1]),
     Rule("memfd_create", _ENOSYS),  # memory that no limit but a control group's counts
     Rule("prctl", _EPERM, _equal(0, _PR_SET_SECCOMP)),
     Rule("fcntl", _EPERM, _equal(1, _F_NOTIFY)),  # what the machine does in directories that calls can read
@@ -84,6 +85,14 @@ CALL_RULES = [
     Rule("socketpair", _EPERM, _equal(1, _SOCK_SEQPACKET, _SOCK_SEQPACKET)),
     Rule("setpriority", _EPERM, Compare(0, _NOT_EQUAL, 0)),  # only its own niceness
     Rule("setpriority", _EPERM, Compare(1, _NOT_EQUAL, 0)),
+]
+
+_SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open")  # the only way to another's pidfd
+# The argument that names a process or a group, of each system call that the guard decides about; None: it starts a process.
+GUARDED: dict[str, int | None] = {**dict.fromkeys(_SIGNALS, 0), "setpgid": 1, **dict.fromkeys(("clone", "fork", "vfork"))}
+GUARDED_RULES = [
+    *(Rule(name, _NOTIFY) for name in GUARDED),
+    *(Rule(name, _EPERM, _equal(1, command)) for name, command in _SET_OWNER),
 ]
 
 
@@ -125,6 +134,17 @@ def _check(result: int, what: str) -> None:
         raise OSError(-result, f"{what}: {os.strerror(-result)}")
 
 
+def numbers_of_guarded() -> dict[int, str]:
+    """Number of each guarded system call of this machine, and its name. As `compile_filter`."""
+    library = ctypes.CDLL("libseccomp.so.2")
+    return {library.seccomp_syscall_resolve_name(name.encode()): name for name in GUARDED}
+
+
+def compile_guarded() -> bytes:
+    """What a call parent under the guard adds, and its calls inherit. As `compile_filter`."""
+    return compile_filter(_ALLOW, GUARDED_RULES)
+
+
 class Filters(NamedTuple):
     inherited: bytes
     call: bytes
@@ -144,3 +164,8 @@ class _Program(ctypes.Structure):
 def install_step(program: bytes) -> Step:
     """Filter this process and its descendants from then on. Needs no_new_privileges() first."""
     return "seccomp", 0, linux.prctl, (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(program) // 8, program)))
+
+
+def install_with_listener(program: bytes) -> int:
+    """As `install_step`. Returns the descriptor by which another process decides what the filter does not. Raises OSError."""
+    return linux.filter_with_listener(ctypes.byref(_Program(len(program) // 8, program)))

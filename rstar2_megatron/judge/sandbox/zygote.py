@@ -17,6 +17,7 @@ socket.
 from __future__ import annotations
 
 import _sitebuiltins
+import _thread
 import builtins
 import contextlib
 import gc
@@ -31,7 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rstar2_megatron.judge.libraries import OnlyLibraries
-from rstar2_megatron.judge.sandbox import cpp, isolation, linux
+from rstar2_megatron.judge.sandbox import cpp, guard, isolation, linux
 from rstar2_megatron.judge.sandbox.call import LENGTH, CallRunner, send_message, serve_slot
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, Connection, make_connection, serve_calls
 from rstar2_megatron.judge.sandbox.cgroup import GroupTree, SlotGroup
@@ -73,7 +74,7 @@ class Forker:
         group = self.groups[slot]
         # Each call would copy and close the descriptors of all control groups, three for each slot and session: with
         # thousands of them that would be most of a call's cost.
-        linux.close_all_but({*descriptors, *(group.descriptors if group else ())})
+        linux.close_all_but({*descriptors, *self.layers.guard, *(group.descriptors if group else ())})
         serve(slot, *descriptors)
 
     def loop(self, control: socket.socket, on_control: Callable[[], None]) -> NoReturn:
@@ -118,6 +119,7 @@ class Forker:
         if group is not None:
             group.join()
         leave_priority()
+        guard.stand_under(self.layers)
         linux.close_all_but(set(connection))
         serve_calls(Connection(*connection), self.layers, slot)
 
@@ -157,6 +159,7 @@ class LibraryZygote(Forker):
 
     def _serve_session(self, slot: int, worker: int) -> NoReturn:
         linux.adopt_orphans()
+        guard.stand_under(self.layers)
         sock = socket.socket(fileno=worker)
         serve_slot(sock, SessionRunner(self.layers, slot, self.groups[slot], self.scratch, sock))
 
@@ -244,6 +247,8 @@ def import_standard_library() -> None:
         __import__(name)
     builtins.exit, builtins.quit = (_sitebuiltins.Quitter(name, "Ctrl-D") for name in ("exit", "quit"))
     builtins.help = _sitebuiltins._Helper()
+    # The usual 8 MB count towards a call's address space: 60 threads used it up. Recursion to Python's limit takes up to 2 MB.
+    _thread.stack_size(4 << 20)
 
 
 def hide_other_packages() -> None:
@@ -295,6 +300,7 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     tree = _make_groups(layers, slots + sessions, min(100, max(1, slots * 3 // 16)))
     isolation.enter_namespaces(layers)
     isolation.choose_uids(layers, slots + sessions)
+    guard_pid = guard.start(layers)
     scratch_reader, scratch_writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -334,7 +340,10 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    _, status = os.waitpid(child, 0)
+    ended, status = os.wait()
+    if ended == guard_pid:  # calls would be refused every signal and process: the worker is restarted
+        stop()
+        _, status = os.waitpid(child, 0)
     if tree is not None:
         tree.remove()
     shutil.rmtree(scratch, ignore_errors=True)

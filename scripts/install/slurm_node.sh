@@ -1,0 +1,25 @@
+# One node of a Slurm job, started by scripts/slurm.sbatch: Ray, and where it is told so the judge. Ends with the job; Ray's logs
+# are kept beside the job's.
+. scripts/install/gpu_environment.sh "$venv"
+export RLINF_NODE_RANK=$SLURM_NODEID RAY_USAGE_STATS_ENABLED=0
+temporary=/tmp/ray-$SLURM_JOB_ID # the same on every node: Ray takes the head's. Short: its sockets lie below it
+trap 'kill $(jobs -p); cp -r "$temporary/session_latest/logs" "$logs/$SLURMD_NODENAME.ray"; rm -rf "$temporary"' EXIT
+trap exit TERM
+mkdir -p "$temporary"
+redis=redis://:$JUDGE_TOKEN@$head:$((port + 1))/0
+judge() { "$venv/bin/python" -m rstar2_megatron.judge "$@" --redis-uri "$redis"; }
+
+if [ "$RSTAR2_JUDGE" = all ]; then
+  if [ "$SLURM_NODEID" = 0 ]; then
+    PATH=$PATH:$venv/bin redis-server --bind "$head" --port $((port + 1)) --requirepass "$JUDGE_TOKEN" --dir "$temporary" \
+      --appendonly yes --save "" &
+    until judge serve --host "$head" --port $((port + 2)); do sleep 1; done &
+  fi
+  until judge worker; do sleep 1; done &
+fi
+if [ "$SLURM_NODEID" = 0 ]; then
+  "$venv/bin/ray" start --block --head --port="$port" --node-ip-address="$head" --temp-dir="$temporary" --include-dashboard=false &
+else
+  until "$venv/bin/ray" start --block --address="$head:$port"; do sleep 1; done &
+fi
+wait

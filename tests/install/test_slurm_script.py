@@ -1,0 +1,103 @@
+"""scripts/slurm.sbatch without a Slurm, whose commands are stood in for; tests/release/test_slurm.py has a real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ROOT
+
+SCRIPTS = ("scripts/slurm.sbatch", "scripts/install/slurm_node.sh", "scripts/install/gpu_environment.sh")
+STANDS_IN = {
+    # the command on this node, with what scripts/slurm.sbatch hands it
+    "srun": """while [ "${1#-}" != "$1" ]; do shift; done
+case $* in *slurm_node*) echo "node $head $port" ;; *) exec "$@" ;; esac""",
+    "scontrol": 'echo "scontrol $*"',
+    "hostname": 'echo "10.1.2.3 192.168.0.7 fd00::1 "',
+    "ip": """echo "4: $6    inet 10.9.8.7/24 brd 10.9.8.255 scope global $6\\       valid_lft forever"
+echo "4: $6    inet 10.9.8.8/24 scope global secondary $6" """,
+}
+JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "gpu-7", "JUDGE_TOKEN": "token"}
+TINY = ("rstar2-tiny-cpu", "runner.max_steps=3")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The scripts, and a run that tells its words and ends as one that SIGUSR2 has ended."""
+    for name in SCRIPTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "run_rstar2.sh").write_text('echo "run $*, Ray at ${RAY_ADDRESS:-none}"; exit ${ENDS_WITH:-0}')
+    (tmp_path / "bin").mkdir()
+    for name, text in STANDS_IN.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def job(project: Path, *words: str, **variables: str) -> tuple[int, list[str], str]:
+    """Exit code, lines of output, errors."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RAY_", "NCCL_", "GLOO_"))
+    }
+    environment |= {"PATH": f"{project}/bin:{os.environ['PATH']}", "RSTAR2_VENV": str(Path(sys.executable).parents[1])}
+    environment |= {"PYTHONPATH": str(ROOT), "SLURM_SUBMIT_DIR": str(project), **variables}
+    command = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=project)
+    return ended.returncode, ended.stdout.splitlines(), ended.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bash_reads_the_scripts(name: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "sentence"),
+    [
+        ((), {}, "this runs in a Slurm job: sbatch --nodes=1"),
+        ((), {**JOB, "SLURM_SUBMIT_DIR": "/"}, "submit from the project's root, not from /"),
+        ((), {**JOB, "RSTAR2_VENV": "/nowhere"}, "no environment in /nowhere; make it"),
+        (("rstar2-tiny-cpu", "runner.steps=3"), JOB, "unknown key runner.steps"),
+        pytest.param(
+            ("rstar2-qwen2.5-7b-megatron",),
+            JOB,
+            "this job has no GPU on gpu-7, and",
+            marks=pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has GPUs"),
+        ),
+    ],
+)
+def test_what_cannot_run_ends_with_one_sentence(
+    project: Path, words: tuple[str, ...], variables: dict[str, str], sentence: str
+) -> None:
+    code, _, errors = job(project, *words, **variables)
+    (error,) = [line for line in errors.splitlines() if line.startswith("error:")]
+    assert code == 2 and error.startswith(f"error: {sentence}"), errors
+
+
+@pytest.mark.parametrize(("interface", "head"), [({}, "10.1.2.3"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "10.9.8.7")])
+def test_two_nodes_share_a_ray_whose_head_has_the_interfaces_address(
+    project: Path, interface: dict[str, str], head: str
+) -> None:
+    code, lines, errors = job(project, *TINY, **JOB, **interface)
+    told = {f"node {head} 27035", f"run cluster.num_nodes=2 {' '.join(TINY)}, Ray at {head}:27035"}
+    assert (code, set(lines)) == (0, told), errors
+
+
+def test_one_node_needs_no_ray_and_a_run_that_was_ended_is_queued_again(project: Path) -> None:
+    code, lines, errors = job(project, *TINY, **JOB | {"SLURM_JOB_NUM_NODES": "1", "ENDS_WITH": "140"})
+    run = f"run cluster.num_nodes=1 {' '.join(TINY)}, Ray at none"
+    assert (code, lines) == (140, [run, "scontrol requeue 12345"]), errors
+    code, lines, _ = job(project, *TINY, **JOB | {"SLURM_JOB_NUM_NODES": "1", "ENDS_WITH": "1"})
+    assert (code, lines) == (1, [run])
+
+
+def test_a_judge_on_all_nodes_is_the_runs(project: Path) -> None:
+    _, lines, errors = job(project, *TINY, **JOB | {"SLURM_JOB_NUM_NODES": "1", "RSTAR2_JUDGE": "all"})
+    judge = "tools.codejudge.host_addr=10.1.2.3 tools.codejudge.host_port=27037"
+    assert f"run cluster.num_nodes=1 {' '.join(TINY)} {judge}, Ray at none" in lines, errors
