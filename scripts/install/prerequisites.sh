@@ -16,12 +16,12 @@ choose_torch() {
     echo "$would" >&2
     fail "no package index gives $torch_pin (above). A mirror: UV_DEFAULT_INDEX=URL or pip's index-url; a proxy: HTTPS_PROXY=URL"
   }
-  case $would in
-    *"torch==2"*+cpu*)
+  case $(grep -E '^ [+~] torch==' <<< "$would") in
+    *+cpu)
       [ -z "$gpu" ] || fail "the index gives a build of $torch_pin without CUDA: take its local wheel folder away (pip config list," \
         "PIP_FIND_LINKS, UV_FIND_LINKS)"
       echo "setup: torch is the CPU build" ;;
-    *"torch==2"*)
+    *torch*)
       [ -n "$gpu" ] || needed_mb=$CUDA_TORCH_MB
       echo "setup: torch is the CUDA build$([ -n "$gpu" ] || echo ", 4 GB larger; it runs without a GPU too")" ;;
   esac
