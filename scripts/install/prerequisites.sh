@@ -1,43 +1,35 @@
 # Sourced by setup_env.sh: what the machine must have before anything is downloaded. Each answer names the remedy.
 
 # Sets torch_pin, torch_from (words for uv) and needed_mb, and says which build of torch will come. Metadata only.
+# Megabytes: of the whole environment, as measured, with room for a run's own files.
 choose_torch() {
   local index=${RSTAR2_TORCH_INDEX:-https://download.pytorch.org/whl/cpu} would
-  torch_pin=$(grep -E '^torch==' requirements/constraints.txt) torch_from=() needed_mb=$ENVIRONMENT_MB
+  torch_pin=$(grep -E '^torch==' requirements/constraints.txt) torch_from=() needed_mb=3000
   if [ -n "$gpu" ]; then
-    needed_mb=$GPU_ENVIRONMENT_MB
     has_cuda_torch || torch_from=(--reinstall-package torch) # a CPU build satisfies the same pin
   elif UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=0 uv_pip --dry-run --no-deps --default-index "$index" "$torch_pin" >> "$log" 2>&1; then
     torch_from=(--default-index "$index")
   else
     echo "setup: no $torch_pin from $index (RSTAR2_TORCH_INDEX): taking the ordinary index's"
   fi
-  would=$(uv_pip --dry-run --no-deps "${torch_from[@]}" "$torch_pin" 2>&1) || {
-    echo "$would" >&2
-    fail "no package index gives $torch_pin (above). A mirror: UV_DEFAULT_INDEX=URL or pip's index-url; a proxy: HTTPS_PROXY=URL"
-  }
-  case $(grep -E '^ [+~] torch==' <<< "$would") in
-    *+cpu)
-      [ -z "$gpu" ] || fail "the index gives a build of $torch_pin without CUDA: take its local wheel folder away (pip config list," \
-        "PIP_FIND_LINKS, UV_FIND_LINKS)"
-      echo "setup: torch is the CPU build" ;;
-    *torch*)
-      [ -n "$gpu" ] || needed_mb=$CUDA_TORCH_MB
-      echo "setup: torch is the CUDA build$([ -n "$gpu" ] || echo ", 4 GB larger; it runs without a GPU too")" ;;
+  would=$(uv_pip --dry-run --no-deps "${torch_from[@]}" "$torch_pin" 2>&1) || { echo "$would" >&2
+    fail "no package index gives $torch_pin (above). A mirror: UV_DEFAULT_INDEX=URL or pip's index-url; a proxy: HTTPS_PROXY=URL"; }
+  case $gpu$(grep -E '^ [+~] torch==' <<< "$would") in
+    1*+cpu) fail "the index gives a build of $torch_pin without CUDA: take its local wheel folder away (pip config list, PIP_FIND_LINKS)" ;;
+    1*) needed_mb=20000 ;;
+    *+cpu) echo "setup: torch is the CPU build" ;;
+    *torch*) needed_mb=7500; echo "setup: torch is the CUDA build, 4 GB larger; it runs without a GPU too" ;;
   esac
 }
 
-# Megabytes of a whole environment, measured, with room for a run's own files. uv's cache holds the same files by hard links; on
-# another file system it holds them once more.
-ENVIRONMENT_MB=3000 CUDA_TORCH_MB=7500 GPU_ENVIRONMENT_MB=20000
+# uv's cache holds the environment's files by hard links, on another file system once more.
 check_disk() {
   local place free_mb have_mb; have_mb=$(($(disk_kb) / 1024))
   for place in "$venv" "$("$uv" cache dir)"; do
     mkdir -p "$place"
     free_mb=$(df -Pm "$place" | awk 'NR==2 {print $4}')
     [ $((free_mb + have_mb)) -ge "$needed_mb" ] ||
-      fail "the environment needs $((needed_mb / 1000)) GB, $(readlink -f "$place") has $free_mb MB free; free some, or set" \
-        "RSTAR2_VENV and UV_CACHE_DIR to places on another disk"
+      fail "the environment needs $((needed_mb / 1000)) GB, $(readlink -f "$place") has $free_mb MB free; free some, or set RSTAR2_VENV and UV_CACHE_DIR"
   done
 }
 
@@ -59,11 +51,8 @@ check_compilers() {
     command -v "$tool" >/dev/null || fail "$tool not found; GPU kernels are compiled at run time. Debian, Ubuntu: apt-get install build-essential"
   done
   header=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
-  [ -f "$header" ] || {
-    rm -rf "$venv" # the remedy may be another Python
-    fail "$header not found; Triton compiles against it at run time. apt-get install python3-dev, or UV_MANAGED_PYTHON=1, with" \
-      "which uv fetches a Python that has it"
-  }
+  [ -f "$header" ] || { rm -rf "$venv" # the remedy may be another Python
+    fail "$header not found; Triton compiles against it at run time. apt-get install python3-dev, or UV_MANAGED_PYTHON=1: a Python of uv has it"; }
 }
 
 # The CUDA 13 builds of torch and sglang see no GPU with a driver older than the 580 series, unless a newer libcuda is loaded before
@@ -72,9 +61,7 @@ check_driver() {
   local driver
   driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || return 0
   if [ -z "$driver" ] || at_least "$driver" 580 || [ "$(cuda_of_driver)" -ge 13000 ]; then return 0; fi
-  fail "driver $driver is older than 580, which CUDA 13 needs. Update it; or, with a data-centre GPU, apt-get install" \
-    "cuda-compat-13-0 (NVIDIA's repository) and export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat here and on every node; or" \
-    "RSTAR2_GPU=0 for a CPU. Nothing was downloaded"
+  fail "driver $driver is older than 580, which CUDA 13 needs. Update it; or, with a data-centre GPU, apt-get install cuda-compat-13-0 (NVIDIA's repository) and export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat on every node; or RSTAR2_GPU=0. Nothing was downloaded"
 }
 
 cuda_of_driver() { # the CUDA version that libcuda answers, as 13000 for 13.0; 0 without one

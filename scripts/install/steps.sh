@@ -35,38 +35,29 @@ find_uv() {
   echo "setup: installing $pin into $folder, by pip"
   python3 -m pip install --disable-pip-version-check --no-input --upgrade --target "$folder" "$pin" >> "$log" 2>&1 ||
     { python3 -m venv --clear "$folder" && "$folder/bin/python" -m pip install --no-input "$pin"; } >> "$log" 2>&1 ||
-    { tail -n 8 "$log" >&2
-      fail "no uv, and pip could not install it (above). Without pip: apt-get install python3-venv (Debian, Ubuntu), dnf install" \
-        "python3-pip (Fedora, RHEL). Without a way to the index: PIP_INDEX_URL=MIRROR or HTTPS_PROXY=PROXY. Or install uv yourself"; }
+    { tail -n 8 "$log" >&2; fail "no uv, and pip could not install it (above). Without pip: apt-get install python3-venv (Debian, Ubuntu), dnf install python3-pip (Fedora, RHEL). Without a way to the index: PIP_INDEX_URL=MIRROR or HTTPS_PROXY=PROXY. Or install uv yourself"; }
 }
 
-# uv reads none of pip's settings. A mirror, a proxy's certificate or a folder of wheels that pip was given is meant here too.
+# uv reads none of pip's settings. A mirror, a certificate or a folder of wheels that pip was given is meant here too; and of several
+# indexes pip takes the best version, uv by itself the first that has the package.
 use_pip_settings() {
-  local python said=""
-  for python in python3 "$home/.cache/uv/bin/python"; do
-    if said=$("$python" -m pip config list 2>/dev/null); then break; fi
-  done
-  setting() { sed -n "s/^[^=]*\.$1='\(.*\)'\$/\1/p" <<< "$said" | head -n 1 | sed 's/\\n/ /g'; }
-  local index extra links certificate
-  index=$(setting index-url) extra=$(setting extra-index-url) links=$(setting find-links) certificate=$(setting cert)
-  [ -z "$index" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
-  [ -z "$links" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}}
-  [ -z "$certificate" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificate}
-  # pip takes the best version of all indexes, uv that of the first which has the package.
-  [ -z "$extra" ] || export UV_INDEX=${UV_INDEX:-$extra} UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
+  local said name key value
+  said=$({ python3 -m pip config list || "$home/.cache/uv/bin/python" -m pip config list; } 2>/dev/null || true)
+  while read -r name key; do
+    value=$(sed -n "s/^[^=]*\.$key='\(.*\)'\$/\1/p" <<< "$said" | head -n 1 | sed 's/\\n/ /g')
+    [ $name != UV_FIND_LINKS ] || value=${value// /,}
+    [ -z "$value" ] || [ -n "${!name:-}" ] || export "$name=$value"
+  done <<< $'UV_DEFAULT_INDEX index-url\nUV_INDEX extra-index-url\nUV_FIND_LINKS find-links\nSSL_CERT_FILE cert'
+  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
 }
 
 # By requires-python of pyproject.toml, from what the machine has (UV_PYTHON names one of it), else fetched.
 make_venv() { # make_venv [PYTHON]
+  local found; found=$(python3 -c 'import platform; print(platform.python_version())' 2>/dev/null || echo absent)
   [ ! -x "$venv/bin/python" ] || return 0
   rm -rf "$venv"
-  local found; found=$(python3 -c 'import platform; print(platform.python_version())' 2>/dev/null || echo absent)
-  "$uv" venv ${1:+--python "$1"} "$venv" >> "$log" 2>&1 || {
-    tail -n 4 "$log" >&2
-    fail "Python 3.11, 3.12 or 3.13 is needed, python3 is $found, and uv could not fetch one (above). apt-get install python3" \
-      "(Debian 12, 13, Ubuntu 24.04) or python3.11 (Ubuntu 22.04), dnf install python3.12 (Fedora, RHEL 9), or a mirror of" \
-      "uv's Pythons: UV_PYTHON_INSTALL_MIRROR=URL"
-  }
+  "$uv" venv ${1:+--python "$1"} "$venv" >> "$log" 2>&1 || { tail -n 4 "$log" >&2
+    fail "Python 3.11, 3.12 or 3.13 is needed, python3 is $found, and uv could not fetch one (above). apt-get install python3 (Debian 12, 13, Ubuntu 24.04) or python3.11 (Ubuntu 22.04), dnf install python3.12 (Fedora, RHEL 9), or a mirror of uv's Pythons: UV_PYTHON_INSTALL_MIRROR=URL"; }
   found=$("$venv/bin/python" --version)
   case $found in
     "Python 3.11."* | "Python 3.12."* | "Python 3.13."*) echo "setup: made $venv with $found" ;;
