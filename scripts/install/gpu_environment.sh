@@ -3,8 +3,8 @@
 #   . scripts/install/gpu_environment.sh VENV        does nothing in an environment without GPU packages
 # RSTAR2_CUDA_HOME names another toolkit, of CUDA 13.
 
-_site=$(readlink -f "$1")/lib/python3.11/site-packages
-if [ -d "$_site/nvidia/cu13/bin" ]; then
+_site=$(echo "$(readlink -f "$1")"/lib/python3.*/site-packages)
+if [ -x "$_site/nvidia/cu13/bin/nvcc" ]; then
   export CUDA_HOME=${RSTAR2_CUDA_HOME:-$_site/nvidia/cu13}
   export CUDA_PATH=$CUDA_HOME
   export PATH=$(readlink -f "$1")/bin:$CUDA_HOME/bin:$PATH

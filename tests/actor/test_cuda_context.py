@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,3 +65,27 @@ def test_slow_attention_is_never_chosen_without_a_word(
     for _ in range(2):
         model.build_chunks(ModelConfig.from_directory(models["qwen2"]), actor.model, implementation, "cpu")
         assert os.environ[UNFUSED] == after
+
+
+def test_a_rank_with_a_cuda_build_and_no_gpu_prints_nothing() -> None:
+    """torch's CUDA build warns of a toolkit without a GPU where megatron-core imports its compiler's helpers."""
+    adapt = "from rstar2_megatron.cpu import megatron; megatron.install(); "
+    build = (
+        "import torch; torch.version.cuda = '13.0'; torch.cuda._is_compiled = lambda: True; "
+        "torch.cuda.is_available = lambda: False; import importlib, torch.utils.cpp_extension as compiler; "
+        "print(importlib.reload(compiler).CUDA_HOME)"
+    )
+
+    def said(program: str) -> tuple[str, bool]:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+            env={**os.environ, "CUDA_HOME": "/usr/toolkit"},
+        )
+        return done.stdout.strip(), "No CUDA runtime is found" in done.stderr
+
+    assert said(build) == ("/usr/toolkit", True)
+    assert said(adapt + build) == ("/usr/toolkit", False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -104,6 +106,18 @@ async def test_engine_dies_with_its_parent(tiny_model: Path) -> None:
         assert not psutil.wait_procs(children, timeout=60)[1]
 
 
+@pytest.fixture
+def nccl_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library with NCCL's names, as torch's CUDA build brings one to a machine without a GPU."""
+    (wrapper,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr]
+    text = Path(wrapper, "srt/distributed/device_communicators/pynccl_wrapper.py").read_text()
+    code = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(set(re.findall(r'"(nccl[A-Z]\w+)"', text))))
+    library = tmp_path / "libnccl.so.2"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-"], input=code, text=True, check=True)
+    monkeypatch.setenv("SGLANG_NCCL_SO_PATH", str(library))
+
+
+@pytest.mark.usefixtures("nccl_without_a_gpu")
 async def test_two_ranks_share_a_model_and_refuse_weights_together(tiny_model: Path) -> None:
     """Tensor parallel 2: numbers, checksums and an update of weights are those of the whole model."""
     client = EngineClient(settings_for(tiny_model, tensor_parallel_size=2), name="two ranks")
