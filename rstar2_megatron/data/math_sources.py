@@ -11,34 +11,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rstar2_megatron.data.conversation import content_text
 from rstar2_megatron.data.json_text import exact_number, json_type
-from rstar2_megatron.data.rows import DataError, HubName, Row, Source, with_names
+from rstar2_megatron.data.rows import DataError, HubName, Row, Source, Unusable, with_names
 
-
-@dataclass(frozen=True, slots=True)
-class RawProblem:
-    """A problem as it was published. `why_not` says why the row cannot be used, "" when it can."""
-
-    text: str
-    answer: str
-    why_not: str = ""
+Published = tuple[str, str]
+"""A problem and its answer, as they were published."""
 
 
 class MathSource(Source):
     __slots__ = ()
 
-    def parse(self, row: Row) -> RawProblem:
-        """Raises DataError for a row of another shape."""
+    def parse(self, row: Row) -> Published:
+        """Raises Unusable with a reason, or DataError for a row of another shape."""
         self.check(row)
         try:
-            problem: RawProblem = self.read(row.values)
+            problem, answer = self.read(row.values)
         except ValueError as error:
-            return RawProblem("", "", str(error))
-        return problem
+            raise Unusable(str(error)) from None
+        return problem, answer
 
 
 def _text(value: Any, column: str) -> str:
@@ -69,42 +62,42 @@ def _first_present(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
     return next((name for name in present if values[name] is not None), present[0])
 
 
-def _read_dapo(values: Mapping[str, Any]) -> RawProblem:
+def _read_dapo(values: Mapping[str, Any]) -> Published:
     text = _last_user_message(values["prompt"], "prompt")
     if values.get("solution") is not None:
-        return RawProblem(text, _text(values["solution"], "solution"))
+        return text, _text(values["solution"], "solution")
     model = values.get("reward_model")
     if model is not None and not (isinstance(model, Mapping) and "ground_truth" in model):
         raise ValueError("column 'reward_model' without 'ground_truth'")
-    return RawProblem(text, _text(model["ground_truth"] if model else None, "reward_model.ground_truth"))
+    return text, _text(model["ground_truth"] if model else None, "reward_model.ground_truth")
 
 
-def _read_openmath(values: Mapping[str, Any]) -> RawProblem:
+def _read_openmath(values: Mapping[str, Any]) -> Published:
     text = _text(values["problem"], "problem")
     answer = _text(values["expected_answer"], "expected_answer")
     kind = values.get("problem_type")
     # answers of the other kinds are majority votes of models, or the problem is a proof turned into a question
     if kind is not None and kind != "has_answer_extracted":
-        return RawProblem(text, answer, why_not="answer not stated by the source")
-    return RawProblem(text, answer)
+        raise Unusable("answer not stated by the source")
+    return text, answer
 
 
 _EULER_TEXT = ("problem", "question", "description", "content", "prompt")
 _EULER_ANSWER = ("answer", "solution", "expected_answer")
 
 
-def _read_euler(values: Mapping[str, Any]) -> RawProblem:
+def _read_euler(values: Mapping[str, Any]) -> Published:
     text, answer = _first_present(values, _EULER_TEXT), _first_present(values, _EULER_ANSWER)
-    return RawProblem(_last_user_message(values[text], text), _text(values[answer], answer))
+    return _last_user_message(values[text], text), _text(values[answer], answer)
 
 
-def _read_own(values: Mapping[str, Any]) -> RawProblem:
+def _read_own(values: Mapping[str, Any]) -> Published:
     solutions = values["solutions"]
     if isinstance(solutions, list):
         if len(solutions) > 1:
-            return RawProblem("", "", why_not="several answers")
+            raise Unusable("several answers")
         solutions = solutions[0] if solutions else None
-    return RawProblem(_last_user_message(values["prompt"], "prompt"), _text(solutions, "solutions"))
+    return _last_user_message(values["prompt"], "prompt"), _text(solutions, "solutions")
 
 
 SOURCES: dict[str, MathSource] = {

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tqdm import tqdm
 
-from rstar2_megatron.data.rows import Input, Row
+from rstar2_megatron.data.rows import DataError, Input, Row, Source, Unusable
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 SAVE_ROWS = 5000
@@ -87,6 +87,34 @@ class ResumablePass:
                     bar.update()
             self.source, self.row = self.source + 1, 0
             self.save()
+
+    def keep(
+        self,
+        inputs: Sequence[Input],
+        sources: Mapping[str, Source],
+        limit: int | None,
+        counts_of: Callable[[Input], dict[str, Any]],
+        make: Callable[[str, Row], Mapping[str, Any] | None],
+    ) -> None:
+        """Accept what make(name of the source, row) returns for each remaining row, at most `limit` of each input.
+
+        A row for which it raises Unusable is dropped and counted. Raises DataError when the first row is of another shape.
+        """
+        columns = {name: source.columns for name, source in sources.items()}
+        for source, row in self.rows(inputs, columns, limit):
+            counts = counts_of(source)
+            counts["in"] = counts.get("in", 0) + 1
+            try:
+                kept = make(source.name, row)
+            except DataError:
+                if not self.row:
+                    raise
+                count_dropped(counts, "without a column that the first row has", row.where)
+            except Unusable as why:
+                count_dropped(counts, str(why), row.where)
+            else:
+                if kept is not None:
+                    self.accept(kept)
 
     def save(self) -> None:
         """Put everything so far on the disk."""

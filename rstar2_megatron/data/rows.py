@@ -23,6 +23,10 @@ class DataError(ValueError):
     """A data file is missing, empty, or has a bad row; the message names file and line."""
 
 
+class Unusable(ValueError):
+    """A well-formed row that cannot be trained on; a report counts the message as the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row and its place: `file:line`, or `file row n` (from 1) of a parquet file or the hub."""

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.command_line import data_parser, run_command
-from rstar2_megatron.data.resumable import ResumablePass, count_dropped
-from rstar2_megatron.data.rows import DataError, Input, inputs_of
-from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
+from rstar2_megatron.data.resumable import ResumablePass
+from rstar2_megatron.data.rows import DataError, Input, Row, Unusable, inputs_of
+from rstar2_megatron.data.sft_sources import SFT_SOURCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +85,21 @@ def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: 
 def _select(inputs: Sequence[Input], state: ResumablePass, selection: Selection, options: Options) -> None:
     for source in inputs:
         state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
-    columns = {name: shape.columns for name, shape in SFT_SOURCES.items()}
-    for source, row in state.rows(inputs, columns, options.limit):
-        counts = state.counters[source.name]
-        counts["in"] += 1
-        try:
-            conversation = SFT_SOURCES[source.name].parse(row)
-            if sum(map(len, _texts(conversation))) > options.max_chars:
-                raise Unusable("too long")
-            where = sampling_key(conversation, options.seed)
-            if where in selection.seen:
-                raise Unusable("duplicate")
-            counts["usable"] += 1
-            if selection.offer(source.name, where):
-                selection.seen.add(where)
-                state.accept(conversation)
-        except Unusable as why:
-            count_dropped(counts, str(why), row.where)
-        except DataError:
-            if not state.row:  # the first row: the file is of another shape
-                raise
-            count_dropped(counts, "without a column that the first row has", row.where)
+
+    def make(name: str, row: Row) -> dict[str, Any] | None:
+        conversation = SFT_SOURCES[name].parse(row)
+        if sum(map(len, _texts(conversation))) > options.max_chars:
+            raise Unusable("too long")
+        where = sampling_key(conversation, options.seed)
+        if where in selection.seen:
+            raise Unusable("duplicate")
+        state.counters[name]["usable"] += 1
+        if not selection.offer(name, where):
+            return None
+        selection.seen.add(where)
+        return conversation
+
+    state.keep(inputs, SFT_SOURCES, options.limit, lambda source: state.counters[source.name], make)
 
 
 def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:

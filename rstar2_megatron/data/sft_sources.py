@@ -23,15 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rstar2_megatron.data.conversation import call_fault, read_message, read_tools, rendered_tools
-from rstar2_megatron.data.rows import HubName, Row, Source
+from rstar2_megatron.data.rows import HubName, Row, Source, Unusable
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
 from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
 
 Message = dict[str, Any]
-
-
-class Unusable(ValueError):
-    """A well-formed row that cannot be trained on; the report counts the message as the reason."""
 
 
 @dataclass(frozen=True, slots=True)

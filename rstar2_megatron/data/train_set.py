@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.cleaning import contradicts_template, fingerprint, integer_answer, strip_wrappers, words
 from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.decontaminate import NGramIndex
-from rstar2_megatron.data.math_sources import SOURCES, MathSource, problem_text
+from rstar2_megatron.data.math_sources import SOURCES, problem_text
 from rstar2_megatron.data.problems import problem_of
-from rstar2_megatron.data.resumable import ResumablePass, count_dropped
-from rstar2_megatron.data.rows import DataError, Input, Row, file_rows, find_files, inputs_of
+from rstar2_megatron.data.resumable import ResumablePass
+from rstar2_megatron.data.rows import DataError, Input, Row, Unusable, file_rows, find_files, inputs_of
 
 DEFAULT_MAX_DIGITS = 18
 CONFIGS = ("all", "en", "cn")  # of DAPO on the hub
@@ -63,43 +63,44 @@ class Cleaner:
 
     options: Options
     contamination: NGramIndex
-    answers: dict[str, str]
-    """Answer of every accepted problem, by fingerprint."""
-    conflicting: set[str]
+    ngrams: dict[str, int]
+    """How many problems each n-gram of an evaluation problem dropped."""
+    conflicting: dict[str, None]
     """Fingerprints of problems that were published with different answers."""
+    answers: dict[str, str] = field(default_factory=dict)
+    """Answer of every accepted problem, by fingerprint."""
 
-    def check(self, shape: MathSource, row: Row) -> tuple[dict[str, Any] | None, str, str]:
-        """(row to keep, "", "") or (None, why it is dropped, the n-gram it shares). Raises DataError."""
-        raw = shape.parse(row)
-        if raw.why_not:
-            return None, raw.why_not, ""
-        text = strip_wrappers(raw.text)
-        if not text or not raw.answer.strip():
-            return None, "no problem or no answer", ""
+    def check(self, name: str, row: Row) -> dict[str, Any]:
+        """The row to keep. Raises Unusable with the reason to drop it, DataError for a row of another shape."""
+        published, answer = SOURCES[name].parse(row)
+        text = strip_wrappers(published)
+        if not text or not answer.strip():
+            raise Unusable("no problem or no answer")
         if contradicts_template(text):
-            return None, "asks for another form of answer", ""
-        answer = integer_answer(raw.answer, self.options.max_answer_digits)
-        if answer is None:
-            return None, "answer is no integer", ""
+            raise Unusable("asks for another form of answer")
+        integer = integer_answer(answer, self.options.max_answer_digits)
+        if integer is None:
+            raise Unusable("answer is no integer")
         tokens = words(text)
         if not tokens:
-            return None, "no problem or no answer", ""
+            raise Unusable("no problem or no answer")
         key = fingerprint(tokens)
         if key in self.answers:
-            if self.answers[key] != answer:
-                self.conflicting.add(key)
-            return None, "duplicate", ""
+            if self.answers[key] != integer:
+                self.conflicting[key] = None
+            raise Unusable("duplicate")
         shared = self.contamination.match(tokens)
         if shared is not None:
-            return None, "contaminated", shared
+            self.ngrams[shared] = self.ngrams.get(shared, 0) + 1
+            raise Unusable("contaminated")
         prompt = [{"role": "user", "content": text}]
-        kept = {"prompt": prompt, "solutions": [answer], "query_id": f"{shape.name}-{key}", "task": shape.name}
+        kept = {"prompt": prompt, "solutions": [integer], "query_id": f"{name}-{key}", "task": name}
         try:
             problem_of(kept, "not read in training", "prompt", "solutions", key)
         except DataError as error:
-            return None, str(error), ""
-        self.answers[key] = answer
-        return kept, "", ""
+            raise Unusable(str(error)) from None
+        self.answers[key] = integer
+        return kept
 
 
 def fingerprint_of(row: dict[str, Any]) -> str:
@@ -135,36 +136,16 @@ def process(
     with ResumablePass(out, configuration, save_rows) as state:
         if state.resumed and state.source < len(inputs):
             say(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
-        cleaner = Cleaner(options, index, {}, set(state.counters.get("conflicting", [])))
+        counters = state.counters
+        conflicting = counters["conflicting"] = dict.fromkeys(counters.get("conflicting", ()))
+        cleaner = Cleaner(options, index, counters.setdefault("ngrams", {}), conflicting)
         for row in state.accepted():
             cleaner.answers[fingerprint_of(row)] = row["solutions"][0]
-        _clean(inputs, state, cleaner, options.limit)
+        sources = counters.setdefault("sources", {})
+        for source in inputs:
+            sources.setdefault(source.label, {})
+        state.keep(inputs, SOURCES, options.limit, lambda source: sources[source.label], cleaner.check)
         return _write_results(state, cleaner, inputs, options, index)
-
-
-def _clean(inputs: Sequence[Input], state: ResumablePass, cleaner: Cleaner, limit: int | None) -> None:
-    sources = state.counters.setdefault("sources", {})
-    for source in inputs:
-        sources.setdefault(source.label, {})
-    ngrams = state.counters.setdefault("ngrams", {})
-    columns = {name: shape.columns for name, shape in SOURCES.items()}
-    for source, row in state.rows(inputs, columns, limit):
-        counts = sources[source.label]
-        try:
-            kept, why, shared = cleaner.check(SOURCES[source.name], row)
-        except DataError:
-            if not state.row:  # the first row: the file is of another shape
-                raise
-            kept, why, shared = None, "without a column that the first row has", ""
-        counts["in"] = counts.get("in", 0) + 1
-        if kept is not None:
-            state.accept(kept)
-        else:
-            count_dropped(counts, why, row.where)
-        if shared:
-            ngrams[shared] = ngrams.get(shared, 0) + 1
-        if len(cleaner.conflicting) != len(state.counters.get("conflicting", ())):
-            state.counters["conflicting"] = sorted(cleaner.conflicting)
 
 
 def _write_results(

@@ -145,15 +145,12 @@ def render(parts: Mapping[str, Scores]) -> str:
         ("tool_error_ratio_positive", "  of right attempts", "{:.3f}"),
         ("no_tool_ratio", "attempts without a tool", "{:.3f}"),
         ("num_turns", "turns", "{:.2f}"),
+        ("response_length", "response tokens", "{:.0f}"),
+        ("response_length_p50", "  median", "{:.0f}"),
+        ("response_length_p90", "  90 % quantile", "{:.0f}"),
+        ("generated_length", "  generated", "{:.0f}"),
     ):
-        add(label, lambda s, name=name, form=form: form.format(s.tools[name]))
-    for name, label in (
-        ("response_length", "response tokens"),
-        ("response_length_p50", "  median"),
-        ("response_length_p90", "  90 % quantile"),
-        ("generated_length", "  generated"),
-    ):
-        add(label, lambda s, name=name: f"{s.lengths[name]:.0f}")
+        add(label, lambda s, name=name, form=form: form.format((s.tools | s.lengths)[name]))
     for ending in next(iter(parts.values())).endings if parts else ():
         add(f"ended: {ending.replace('_', ' ')}", lambda s, ending=ending: f"{s.endings[ending]:.3f}")
     add("attempts spoiled, left out", lambda s: str(s.missing))

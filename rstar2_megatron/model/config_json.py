@@ -34,6 +34,15 @@ _COUNTS = "num_key_value_heads head_dim max_position_embeddings num_local_expert
 _EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
 _FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16", "auto")
 _SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob"
+# by key, the values of models that the actor computes, the first of them where the key is missing
+_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+}
+_OF_LLAMA: dict[str, tuple[Any, ...]] = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 
 
 def is_positive(value: Any) -> bool:
@@ -68,6 +77,9 @@ def key_problems(raw: dict[str, Any], model_type: str) -> Iterator[str]:
         given = {key: raw.get(key) for key in keys.split() if key in needed or raw.get(key) is not None}
         if wrong := [f"{key}={value!r}" for key, value in given.items() if not is_valid(value)]:
             yield f"{', '.join(wrong)}, expected {expected}; copy the config.json again from where the model came"
+    for key, values in (_COMPUTED | (_OF_LLAMA if model_type == "llama" else {})).items():
+        if raw.get(key, values[0]) not in values:
+            yield f"{key}={raw[key]!r} is not supported; supported: {values[0]}"
     if raw["model_type"] != model_type:
         yield f"model_type={raw['model_type']}, but architectures names a {model_type}; {TAKE}"
     for key in ("quantization_config", "compression_config"):
@@ -83,6 +95,9 @@ def key_problems(raw: dict[str, Any], model_type: str) -> Iterator[str]:
         yield f"hidden_size={hidden} is no multiple of num_attention_heads={heads}; {TAKE}"
     if (head_dim or hidden // heads) % 2:
         yield f"head_dim={head_dim or hidden // heads} cannot be rotated, expected an even one; {TAKE}"
+    experts = raw.get("num_local_experts") or raw.get("num_experts")
+    if model_type == "qwen3_moe" and raw["num_experts_per_tok"] > experts:
+        yield f"num_experts_per_tok={raw['num_experts_per_tok']} of {experts} experts; {TAKE}"
     kinds = raw.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers == kinds.count("full_attention")):
         words = ", ".join(sorted(set(map(str, kinds)))) if isinstance(kinds, list) else repr(kinds)

@@ -91,24 +91,15 @@ class ModelConfig:
                 f"supported: {', '.join(DEFAULTS)} (docs/add_a_model.md adds one)"
             )
         raw = {**DEFAULTS[architecture], **raw}
-        for problem in key_problems(raw, DEFAULTS[architecture]["model_type"]):
+        rope = _rope_parameters(raw, where)
+        for problem in key_problems({**raw, **rope}, DEFAULTS[architecture]["model_type"]):
             raise ValueError(f"{where}: {problem}")
-        if raw.get("use_sliding_window"):
-            raise ValueError(f"{where}: use_sliding_window is true; only full causal attention is supported")
         if architecture == "MistralForCausalLM" and raw.get("sliding_window") is not None:
             raise ValueError(
                 f"{where}: sliding_window={raw['sliding_window']}; only full causal attention is supported: take a version of "
                 "the model without a window (Mistral 7B from v0.2 on), or set it to null if runner.seq_length stays below it"
             )
-        if architecture == "LlamaForCausalLM" and (raw.get("attention_bias") or raw.get("mlp_bias")):
-            raise ValueError(
-                f"{where}: attention_bias={raw.get('attention_bias')}, mlp_bias={raw.get('mlp_bias')}; Llama models are "
-                "supported without biases"
-            )
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"{where}: hidden_act {raw['hidden_act']} is not supported; supported: silu")
         heads = raw["num_attention_heads"]
-        rope = _rope_parameters(raw, where)
         qwen3 = architecture.startswith("Qwen3")
         return cls(
             architecture=architecture,
@@ -128,7 +119,7 @@ class ModelConfig:
             rope_scaling=_rope_scaling(rope, where),
             scores=scores,
             score_head=named.endswith(_CLASSIFIER),
-            **(_experts(raw, where) if architecture == "Qwen3MoeForCausalLM" else {}),
+            **(_experts(raw) if architecture == "Qwen3MoeForCausalLM" else {}),
         )
 
     @property
@@ -194,21 +185,10 @@ class ModelConfig:
         return 6.0 * body * tokens + attention + 6.0 * head * (tokens if trained_tokens is None else trained_tokens)
 
 
-def _experts(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Fields of a mixture of experts. Raises ValueError when the model has dense and expert layers."""
-    if (raw.get("decoder_sparse_step") or 1) != 1 or raw.get("mlp_only_layers"):
-        raise ValueError(
-            f"{where}: decoder_sparse_step={raw.get('decoder_sparse_step')}, mlp_only_layers="
-            f"{raw.get('mlp_only_layers')}; only models whose every layer has experts are supported"
-        )
-    experts, per_token = raw.get("num_local_experts") or raw["num_experts"], raw["num_experts_per_tok"]  # transformers 5, 4
-    if per_token > experts:
-        raise ValueError(
-            f"{where}: num_experts_per_tok={per_token} of {experts} experts; take the config.json of these weights"
-        )
+def _experts(raw: dict[str, Any]) -> dict[str, Any]:
     return {
-        "num_experts": experts,
-        "experts_per_token": per_token,
+        "num_experts": raw.get("num_local_experts") or raw["num_experts"],  # transformers 5, 4
+        "experts_per_token": raw["num_experts_per_tok"],
         "expert_intermediate_size": raw["moe_intermediate_size"],
         "norm_topk_prob": bool(raw.get("norm_topk_prob", False)),
     }
@@ -219,12 +199,9 @@ def _rope_parameters(raw: dict[str, Any], where: str) -> dict[str, Any]:
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise ValueError(f"{where}: rope_scaling or rope_parameters is {given!r}, expected one object for all layers, or null")
-    whole = {key: raw.get(key, default) for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1))}
-    parameters = {**whole, **given}
+    parameters = {"rope_theta": raw.get("rope_theta", 10000.0), **given}
     if not is_positive(parameters["rope_theta"]):
         raise ValueError(f"{where}: rope_theta={parameters['rope_theta']!r}, expected a number above 0")
-    if parameters["partial_rotary_factor"] not in (None, 1):
-        raise ValueError(f"{where}: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; supported: 1")
     return parameters
 
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
@@ -29,7 +28,6 @@ Mode = Literal["paper", "released"]
 GRADER_TIMEOUT = "grader_timeout"
 _MEMORY_BYTES = 2 * 1024**3  # address space; numpy and sympy alone map several hundred MB
 _START_TIMEOUT_S = 120.0
-_CACHE_SIZE = 20_000
 
 
 class GraderLost(RuntimeError):
@@ -46,14 +44,6 @@ class Grade:
     reward: float
     detail: str
     answer: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A request to a worker: `text` is the answer (paper) or the whole response (released)."""
-
-    mode: Mode
-    text: str
 
 
 class GraderPool:
@@ -76,7 +66,6 @@ class GraderPool:
             self._idle.put(None)
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
-        self._cache: OrderedDict[tuple[_Question, tuple[str, ...]], str] = OrderedDict()
         self._closed = False
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
@@ -114,21 +103,17 @@ class GraderPool:
         """A grade, or that which a worker will give."""
         if self._closed:
             raise RuntimeError("the grader pool is closed")
-        question = _Question(mode, response_text)
+        text = response_text
         if mode == "paper":
             answer, why = extract_answer(response_text)
             if answer is None:
                 return Grade(0.0, why)
-            question = _Question(mode, answer)
-            detail = quick_grade(answer, solutions)
-            if detail is None:
-                with self._lock:
-                    detail = self._cache.get((question, tuple(solutions)))
-            if detail is not None:
+            if (detail := quick_grade(answer, solutions)) is not None:
                 return Grade(float(detail == CORRECT), detail, answer)
-        return self._threads.submit(self._slow, question, list(solutions))
+            text = answer
+        return self._threads.submit(self._slow, mode, text, list(solutions))
 
-    def _slow(self, question: _Question, solutions: list[str]) -> Grade:
+    def _slow(self, mode: Mode, text: str, solutions: list[str]) -> Grade:
         """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
         if it kills that one too."""
         worker = self._idle.get()
@@ -139,10 +124,9 @@ class GraderPool:
                     self._forget(worker)
                     worker = self._start_worker()
                 start = time.monotonic()
-                detail, answer = worker.ask(question, solutions, left)
+                detail, answer = worker.ask(mode, text, solutions, left)
                 left -= time.monotonic() - start
                 if worker.alive:
-                    self._remember(question, solutions, detail)
                     break
                 self._forget(worker)
                 worker = None
@@ -150,7 +134,7 @@ class GraderPool:
                     break
         finally:
             self._idle.put(worker)
-        return Grade(float(detail == CORRECT), detail, question.text if question.mode == "paper" else answer)
+        return Grade(float(detail == CORRECT), detail, text if mode == "paper" else answer)
 
     def _forget(self, worker: _Worker | None) -> None:
         if worker is not None:
@@ -159,25 +143,14 @@ class GraderPool:
             worker.kill()
 
     def _start_worker(self) -> _Worker:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the grader pool is closed")
-        worker = _Worker(self.mode)
-        with self._lock:
-            self._workers.add(worker)
-            closed = self._closed
-        if closed:
+        if not self._closed:
+            worker = _Worker(self.mode)
+            with self._lock:
+                if not self._closed:
+                    self._workers.add(worker)
+                    return worker
             worker.kill()
-            raise RuntimeError("the grader pool is closed")
-        return worker
-
-    def _remember(self, question: _Question, solutions: list[str], detail: str) -> None:
-        if question.mode == "released":
-            return  # whole responses are long and do not repeat
-        with self._lock:
-            self._cache[(question, tuple(solutions))] = detail
-            if len(self._cache) > _CACHE_SIZE:
-                self._cache.popitem(last=False)
+        raise RuntimeError("the grader pool is closed")
 
 
 class _Worker:
@@ -207,9 +180,12 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, question: _Question, solutions: list[str], timeout_s: float) -> tuple[str, str | None]:
-        """(verdict, answer that released mode found). What hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE."""
-        request = {"mode": question.mode, "text": question.text, "solutions": solutions}
+    def ask(self, mode: Mode, text: str, solutions: list[str], timeout_s: float) -> tuple[str, str | None]:
+        """(verdict on an answer or a whole response, answer that released mode found).
+
+        What hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE.
+        """
+        request = {"mode": mode, "text": text, "solutions": solutions}
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError):  # it has died
             self._pipe.send_bytes(json.dumps(request).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,9 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
             if step == 5:  # no engine is left: one of them can be started again
                 for pid in engines.call("pids", timeout_s=CALL_S):
                     os.kill(pid[0], signal.SIGKILL)
+                deadline = time.monotonic() + CALL_S
+                while len(engines.lost) < len(engines) and time.monotonic() < deadline:
+                    time.sleep(0.1)
             groups = trainer.next_groups(step, problems)
             seen += [group.problem.query_id for group in groups]
             every = [t for group in groups for t in group.trajectories]

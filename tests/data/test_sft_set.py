@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.data.rows import DataError, Row, inputs_of
+from rstar2_megatron.data.rows import DataError, Row, Unusable, inputs_of
 from rstar2_megatron.data.sft_set import Options, main, process
-from rstar2_megatron.data.sft_sources import SFT_SOURCES, Unusable
+from rstar2_megatron.data.sft_sources import SFT_SOURCES
 from rstar2_megatron.data.tool_text import json_call, python_calls, tool_schema
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
 from rstar2_megatron.sft.format import render_conversation

@@ -96,8 +96,10 @@ class ContinuousRollout(PhaseEvents):
         """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            while (numbers := self.schedule.take()) is None:
-                self._raise_failure()
+            while True:
+                self._raise_failure()  # before a batch is taken: workers that have died held its tokens
+                if (numbers := self.schedule.take()) is not None:
+                    break
                 # Spoiled groups are rejected and replaced, so without this check the wait would never end.
                 check_dropped(self._lost, self._settings.rollout.max_dropped_share, self._step_size)
                 if self._used_up is not None and not self._num_open:
