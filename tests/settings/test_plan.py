@@ -10,7 +10,7 @@ from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import config_names, load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
 from rstar2_megatron.settings.planning.hours import search_hours, sft_hours
-from rstar2_megatron.settings.planning.plan import host_memory, kv_bytes_per_token, kv_capacity, training_memory
+from rstar2_megatron.settings.planning.plan import host_memory, kv_bytes_per_token, kv_capacity, remedy, training_memory
 from rstar2_megatron.settings.planning.transport import object_store_bytes, object_store_problems
 from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings
 from tests.settings.loaded import loaded, plan_of
@@ -128,6 +128,21 @@ def test_remedies_help(overrides: list[str], remedy: str) -> None:
     assert len(plan.problems) == 1 and remedy in plan.problems[0]
     advice = plan.problems[0].split("; set ")[1].split()
     assert plan_of("rstar2-qwen2.5-7b-megatron", *overrides, *advice).fits
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [
+        ("rstar2-qwen2.5-14b-megatron", Slots(2, 80.0, host_gb=512.0)),  # tensor, recompute, optimizer
+        ("rstar2-qwen3-4b-megatron", Slots(1, 80.0, host_gb=256.0)),
+        ("rstar2-qwen2.5-1.5b-megatron", Slots(1, 24.0, host_gb=128.0)),  # and a smaller share of the engine
+        ("rstar2-qwen2.5-7b-megatron", Slots(8, 24.0, host_gb=512.0)),  # and a larger engine
+    ],
+)
+def test_what_is_told_to_set_fits_a_smaller_machine(name: str, slots: Slots) -> None:
+    words = remedy(loaded(name).settings, slots).removeprefix("set ").split()
+    assert plan_of(name, *words, slots=slots).fits
+    assert "no layout fits" in remedy(loaded("rstar2-qwen2.5-32b-megatron").settings, slots)
 
 
 SHARED = ("actor.offload_optimizer=False", "actor.model.tensor_model_parallel_size=1", "actor.model.sequence_parallel=False")

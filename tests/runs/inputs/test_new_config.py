@@ -73,6 +73,7 @@ def test_a_model_larger_than_the_machine_is_refused(here: Path, monkeypatch: pyt
     assert "the machine has 1.0; take a smaller model or a machine with more memory" in problems[1.0]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("size", "gpus", "gb", "host_gb", "written"),
     [
