@@ -16,13 +16,16 @@ LIBRARIES = {
     "networkx": "networkx",
     "numpy": "numpy",
     "pandas": "pandas",
+    "pillow": "PIL",
     "scikit-learn": "sklearn",
     "scipy": "scipy",
+    "sortedcontainers": "sortedcontainers",
     "sympy": "sympy",
+    "tqdm": "tqdm",
 }
 # What these packages import, by the names in site-packages.
 _NEEDED = """
-PIL cloudpickle contourpy cycler dateutil fontTools joblib kiwisolver mpl_toolkits narwhals packaging pylab pyparsing six
+cloudpickle contourpy cycler dateutil fontTools joblib kiwisolver mpl_toolkits narwhals packaging pylab pyparsing six
 threadpoolctl tzdata
 """
 _VISIBLE = frozenset((*LIBRARIES.values(), *_NEEDED.split()))

@@ -94,10 +94,10 @@ def test_pins_that_contradict_each_other_are_seen(project: Path) -> None:
     done = lock(project)
     assert done.returncode != 0 and "sentencepiece" in done.stderr
     # one that resolves, to another lock
-    constraints.write_text(re.sub(r"^tqdm==.*$", "tqdm==4.67.1", kept, flags=re.MULTILINE))
+    constraints.write_text(re.sub(r"^Pygments==.*$", "Pygments==2.19.1", kept, flags=re.MULTILINE))
     done = lock(project)
     assert done.returncode == 0, done.stderr
-    assert pins(project / "requirements" / "gpu.lock")["tqdm"] == "4.67.1"
+    assert pins(project / "requirements" / "gpu.lock")["pygments"] == "2.19.1"
 
 
 def test_what_both_environments_have_has_one_version() -> None:

@@ -47,6 +47,9 @@ print(round(LinearRegression().fit([[1], [2]], [2, 4]).predict([[3]])[0]))""",
         "from scipy import optimize, stats\nprint(round(optimize.brentq(lambda x: x * x - 2, 0, 2), 5), stats.norm.cdf(0))",
         "1.41421 0.5",
     ),
+    "pillow": ("from PIL import Image\nprint(Image.new('RGB', (2, 3)).size)", "(2, 3)"),
+    "sortedcontainers": ("from sortedcontainers import SortedList\nprint(SortedList([3, 1])[0])", "1"),
+    "tqdm": ("from tqdm import tqdm\nprint(sum(tqdm(range(5))))", "10"),
     "sympy": ("import sympy\nprint(sympy.factorint(360))", "{2: 3, 3: 2, 5: 1}"),
 }
 

@@ -129,6 +129,9 @@ class Runner:
         out_reader, out_writer = os.pipe()
         err_reader, err_writer = os.pipe()
         descriptors = (stdin, out_writer, err_writer)
+        if self.layers.uid_base is not None:  # or the program could not open /dev/stdout
+            for fd in descriptors[1:]:
+                os.fchown(fd, self.layers.uid_base + self.slot, -1)
         sandbox_limits = isolation.SandboxLimits.of(limits, self.directory)
         memory_bytes = limits.memory_mb * MEGABYTE
         program = Program(job["type"], job["solution"], job.get("files"), has_input, sandbox_limits, cpu_seconds, memory_bytes)

@@ -51,7 +51,6 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     "MPLBACKEND": "Agg",
-    "PYTHONPATH": COMMANDS,
     "PIP_NO_INDEX": "1",  # where there is no private root to put COMMANDS in
 }
 # The level `full` needs all of these; landlock is extra, because the file system is already read-only.
@@ -216,6 +215,7 @@ def _pivot_into_view(uids: Sequence[int]) -> dict[str, str]:
             linux.bind_read_only(str((old / name).resolve()), str(new / name))
     users = [f"{USER}:x:{uid}:{uid}::{CALL_DIRECTORY}:/bin/sh\n" for uid in uids]
     (new / "etc/passwd").write_text("root:x:0:0::/:/bin/false\n" + "".join(users))
+    (new / "etc/group").write_text("".join([f"{USER}:x:{uid}:\n" for uid in uids]))
     commands = new / COMMANDS[1:]
     commands.mkdir()
     (commands / "pip.py").write_text(f"raise SystemExit({_NO_PIP!r})\n")
@@ -227,6 +227,8 @@ def _pivot_into_view(uids: Sequence[int]) -> dict[str, str]:
         linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", None, linux.MS_BIND)
     (new / "dev/shm").symlink_to(CALL_TMPFS)
     (new / "dev/fd").symlink_to("/proc/self/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        (new / "dev" / name).symlink_to(f"/proc/self/fd/{number}")
     linux.mount("proc", "/new/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     os.chdir("/new")
     linux.pivot_root(".", ".")  # the last root lies over the new one until it is unmounted

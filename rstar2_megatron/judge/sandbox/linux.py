@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _libc = ctypes.CDLL(None, use_errno=True)
-prctl, system_call = _libc.prctl, _libc.syscall
+prctl, system_call, flush_c_streams = _libc.prctl, _libc.syscall, _libc.fflush
 _python_libc = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000

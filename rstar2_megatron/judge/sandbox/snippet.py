@@ -28,6 +28,8 @@ import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from rstar2_megatron.judge.sandbox import linux
+
 FILE_NAME = "source.py"
 # Bytes of a cell's program, its files as JSON; its standard input is a descriptor.
 CELL_HEADER = struct.Struct("<II")
@@ -152,6 +154,7 @@ def new_main_module(path: str | None) -> dict[str, Any]:
     module = types.ModuleType("__main__")
     if path is not None:
         module.__file__ = path
+    module.__dict__.update(__annotations__={}, __cached__=None)
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     return module.__dict__
@@ -218,6 +221,7 @@ def flush_streams() -> None:
             stream.flush()
         except BaseException:  # closed, or the program's own; contextlib costs each call eight pages
             continue
+    linux.flush_c_streams(None)
 
 
 def end_at_limit(number: int, _: object) -> None:

@@ -291,6 +291,8 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     os.environ["PATH"] = f"{isolation.COMMANDS}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    os.environ["PYTHONPATH"] = ":".join([isolation.COMMANDS, *packages])  # children inherit -S, so do not look there themselves
     kept = (sys.prefix, sys.base_prefix)
     sys.path[:] = [isolation.CALL_DIRECTORY] + [  # the first takes the place of the project's directory
         p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))

@@ -125,6 +125,23 @@ u = atexit.register(f)
 ## sys.exit in atexit
 import atexit, sys
 u = atexit.register(print, 'after'), atexit.register(sys.exit, 5)
+## C's own streams
+import ctypes
+n = ctypes.CDLL(None).printf(b'from C')
+## standard streams as files
+print(open('/dev/stdin').read() == '', file=open('/dev/stdout', 'w'))
+## names of the main module
+print(__annotations__, __cached__, __spec__, __doc__)
+## shared memory
+from multiprocessing import shared_memory
+one = shared_memory.SharedMemory(create=True, size=10)
+one.buf[0] = 5
+other = shared_memory.SharedMemory(one.name)
+print(other.buf[0])
+other.close(), one.close(), one.unlink()
+## joblib
+from joblib import Parallel, delayed
+print(Parallel(n_jobs=2)(delayed(abs)(-n) for n in range(4)))
 ## SIGTERM
 import os
 print('before', flush=True)
@@ -190,7 +207,7 @@ def test_it_does_what_it_does_as_a_file(run: Run, tmp_path: Path, name: str) -> 
     program = BY_NAME[name]
     (tmp_path / "source.py").write_text(program)
     command = [sys.executable, "source.py"]
-    as_file = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    as_file = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     result = run(program, options={"time_limit_s": "10"})
     place = "/tmp/judge-call/"
     expected = as_file.stdout.replace(f"{tmp_path}/", place)
