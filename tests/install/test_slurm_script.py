@@ -18,9 +18,11 @@ STANDS_IN = {
     "srun": """while [ "${1#-}" != "$1" ]; do shift; done
 case $* in *slurm_node*) ;; *) exec "$@" ;; esac
 echo "node $head $port"
+echo $$ > "$0.pid"
 exec python3 -c "import socket, sys, time
 listeners = [socket.create_server(('$head', $port + i)) for i in range(3)]
 time.sleep(60)" """,
+    "scancel": 'kill "$(cat "${0%scancel}srun.pid")"',
     "scontrol": 'echo "scontrol $*"',
     "hostname": 'echo "127.1.2.3 192.168.0.7 fd00::1 "',
     "ip": """echo "4: $6    inet 127.9.8.7/24 brd 127.9.8.255 scope global $6\\       valid_lft forever"
