@@ -17,9 +17,8 @@ if [ "$RSTAR2_JUDGE" = all ]; then
   fi
   until judge worker; do sleep 1; done &
 fi
-if [ "$SLURM_NODEID" = 0 ]; then
-  "$venv/bin/ray" start --block --head --port="$port" --node-ip-address="$head" --temp-dir="$temporary" --include-dashboard=false &
-else
-  until "$venv/bin/ray" start --block --address="$head:$port"; do sleep 1; done &
-fi
+# Again on a machine that was too busy, and until the head is there.
+words=("--address=$head:$port")
+[ "$SLURM_NODEID" != 0 ] || words=(--head "--port=$port" "--node-ip-address=$head" "--temp-dir=$temporary" --include-dashboard=false)
+until "$venv/bin/ray" start --block "${words[@]}"; do sleep 1; done &
 wait

@@ -73,6 +73,24 @@ def test_a_pipeline_killed_in_training_and_resumed_data_parallel_trains_as_the_t
                 assert mine[key] == pytest.approx(right[key], rel=tolerance, abs=1e-6), key
 
 
+@pytest.mark.ci
+def test_a_run_that_is_asked_to_end_saves_the_step_it_is_in(cache: Path, tmp_path: Path) -> None:
+    """SIGUSR2, which scripts/slurm.sbatch sends before the time limit; no checkpoint is due before the last step."""
+    words = ("runner.save_interval=100", "evaluation.before_and_after=False")
+    rows = tmp_path / "asked" / "metrics.jsonl"
+    run = RunProcess(arguments(cache, tmp_path, "asked", "runner.max_steps=100", *words), tmp_path / "asked.log").start()
+    run.wait_for(lambda: len(read_jsonl(rows)) > 0, LIMIT_S, "the first step")
+    run.send(signal.SIGUSR2)
+    assert run.wait(LIMIT_S) == 140, run.text()[-6000:]
+    run.assert_nothing_left()
+    (saved,) = (tmp_path / "asked" / "checkpoints").iterdir()
+    assert saved.name == f"global_step_{len(read_jsonl(rows))}"
+    more = f"runner.max_steps={len(read_jsonl(rows)) + 1}"
+    again = RunProcess(arguments(cache, tmp_path, "asked", more, *words), tmp_path / "again.log").start()
+    assert again.wait(LIMIT_S) == 0, again.text()[-6000:]
+    assert f"resuming from {saved}" in again.text()
+
+
 @pytest.mark.release
 def test_metrics_after_a_kill_in_the_sync_are_those_of_the_run_before(cache: Path, first_run: Path, tmp_path: Path) -> None:
     """The first run's trajectories again, in its layout: nothing but the kill differs."""

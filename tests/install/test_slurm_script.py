@@ -16,11 +16,17 @@ SCRIPTS = ("scripts/slurm.sbatch", "scripts/install/slurm_node.sh", "scripts/ins
 STANDS_IN = {
     # the command on this node, with what scripts/slurm.sbatch hands it
     "srun": """while [ "${1#-}" != "$1" ]; do shift; done
-case $* in *slurm_node*) echo "node $head $port" ;; *) exec "$@" ;; esac""",
+case $* in *slurm_node*) ;; *) exec "$@" ;; esac
+echo "node $head $port"
+echo $$ > "$0.pid"
+exec python3 -c "import socket, sys, time
+listeners = [socket.create_server(('$head', $port + i)) for i in range(3)]
+time.sleep(60)" """,
+    "scancel": 'kill "$(cat "${0%scancel}srun.pid")"',
     "scontrol": 'echo "scontrol $*"',
-    "hostname": 'echo "10.1.2.3 192.168.0.7 fd00::1 "',
-    "ip": """echo "4: $6    inet 10.9.8.7/24 brd 10.9.8.255 scope global $6\\       valid_lft forever"
-echo "4: $6    inet 10.9.8.8/24 scope global secondary $6" """,
+    "hostname": 'echo "127.1.2.3 192.168.0.7 fd00::1 "',
+    "ip": """echo "4: $6    inet 127.9.8.7/24 brd 127.9.8.255 scope global $6\\       valid_lft forever"
+echo "4: $6    inet 127.9.8.8/24 scope global secondary $6" """,
 }
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "gpu-7", "JUDGE_TOKEN": "token"}
 TINY = ("rstar2-tiny-cpu", "runner.max_steps=3")
@@ -80,12 +86,12 @@ def test_what_cannot_run_ends_with_one_sentence(
     assert code == 2 and error.startswith(f"error: {sentence}"), errors
 
 
-@pytest.mark.parametrize(("interface", "head"), [({}, "10.1.2.3"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "10.9.8.7")])
+@pytest.mark.parametrize(("interface", "head"), [({}, "127.1.2.3"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "127.9.8.7")])
 def test_two_nodes_share_a_ray_whose_head_has_the_interfaces_address(
     project: Path, interface: dict[str, str], head: str
 ) -> None:
     code, lines, errors = job(project, *TINY, **JOB, **interface)
-    told = {f"node {head} 27035", f"run cluster.num_nodes=2 {' '.join(TINY)}, Ray at {head}:27035"}
+    told = {f"node {head} 21035", f"run cluster.num_nodes=2 {' '.join(TINY)}, Ray at {head}:21035"}
     assert (code, set(lines)) == (0, told), errors
 
 
@@ -99,5 +105,5 @@ def test_one_node_needs_no_ray_and_a_run_that_was_ended_is_queued_again(project:
 
 def test_a_judge_on_all_nodes_is_the_runs(project: Path) -> None:
     _, lines, errors = job(project, *TINY, **JOB | {"SLURM_JOB_NUM_NODES": "1", "RSTAR2_JUDGE": "all"})
-    judge = "tools.codejudge.host_addr=10.1.2.3 tools.codejudge.host_port=27037"
+    judge = "tools.codejudge.host_addr=127.1.2.3 tools.codejudge.host_port=21037"
     assert f"run cluster.num_nodes=1 {' '.join(TINY)} {judge}, Ray at none" in lines, errors

@@ -198,6 +198,7 @@ def test_two_nodes_train_with_a_judge_on_both(slurm: Slurm, memorised_model: Pat
     assert [row["step"] for row in steps] == [1, 2]
     assert all(row["rollout/tool_outcome/ok"] >= 2 and row["rollout/dropped_infrastructure"] == 0 for row in steps)
     logs = ROOT / "results" / "slurm" / f"{job}.0"
-    assert all("slots, isolation" in (logs / f"{name}.log").read_text() for name in NODES)
+    told = "".join(path.read_text() for path in logs.glob("*.log"))  # the nodes of this machine have one host name
+    assert told.count("slots, isolation") == 2
     assert list(logs.glob("n?.ray/raylet.out"))  # the two nodes have one /tmp here
     slurm.until(lambda: not left_of(job), "end of all processes")

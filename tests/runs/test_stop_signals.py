@@ -55,3 +55,11 @@ def test_an_error_that_a_library_made_of_a_stop(signals: StopSignals) -> None:
 
 def test_an_error_without_a_signal_is_no_stop(signals: StopSignals) -> None:
     assert signals.stop_behind(SystemError("a bug")) is None
+
+
+def test_a_run_that_is_asked_to_end_goes_on_until_its_step_has_ended(signals: StopSignals) -> None:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(0.01)
+    assert signals.end_asked and signals.received is None
+    stopped = signals.stop_behind(Stopped(signal.SIGUSR2))
+    assert stopped is not None and stopped.exit_code == 140

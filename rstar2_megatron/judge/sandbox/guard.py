@@ -28,7 +28,6 @@ from rstar2_megatron.services.parent_death import die_with_parent
 # result, error, flags), and the ioctls that read the one and write the other.
 _QUESTION, _ANSWER = struct.Struct("<QII iIQ 6Q"), struct.Struct("<QqiI")
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
-_PARENT = struct.Struct("<i")
 
 
 def start(layers: IsolationLayers) -> int:
@@ -56,7 +55,7 @@ def stand_under(layers: IsolationLayers) -> None:
     if "guard" in layers.active:
         listener = seccomp.install_with_listener(layers.guarded)
         with socket.socket(fileno=layers.guard[0]) as channel:
-            socket.send_fds(channel, [_PARENT.pack(os.getpid())], [listener])
+            socket.send_fds(channel, [str(os.getpid()).encode()], [listener])
         os.close(listener)
 
 
@@ -69,8 +68,8 @@ def _serve(channel: socket.socket) -> NoReturn:
         for fd, event in poller.poll():
             if fd == channel.fileno():
                 names = names or seccomp.numbers_of_guarded()
-                message, (listener,), _, _ = socket.recv_fds(channel, _PARENT.size, 1)
-                (parents[listener],) = _PARENT.unpack(message)
+                message, (listener,), _, _ = socket.recv_fds(channel, 64, 1)
+                parents[listener] = int(message)
                 poller.register(listener, select.POLLIN)
             elif event & select.POLLIN:
                 _answer(fd, parents[fd], names)
@@ -81,17 +80,18 @@ def _serve(channel: socket.socket) -> NoReturn:
 
 
 def _answer(listener: int, parent: int, names: dict[int, str]) -> None:
-    question = ctypes.create_string_buffer(_QUESTION.size)
+    import fcntl  # here: each call would copy its mappings
+
+    question = bytearray(_QUESTION.size)
     with contextlib.suppress(OSError):  # who asked has ended, or was interrupted and asks again
-        linux.control(listener, _RECEIVE, question)
-        number, caller, _, call, _, _, *arguments = _QUESTION.unpack(question.raw)
+        fcntl.ioctl(listener, _RECEIVE, question)
+        number, caller, _, call, _, _, *arguments = _QUESTION.unpack(question)
         position = seccomp.GUARDED[names[call]]
         if position is None:
             refusal = 0 if caller == parent or _may_start(parent) else errno.EAGAIN
         else:
             refusal = 0 if _may_reach(parent, ctypes.c_int32(arguments[position]).value) else errno.EPERM
-        answer = _ANSWER.pack(number, 0, -refusal, 0 if refusal else _CONTINUE)
-        linux.control(listener, _SEND, ctypes.create_string_buffer(answer, _ANSWER.size))
+        fcntl.ioctl(listener, _SEND, _ANSWER.pack(number, 0, -refusal, 0 if refusal else _CONTINUE))
 
 
 def _may_start(parent: int) -> bool:

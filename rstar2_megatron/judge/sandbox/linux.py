@@ -31,7 +31,7 @@ _SYS_CLOSE_RANGE, _SYS_MOUNT_SETATTR = 436, 442
 _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446
 MACHINE = os.uname().machine
 # -1: the kernel answers that it has no such call
-_SYS_SCHED_SETATTR, _SYS_SECCOMP = {"x86_64": (314, 317), "aarch64": (274, 277)}.get(MACHINE, (-1, -1))
+_SYS_SCHED_SETATTR, SYS_SECCOMP = {"x86_64": (314, 317), "aarch64": (274, 277)}.get(MACHINE, (-1, -1))
 
 # One system call of a call's process: its name for errors, its expected result, the function, its arguments.
 Step = tuple[str, object, Callable[..., object], tuple[Any, ...]]
@@ -142,17 +142,6 @@ def memory_file(content: bytes) -> int:
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process, so that it can kill and reap them."""
     _check(prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(SUBREAPER)")
-
-
-def control(fd: int, request: int, content: Any) -> None:
-    """ioctl on a structure, which the kernel reads or fills."""
-    _check(_libc.ioctl(fd, ctypes.c_ulong(request), content), "ioctl")
-
-
-def filter_with_listener(program: Any) -> int:
-    """Install a seccomp filter (a reference to a sock_fprog). Returns the descriptor by which another process decides."""
-    set_filter, new_listener = 1, 8
-    return _check(system_call(_SYS_SECCOMP, set_filter, new_listener, program), "seccomp with a listener")
 
 
 def no_new_privileges() -> None:

@@ -40,7 +40,7 @@ landlock_create_ruleset landlock_add_rule landlock_restrict_self
 ALLOWED = _NAMES.split()
 NEEDED_BY_THE_SANDBOX = ("seccomp", "mount", "unshare", "setns", "sched_setattr", "memfd_create")
 
-_ALLOW, _NOTIFY, _KILL = 0x7FFF0000, 0x7FC00000, 0x80000000
+ALLOW, _NOTIFY, _KILL = 0x7FFF0000, 0x7FC00000, 0x80000000
 _EPERM, _ENOSYS = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS))
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 _BAD_ARCHITECTURE, _OPTIMIZE = 2, 8  # attributes of a filter
@@ -68,11 +68,11 @@ class Rule(NamedTuple):
 
 
 INHERITED_RULES = [
-    *(Rule(name, _ALLOW) for name in (*ALLOWED, *NEEDED_BY_THE_SANDBOX)),
-    Rule("clone", _ALLOW, _equal(0, 0, _NEW_NAMESPACES)),  # clone3's flags lie in memory: glibc falls back to clone
-    Rule("socketpair", _ALLOW, _equal(0, _AF_UNIX)),
-    Rule("prlimit64", _ALLOW, _equal(0, 0)),  # only its own limits, where other processes have the same uid
-    Rule("sched_setaffinity", _ALLOW, _equal(0, 0)),
+    *(Rule(name, ALLOW) for name in (*ALLOWED, *NEEDED_BY_THE_SANDBOX)),
+    Rule("clone", ALLOW, _equal(0, 0, _NEW_NAMESPACES)),  # clone3's flags lie in memory: glibc falls back to clone
+    Rule("socketpair", ALLOW, _equal(0, _AF_UNIX)),
+    Rule("prlimit64", ALLOW, _equal(0, 0)),  # only its own limits, where other processes have the same uid
+    Rule("sched_setaffinity", ALLOW, _equal(0, 0)),
     Rule("socket", _EPERM),
 ]
 CALL_RULES = [
@@ -140,11 +140,6 @@ def numbers_of_guarded() -> dict[int, str]:
     return {library.seccomp_syscall_resolve_name(name.encode()): name for name in GUARDED}
 
 
-def compile_guarded() -> bytes:
-    """What a call parent under the guard adds, and its calls inherit. As `compile_filter`."""
-    return compile_filter(_ALLOW, GUARDED_RULES)
-
-
 class Filters(NamedTuple):
     inherited: bytes
     call: bytes
@@ -152,7 +147,7 @@ class Filters(NamedTuple):
 
 def compile_filters(architecture: str | None = None) -> Filters:
     """What all processes of the sandbox inherit, and what a call adds. As `compile_filter`."""
-    return Filters(compile_filter(_ENOSYS, INHERITED_RULES, architecture), compile_filter(_ALLOW, CALL_RULES, architecture))
+    return Filters(compile_filter(_ENOSYS, INHERITED_RULES, architecture), compile_filter(ALLOW, CALL_RULES, architecture))
 
 
 class _Program(ctypes.Structure):
@@ -168,4 +163,8 @@ def install_step(program: bytes) -> Step:
 
 def install_with_listener(program: bytes) -> int:
     """As `install_step`. Returns the descriptor by which another process decides what the filter does not. Raises OSError."""
-    return linux.filter_with_listener(ctypes.byref(_Program(len(program) // 8, program)))
+    set_filter, new_listener, filters = 1, 8, _Program(len(program) // 8, program)
+    listener: int = linux.system_call(linux.SYS_SECCOMP, set_filter, new_listener, ctypes.byref(filters))
+    if listener < 0:
+        raise OSError(ctypes.get_errno(), f"seccomp with a listener: {os.strerror(ctypes.get_errno())}")
+    return listener

@@ -20,7 +20,7 @@ from rstar2_megatron.judge.scheduling import FreeList
 log = logging.getLogger(__name__)
 _REMEDIES = {
     "partial": "Programs could end the judge and read its files. Give it what is missing (libseccomp; root, user namespaces "
-    "or Linux 6.12 with landlock), or, for trusted programs only, set JUDGE_REQUIRE_ISOLATION=minimal or --require-isolation",
+    "or landlock), or, for trusted programs only, set JUDGE_REQUIRE_ISOLATION=minimal or --require-isolation",
     "full": "Run as root with control groups, or ask for --require-isolation partial",
 }
 _PROJECT = Path(__file__).resolve().parents[3]

@@ -55,8 +55,8 @@ def why_not_started(text: str) -> tuple[str, str]:
     if "isolation" not in words:
         return words, ""
     return words, (
-        "run as root, allow user namespaces (Ubuntu 24.04: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or, for "
-        "programs that you trust, set JUDGE_REQUIRE_ISOLATION=minimal (docs/judge.md)"
+        "run as root, allow user namespaces (Ubuntu 24.04: by the command that the judge's log shows), or, for programs that "
+        "you trust, set JUDGE_REQUIRE_ISOLATION=minimal (docs/judge.md)"
     )
 
 
