@@ -4,7 +4,7 @@
 FROM python:3.11-bookworm
 ARG NVTE_CUDA_ARCHS=90
 # RSTAR2_GPU: no GPU is visible while an image is built, and the container must find the environment as it was built.
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 RSTAR2_GPU=1 \
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 RSTAR2_GPU=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN apt-get update \
  && apt-get install -y --no-install-recommends build-essential redis-server libseccomp2 libibverbs1 ibverbs-providers numactl \

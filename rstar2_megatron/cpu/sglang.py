@@ -54,9 +54,10 @@ def prepare_scheduler() -> None:
     if torch.cuda.is_available():
         return
     importlib.import_module("torch._dynamo").config.disable = True
-    # torch's CUDA build brings NCCL's library to a machine without a GPU too, where SGLang would open a communicator of CUDA streams
-    # for a group of CPU ranks. Told that there is no library, it does without.
-    importlib.import_module("sglang.srt.distributed.device_communicators.pynccl").NCCLLibrary = _no_nccl
+    # torch's CUDA build brings NCCL's library to a machine without a GPU too, and SGLang would open a communicator on CUDA for
+    # a group of CPU ranks. Told that there is no library, it does without.
+    pynccl: Any = importlib.import_module("sglang.srt.distributed.device_communicators.pynccl")
+    pynccl.NCCLLibrary = _no_nccl
     from rstar2_megatron.cpu import sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
 
     sglang_attention.install()

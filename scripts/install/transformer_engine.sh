@@ -97,7 +97,7 @@ build_te_wheel() { # build_te_wheel FOLDER
     CUDNN_PATH=$(echo "$(readlink -f "$venv")"/lib/python3.*/site-packages/nvidia/cudnn)
     export TORCH_CUDA_ARCH_LIST CUDNN_PATH
     exec "$venv/bin/python" -m pip wheel --disable-pip-version-check --no-input --no-cache-dir --no-deps \
-      --no-build-isolation -v -w "$1.part" "$(grep -E '^transformer-engine-torch==' "$te_requirements")"
+      ${UV_DEFAULT_INDEX:+--index-url "$UV_DEFAULT_INDEX"} --no-build-isolation -v -w "$1.part" "$(grep -E '^transformer-engine-torch==' "$te_requirements")"
   ) 2>&1 | te_progress >> "$te_log" || return 1
   cp "$te_log" "$1.part/build.log"
   printf '{"seconds": %s, "max_jobs": %s, "cuda_archs": "%s"}\n' $((SECONDS - began)) "$jobs" "$archs" > "$1.part/build.json"

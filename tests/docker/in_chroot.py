@@ -67,7 +67,11 @@ def main() -> None:
         "HOME": "/root",
         "DEBIAN_FRONTEND": "noninteractive",
         "PIP_BREAK_SYSTEM_PACKAGES": "1",  # Debian's Python is the image's here
-        **{key: value for key, value in os.environ.items() if key.startswith("PIP_") or "proxy" in key.lower()},
+        **{
+            key: value
+            for key, value in os.environ.items()
+            if key.startswith(("PIP_", "UV_", "SSL_CERT_FILE")) or "proxy" in key.lower()
+        },
     }
     with mounted(root):
         for number, (step, words) in enumerate(instructions(name), 1):

@@ -82,6 +82,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "environment": {"CUDA_HOME": "/usr/local/cuda"},
         "nvcc": "Cuda compilation tools, release 13.0, V13.0.88",
         "gpus": gpus,
+        "driver_cuda": 13000,
         "topology": TOPOLOGY.replace("{02}", "NV18"),
         **changes,
     }
@@ -98,7 +99,10 @@ MACHINE = [c for c in machine.CHECKS if c.name not in ("configuration", "nodes",
 
 @pytest.mark.parametrize("check", MACHINE, ids=lambda check: check.name)
 def test_a_healthy_node_passes(check: Check) -> None:
-    assert check.run(context("rstar2-qwen2.5-7b-megatron", gpu=True, facts=[facts()])).words
+    """One of its drivers is old, with cuda-compat beside it."""
+    assert check.run(
+        context("rstar2-qwen2.5-7b-megatron", gpu=True, facts=[facts(gpus=with_gpu(driver_version="550.54"))])
+    ).words
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_a_healthy_node_passes(check: Check) -> None:
         ("versions", {"packages": facts()["packages"] | {"torch": "2.12.0"}}, "torch is 2.12.0, requirements/ pins 2.13.0"),
         ("versions", {"packages": facts()["packages"] | {"sglang": None}}, "sglang is not installed"),
         ("driver", {"gpus": []}, "names no GPU"),
-        ("driver", {"gpus": with_gpu(driver_version="570.12")}, "GPU 3: driver 570.12 is older than 580"),
+        ("driver", {"gpus": with_gpu(driver_version="570.12"), "driver_cuda": 12080}, "GPU 3: driver 570.12 is older than 580"),
         ("driver", {"gpus": with_gpu(compute_mode="Exclusive_Process")}, "Exclusive_Process"),
         ("driver", {"gpus": facts()["gpus"][:4]}, "4 GPUs, the YAML's placement needs 8"),
         ("toolkit", {"tools": dict.fromkeys(("nvcc", "gcc", "g++"), "x") | {"ninja": None}}, "ninja is not on PATH"),

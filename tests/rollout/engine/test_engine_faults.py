@@ -109,8 +109,9 @@ async def test_engine_dies_with_its_parent(tiny_model: Path) -> None:
 @pytest.fixture
 def nccl_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library with NCCL's names, as torch's CUDA build brings one to a machine without a GPU."""
-    (wrapper,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr]
-    text = Path(wrapper, "srt/distributed/device_communicators/pynccl_wrapper.py").read_text()
+    sglang = find_spec("sglang")
+    assert sglang is not None and sglang.origin is not None
+    text = Path(sglang.origin).with_name("srt").joinpath("distributed/device_communicators/pynccl_wrapper.py").read_text()
     code = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(set(re.findall(r'"(nccl[A-Z]\w+)"', text))))
     library = tmp_path / "libnccl.so.2"
     subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-o", str(library), "-"], input=code, text=True, check=True)

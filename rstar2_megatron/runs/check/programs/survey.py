@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -40,6 +42,7 @@ def survey(job: Job, paths: Sequence[str], pins: Sequence[str]) -> dict[str, Any
         "tools": {name: shutil.which(name) for name in _TOOLS},
         "nvcc": _said("nvcc", "--version"),
         "gpus": _gpus(),
+        "driver_cuda": _driver_cuda(),
         "topology": _said("nvidia-smi", "topo", "-m"),
         "nvlink": _said("nvidia-smi", "nvlink", "-s"),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)},
@@ -85,6 +88,14 @@ def _gpus() -> list[dict[str, str]]:
     text = _said("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
     return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)]
+
+
+def _driver_cuda() -> int:
+    """The CUDA version of the libcuda that the loader finds, of the driver or cuda-compat: 13000 is 13.0, 0 is none."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _meminfo(name: str) -> float:

@@ -117,7 +117,7 @@ def driver(context: Context) -> Finding:
             yield f"{len(fact['gpus'])} GPUs, the YAML's placement needs {context.slots_per_node}"
         for gpu in fact["gpus"]:
             series = int(gpu["driver_version"].partition(".")[0] or 0)
-            if series < LEAST_DRIVER:
+            if series < LEAST_DRIVER and fact["driver_cuda"] < 13000:  # cuda-compat bridges it
                 yield f"GPU {gpu['index']}: driver {gpu['driver_version']} is older than {LEAST_DRIVER}, which CUDA 13 asks for"
             if gpu["compute_mode"] not in ("Default", "[N/A]"):
                 yield f"GPU {gpu['index']}: compute mode {gpu['compute_mode']} lets only one process use it"
@@ -253,7 +253,8 @@ CHECKS = [
     Check("configuration", configuration, "change the keys that the message names; --dry-run shows the plan"),
     Check("nodes", nodes, "see docs/multi_node.md; `ray status` shows who joined", deadline_s=180.0),
     Check("versions", versions, "bash scripts/setup_env.sh, and the same environment on every node"),
-    Check("driver", driver, "install a driver of the 580 series or newer; nvidia-smi -c 0 resets the compute mode", gpu=True),
+    Check("driver", driver, "a driver of the 580 series, or cuda-compat (docs/install.md); nvidia-smi -c 0 resets the mode",
+          gpu=True),
     Check("toolkit", toolkit, "bash scripts/setup_env.sh brings nvcc and ninja; g++ is in build-essential",
           gpu=True, after=("driver",)),
     Check("GPU memory", gpu_memory, "nvidia-smi names the processes; end them", gpu=True, after=("driver",)),
