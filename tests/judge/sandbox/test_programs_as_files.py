@@ -206,7 +206,7 @@ BY_NAME = dict(part.split("\n", 1) for part in PROGRAMS[4:].split("\n## "))
 def test_it_does_what_it_does_as_a_file(run: Run, tmp_path: Path, name: str) -> None:
     program = BY_NAME[name]
     (tmp_path / "source.py").write_text(program)
-    command = [sys.executable, "source.py"]
+    command = ["env", "--default-signal", sys.executable, "source.py"]  # whatever the tests were started with
     as_file = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
     result = run(program, options={"time_limit_s": "10"})
     place = "/tmp/judge-call/"
