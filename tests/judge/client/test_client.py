@@ -243,6 +243,7 @@ async def test_a_judge_that_answers_nothing_is_away() -> None:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await never.wait()
+        writer.close()  # from Python 3.12 on a server waits for its connections when it closes
 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
