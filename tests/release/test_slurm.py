@@ -152,6 +152,7 @@ def test_a_run_survives_a_requeue_and_its_time_limit(slurm: Slurm, tmp_path: Pat
     before = len(read_jsonl(directory / "metrics.jsonl"))
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # counted from the start of this attempt
     slurm.until(lambda: "SIGUSR2 asks for it" in slurm.text(), "end before the time limit")
+    slurm("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     slurm.until(lambda: slurm.text().count("resuming from") == 2, "resume after the time limit")
     told = re.findall(r"ending after step (\d+): SIGUSR2|resuming from \S+global_step_(\d+)", slurm.text())
     (_, first), (ended, _), (_, second) = told
