@@ -52,7 +52,7 @@ def marked(root: JudgeService | int) -> list[psutil.Process]:
         except OSError:  # it has just ended
             continue
         (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
-        if int(caught, 16) & _SIGNAL:
+        if int(caught, 16) & _SIGNAL and "\nState:\tZ" not in status:  # a zombie still has its handlers
             found.append(process)
     return found
 
