@@ -139,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     run: Path = arguments.run
     try:
+        if not run.exists():
+            raise ValueError(f"{run} is not there; give the directory of a run that was trained with runner.trace=N")
         path = run
         if run.is_dir():
             path = newest_trace(run) if arguments.step is None else trace_path(run, arguments.step)

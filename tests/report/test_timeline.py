@@ -115,3 +115,4 @@ def test_the_program_draws_and_says_it(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_run_without_traces_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2 and "train with runner.trace=N" in capsys.readouterr().err
     assert main([str(tmp_path), "--step", "4"]) == 2 and "step_4.json" in capsys.readouterr().err
+    assert main([str(tmp_path / "gone")]) == 2 and "gone is not there; give the directory of a run" in capsys.readouterr().err
