@@ -288,6 +288,10 @@ def _make_groups(layers: IsolationLayers, count: int, most: int) -> GroupTree | 
 def launch(control_fd: int, slots: int, sessions: int) -> int:
     """Run the launcher until the zygote has ended and the control groups are removed. Returns the zygote's exit code."""
     die_with_parent(signal.SIGTERM)
+    # What who started the judge ignores (nohup: SIGHUP; RLinf's driver: SIGUSR1), a program would ignore too.
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python's own
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     os.environ["PATH"] = f"{isolation.COMMANDS}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"

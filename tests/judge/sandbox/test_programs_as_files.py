@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.judge.client.client import JudgeClient
+from rstar2_megatron.judge.client.service import JudgeService
 from tests.judge.conftest import Run
 
 # A line `## NAME` begins each.
@@ -214,6 +217,23 @@ def test_it_does_what_it_does_as_a_file(run: Run, tmp_path: Path, name: str) -> 
     assert result["stdout"] == expected, (result, as_file)
     assert result["exit_code"] == (as_file.returncode if as_file.returncode >= 0 else 128 - as_file.returncode)
     assert result["signal"] == (-as_file.returncode if as_file.returncode < 0 else None)
+
+
+async def test_what_the_service_was_started_to_ignore_ends_a_program() -> None:
+    signals = (signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        service = JudgeService(workers=1).start()
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    try:
+        async with JudgeClient(service.url) as client:
+            for number in signals:
+                result = await client.run(f"import signal; signal.raise_signal({int(number)}); print('goes on')")
+                assert (result.signal, result.stdout) == (number, "")
+    finally:
+        service.stop()
 
 
 def test_a_user_has_a_name(run: Run) -> None:
