@@ -11,14 +11,12 @@ from rstar2_megatron.cluster.calls import DeadlineExceeded, PendingCall, WorkerF
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.weights import Sent
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.weights.route import Place, RouteKind, WeightRoute, make_route, possible_routes
+from rstar2_megatron.weights.route import STEP_TIMEOUT_S, Place, RouteKind, WeightRoute, make_route, possible_routes
 
 logger = logging.getLogger(__name__)
 # Of calls that move nothing: one that takes longer is stuck, and the run ends with its name.
 _SHORT_CALL_S = 120.0
-# Of one bucket: the next route begins within 30 s. The first sync by a route also makes its communicators, which takes longer.
-STEP_TIMEOUT_S = 25.0
-FIRST_STEP_TIMEOUT_S = 120.0
+FIRST_STEP_TIMEOUT_S = 120.0  # of one bucket: the first sync by a route also makes its communicators, which takes longer
 
 
 class WeightSync:

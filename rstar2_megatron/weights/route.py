@@ -16,6 +16,8 @@ from typing import Literal
 
 _attempts = itertools.count(1)  # only the driver makes routes
 
+STEP_TIMEOUT_S = 25.0  # of one bucket: the next route begins within 30 s
+
 RouteKind = Literal["cuda_ipc", "shared_memory", "broadcast", "disk"]
 
 
@@ -46,7 +48,7 @@ class WeightRoute:
     """Increases with every sync and every retry. Messages of an earlier attempt are ignored."""
     actor_nodes: tuple[int, ...] = ()
     """The node of each actor rank (cuda_ipc)."""
-    step_timeout_s: float = 25.0
+    step_timeout_s: float = STEP_TIMEOUT_S
     """Longest wait for one bucket, in a collective or until the engine has loaded it."""
 
     @property
@@ -107,7 +109,7 @@ def make_route(
     *,
     bucket_bytes: int,
     directory: str,
-    step_timeout_s: float = 25.0,
+    step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> WeightRoute:
     """The route of this kind for one attempt at a weight sync. rollout: None for a lost engine."""
     first_on: dict[int, int] = {}

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.cluster.calls import WorkerGroup, WorkerLost
+from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup, WorkerLost
 from rstar2_megatron.cluster.phases.server import PhaseEvents, PhaseServer
-from rstar2_megatron.rollout.messages import WorkRequest
+from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
 from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import weight_sync
-from rstar2_megatron.trajectory import Problem
+from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, Trajectory
 from rstar2_megatron.weights.route import RouteKind
 from tests.cluster.conftest import CALL_S, Launch, sync_in_turn
 from tests.cluster.weight_ends import Fault, Receiver, Sender
@@ -83,7 +83,8 @@ class Engines:
         return 2
 
 
-def test_an_engine_that_waits_gets_a_dead_workers_work_without_a_further_message() -> None:
+def served() -> tuple[PhaseServer, Any, list[tuple[str, Any]]]:
+    """A phase of one group, whose four rollouts engine 0 has; the engines; what they are sent from now on."""
     phase = RolloutPhase(WorkQueue("kv_adaptive", 2, 4), 4)
     phase.add_problems([Problem("problem", [{"role": "user", "content": "?"}], ["1"])])
     sent: list[tuple[str, Any]] = []
@@ -99,8 +100,25 @@ def test_an_engine_that_waits_gets_a_dead_workers_work_without_a_further_message
     while phase.queue.left:
         run.handle(WorkRequest(0, 1, 8), 0.0)
     sent.clear()
+    return run, engines, sent
+
+
+def test_an_engine_that_waits_gets_a_dead_workers_work_without_a_further_message() -> None:
+    run, engines, sent = served()
     run.handle(WorkRequest(1, 1, 8), 0.0)
     assert not sent
     engines.lost[0] = "it died"
     run.look_for_lost_workers()
     assert [key for key, _ in sent] == ["work R:1"] and sent[0][1].work
+
+
+def test_what_the_last_worker_held_is_taken_back_before_the_loss_is_raised() -> None:
+    """The other engine is gone. A phase that follows must not ask a new worker for tokens that this one held."""
+    run, engines, _ = served()
+    ended = Trajectory("problem", 0, finish_reason=FinishReason.ANSWERED, held=HeldTokens(0, 0, 1, 1, [], 0.0))
+    run.phase.ended(0, 0, ended, 0.0)
+    run.handle(EngineGone(1, 1, "no restart is left"), 0.0)
+    engines.lost[0] = "it died"
+    with pytest.raises(EnginesLost, match="no engine is left: it died"):
+        run.look_for_lost_workers()
+    assert run.take_back() == [] and run.phase.open_groups[0].missing == [0, 1, 2, 3]

@@ -168,7 +168,7 @@ class ContinuousRollout(PhaseEvents):
         if self._server is not None:
             self._stop_thread()
             with self._changed:
-                self._server.forget_workers()
+                self._server.take_back()
             self._leave(self._server)
 
     def _leave(self, server: PhaseServer) -> None:

@@ -72,7 +72,7 @@ class RolloutCoordinator:
                     server.receive(deadline - time.monotonic())
                 workers = server.end(cut=spec.tail == "cut", timeout_s=deadline - time.monotonic())
             except EnginesLost:
-                server.forget_workers()  # carried groups go into another phase, if there is one
+                server.take_back()  # carried groups go into another phase, if there is one
                 raise
         groups, carried = phase.finish()
         self.tokens.fetch_ended(carried)

@@ -160,18 +160,18 @@ class PhaseServer:
 
     def look_for_lost_workers(self) -> None:
         """Queue again what workers had that have died since the last look. Raises EnginesLost."""
-        for engine in sorted(set(self._engines.lost) - self._dead):
-            self._dead.add(engine)
+        for engine in self.take_back():
             if engine not in self._gone:
                 self._lose(engine, self._engines.lost[engine])
-            self._events.reopened(self.phase.lose_worker(engine))
             self.serve_pending(time.monotonic())  # the others may have waited for nothing but this work
 
-    def forget_workers(self) -> None:
-        """No engine is left: what each had counts as not rolled out. Raises nothing."""
-        for engine in sorted(set(self._engines.lost) - self._dead):
+    def take_back(self) -> list[int]:
+        """What workers had that have died since the last look counts as not rolled out. Returns their engines."""
+        died = sorted(set(self._engines.lost) - self._dead)
+        for engine in died:
             self._dead.add(engine)
             self._events.reopened(self.phase.lose_worker(engine))
+        return died
 
     def _lose(self, engine: int, reason: str) -> None:
         self._gone[engine] = reason
