@@ -123,8 +123,8 @@ class UserCode(BaseModel):
             raise UserCodeError(f"{self.label} cannot be loaded: {self.blame(error)}") from error
         if not self.is_file and (here := _hash([_source_of_package(self._where)])) != self.sha256:
             raise UserCodeError(
-                f"{self.reference} differs between nodes (sha256 {self.sha256[:12]} where the run was started, {here[:12]} here, "
-                f"{module.__file__}); install the same version everywhere"
+                f"{self.reference} differs between nodes (sha256 {self.sha256[:12]} where the run was started, "
+                f"{here[:12]} here, {module.__file__}); install the same version everywhere"
             )
         if not hasattr(module, self.name):
             names = [name for name in vars(module) if not name.startswith("_")]

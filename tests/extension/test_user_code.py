@@ -84,7 +84,7 @@ def test_a_saved_configuration_reads_its_copy(tmp_path: Path) -> None:
     code = read("c.py:f", tmp_path / "user")
     plain = code.model_dump(mode="json")
     source.write_text("def f(): return 2")
-    with pytest.raises(ValidationError, match="c.py has changed since this configuration was saved"):
+    with pytest.raises(ValidationError, match=r"c\.py has changed since this configuration was saved"):
         UserCode.model_validate(plain, context={FOLDERS: [tmp_path / "run"]})
     code.save(tmp_path / "run")
     source.unlink()
@@ -112,7 +112,7 @@ def test_another_version_of_a_package_on_a_node_is_said(tmp_path: Path, monkeypa
     write(tmp_path, "installed_pkg.py", "def f(): ...")
     code = UserCode.model_validate("installed_pkg:f")
     write(tmp_path, "installed_pkg.py", "def f(): return 1")
-    with pytest.raises(UserCodeError, match="differs between nodes .*install the same version everywhere"):
+    with pytest.raises(UserCodeError, match=r"differs between nodes .*install the same version everywhere"):
         code.load()
 
 
@@ -138,7 +138,7 @@ def test_broken_code_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match=f"failing.py:f cannot be loaded: {path}:2, in g: KeyError: 'key'"):
         read("failing.py:f", tmp_path).load()
     write(tmp_path, "leaving.py", "raise SystemExit(3)")
-    with pytest.raises(UserCodeError, match="leaving.py:1: SystemExit: 3"):
+    with pytest.raises(UserCodeError, match=r"leaving\.py:1: SystemExit: 3"):
         read("leaving.py:f", tmp_path).load()
     write(tmp_path, "lacking.py", "import no_such_module_at_all")
     with pytest.raises(UserCodeError, match="No module named 'no_such_module_at_all'"):
