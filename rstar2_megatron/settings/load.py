@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from rstar2_megatron.extension.user_code import FOLDERS
 from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
 from rstar2_megatron.settings import rlinf_keys
 from rstar2_megatron.settings.precision import resolve_precision
@@ -87,7 +88,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
     if without_meaning:
         notes.append("RLinf keys without meaning here: " + "; ".join(without_meaning))
     try:
-        settings = Settings.model_validate(data)
+        settings = Settings.model_validate(data, context={FOLDERS: [directory, users_path(".").resolve()]})
     except ValidationError as error:
         raise ConfigError(_validation_message(error)) from None
     return Loaded(settings, notes, origins)
