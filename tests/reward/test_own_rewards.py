@@ -199,9 +199,7 @@ async def test_an_async_function_that_blocks_is_found(make: Any) -> None:
 
 
 def test_what_cannot_be_called_is_refused_before_a_run(read: Any) -> None:
-    with pytest.raises(
-        UserCodeError, match=r"mine.py:no_arguments\(\) cannot be called with \(problem, trajectory\), nor"
-    ):
+    with pytest.raises(UserCodeError, match=r"mine.py:no_arguments\(\) cannot be called with \(problem, trajectory\), nor"):
         Rewards(read(function="mine.py:no_arguments"))
     with pytest.raises(UserCodeError, match=r"and reward.arguments=\{'bonsu': 1\}.*unexpected keyword argument 'bonsu'"):
         Rewards(read(function="mine.py:compute_score", arguments={"bonsu": 1}))
