@@ -7,6 +7,7 @@ Names follow the released rStar2-Agent code; the paper writes the first one
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 ToolSchema = dict[str, Any]
@@ -57,19 +58,23 @@ TOOL_SCHEMAS: dict[str, ToolSchema] = {
 }
 
 
-def tool_schemas(names: list[str], described: list[ToolSchema] | None = None) -> list[ToolSchema]:
+def tool_schemas(
+    names: list[str], described: list[ToolSchema] | None = None, known: Mapping[str, ToolSchema] = TOOL_SCHEMAS
+) -> list[ToolSchema]:
     """Schemas of the named tools, in order; `described` replaces those of the same names.
 
     Raises ValueError for a name that no tool has, or a description of a tool that is not used.
     """
-    unknown = [name for name in names if name not in TOOL_SCHEMAS]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"agentloop.tools names {unknown}; known tools are {sorted(TOOL_SCHEMAS)}")
+        raise ValueError(
+            f"agentloop.tools names {unknown}; known tools are {sorted(TOOL_SCHEMAS)}, an own one is path/to/file.py:name"
+        )
     own = {tool_name(schema): schema for schema in described or []}
     unused = sorted(set(own) - set(names))
     if unused:
         raise ValueError(f"agentloop.tool_descriptions describes {unused}, agentloop.tools has {names}")
-    return [own.get(name, TOOL_SCHEMAS[name]) for name in names]
+    return [own.get(name, known[name]) for name in names]
 
 
 def tool_name(schema: ToolSchema) -> str:

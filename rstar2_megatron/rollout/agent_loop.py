@@ -22,8 +22,9 @@ from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, En
 from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
+from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
-from rstar2_megatron.rollout.tool_runner import Judge, ToolRunner
+from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
 
@@ -103,7 +104,7 @@ class AgentLoop:
         seed: int | None = None,
     ) -> None:
         self.engine = engine
-        self.tools = ToolRunner(judge, settings)
+        self.tools = ToolRunner(judge, settings, template.tools)
         self.template = template
         self.settings = settings
         self.sampling = sampling
@@ -146,10 +147,9 @@ class AgentLoop:
         try:
             if not len(trajectory.prompt_ids):
                 trajectory.prompt_ids = np.array(self.template.prompt_ids(problem), np.int32)
-            if trajectory.session:
-                self.tools.judge.expect_session(trajectory.session)
+            self.tools.expect(trajectory)
             deadline = started + self.timeout_s - trajectory.seconds
-            turns = Turns(self, trajectory, deadline, on_progress, preemption, one_turn, number)
+            turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
             trajectory.finish_reason = await (turns.until_end() if one_turn is None else turns.turn())
         except Parked:
             parked = not self.cutting
@@ -188,6 +188,7 @@ class Turns:
     def __init__(
         self,
         loop: AgentLoop,
+        problem: Problem,
         trajectory: Trajectory,
         deadline: float,
         on_progress: LengthCallback | None,
@@ -196,6 +197,7 @@ class Turns:
         number: int = 0,
     ) -> None:
         self.loop = loop
+        self.problem = problem
         self.number = number
         self.one_turn = one_turn
         self.trajectory = trajectory
@@ -374,7 +376,9 @@ class Turns:
     async def _run_tools(self, calls: list[ParsedCall]) -> list[str]:
         self.preemption.at_tool = True
         try:
-            done, responses = await self.loop.tools.run(self.trajectory, calls, self._seconds_left, self.loop.stats)
+            done, responses = await self.loop.tools.run(
+                self.problem, self.trajectory, calls, self._seconds_left, self.loop.stats
+            )
         finally:
             self.preemption.at_tool = False
         self.trajectory.tool_calls += done

@@ -8,7 +8,7 @@ from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.rollout.tool_runner import Judge
+from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.settings.schema import RolloutSettings, SamplingParams
 
 

@@ -31,8 +31,9 @@ import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
 from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
+from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name, tool_schemas
+from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name
 from rstar2_megatron.trajectory import Problem
 
 TURN_START = "<|im_start|>"
@@ -117,7 +118,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, settings: AgentLoopSettings) -> None:
         self.tokenizer = tokenizer
         self.settings = settings
-        self.schemas: list[ToolSchema] = tool_schemas(settings.tools, settings.tool_descriptions)
+        self.tools = tools_of(settings)
+        self.schemas: list[ToolSchema] = [tool.schema for tool in self.tools]
         self.system_prompt, self.user_prefix, self.generation_prefix = Wording.of(settings, self.schemas)
         self._wholly = settings.chat_template is not None  # the template writes the wording too
         self._template: str | None = settings.chat_template

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from rstar2_megatron.rollout.engine.protocol import EngineReport
-from rstar2_megatron.trajectory import Group, Trajectory
+from rstar2_megatron.trajectory import Group, ToolCall, Trajectory
 
 _OF_RUN = "engine_restarts"
+_COUNTERS = ("tool_calls", "endings", "tool", "user_code_errors")
 
 
 @dataclass(slots=True)
@@ -36,6 +37,8 @@ class RolloutStats:
     engine_waiting: float = 0.0
     reports: int = 0
     tool_calls: Counter[str] = field(default_factory=Counter)  # by outcome
+    tool: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # calls, errors and seconds by tool
+    user_code_errors: Counter[str] = field(default_factory=Counter)  # by type
     endings: Counter[str] = field(default_factory=Counter)  # by finish reason
     _at_engine: int = 0
     _busy_since: float = 0.0
@@ -50,6 +53,12 @@ class RolloutStats:
         self.tool_tokens += trajectory.response_tokens - trajectory.num_trained_tokens
         self.tool_calls.update(str(call.outcome) for call in trajectory.tool_calls)
         self.endings[str(trajectory.finish_reason)] += 1
+
+    def add_call(self, call: ToolCall) -> None:
+        """Count a call of a known tool. Errors are those of the model."""
+        self.tool[f"{call.name}/calls"] += 1
+        self.tool[f"{call.name}/errors"] += call.outcome.is_model_error
+        self.tool[f"{call.name}/seconds"] += call.seconds
 
     def enter_engine(self) -> None:
         """A request is sent to the engine."""
@@ -74,14 +83,12 @@ class RolloutStats:
     def sums(self) -> dict[str, float]:
         """Flat values, with one key per entry of a counter."""
         values = {
-            f.name: float(getattr(self, f.name))
-            for f in fields(self)
-            if f.name not in ("tool_calls", "endings") and not f.name.startswith("_")
+            f.name: float(getattr(self, f.name)) for f in fields(self) if f.name not in _COUNTERS and not f.name.startswith("_")
         }
         if self._at_engine:
             values["engine_busy_seconds"] += time.monotonic() - self._busy_since
-        values |= {f"tool_calls/{name}": float(n) for name, n in sorted(self.tool_calls.items())}
-        values |= {f"endings/{name}": float(n) for name, n in sorted(self.endings.items())}
+        for counter in _COUNTERS:
+            values |= {f"{counter}/{name}": float(n) for name, n in sorted(getattr(self, counter).items())}
         return values
 
 

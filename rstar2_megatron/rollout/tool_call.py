@@ -154,7 +154,9 @@ def _argument_problem(arguments: dict[str, Any], schema: ToolSchema) -> str:
     for key, spec in schema["function"]["parameters"]["properties"].items():
         if key not in arguments:
             continue
-        value, wanted = arguments[key], str(spec.get("type", "string"))  # JSON Schema also has lists of types
+        value, wanted = arguments[key], str(spec.get("type", "any"))  # JSON Schema also has lists of types
+        if value is None and spec.get("nullable"):
+            continue
         wrong_bool = isinstance(value, bool) and wanted in JSON_TYPES and wanted != "boolean"
         if wrong_bool or not isinstance(value, JSON_TYPES.get(wanted, (object,))):
             return f'Argument "{key}" must be of type {wanted}, got {json_type(value)}.'

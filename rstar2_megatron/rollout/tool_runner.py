@@ -1,123 +1,129 @@
-"""Runs a turn's tool calls on the judge. Typed outcomes separate the model's errors from infrastructure failures."""
+"""Runs a turn's tool calls. Typed outcomes separate the model's errors from infrastructure failures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
+from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TOOLS, TRACE
 from rstar2_megatron.rollout.stats import RolloutStats
+from rstar2_megatron.rollout.tool import CallContext, Judge, Tool, ToolAnswer
 from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall
-from rstar2_megatron.rollout.tool_response import ToolRun, format_refusal, format_tool_response, truncate
+from rstar2_megatron.rollout.tool_response import format_refusal
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.tools import JUPYTER
-from rstar2_megatron.trajectory import ToolCall, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
 
-# Outcomes that the judge reports. Exceeding memory or output limits is an error of the program. Any outcome that is
-# not listed is an infrastructure failure.
-_OUTCOMES = {
-    "ok": ToolOutcome.OK,
-    "error": ToolOutcome.ERROR,
-    "memory": ToolOutcome.ERROR,
-    "output_limit": ToolOutcome.ERROR,
-    "killed": ToolOutcome.ERROR,
-    "invalid_input": ToolOutcome.ERROR,
-    "timeout": ToolOutcome.TIMEOUT,
-}
+log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-
-
-class Judge(Protocol):
-    """The methods of the Code Judge's client that are used here. It retries, and raises when the judge stays unreachable."""
-
-    async def run(self, code: str, stdin: str = "", *, session: str | None = None) -> ToolRun: ...
-
-    def expect_session(self, session: str) -> None: ...
-
-    async def close_session(self, session: str) -> None: ...
+_TOLD_AT_MOST = 20
+_told: set[str] = set()  # failures of the user's code that this process has logged
 
 
 class ToolRunner:
-    """The tools of one agent loop. `stats` may be replaced at any time."""
+    """The tools of one agent loop."""
 
-    def __init__(self, judge: Judge, settings: AgentLoopSettings) -> None:
+    def __init__(self, judge: Judge, settings: AgentLoopSettings, tools: Sequence[Tool]) -> None:
         self.judge = judge
         self.settings = settings
+        self.tools = {tool.name: tool for tool in tools}
         self.shown_seconds: float | None = None
         """Shown to the model as every execution time, so that equal calls give equal tokens; None: the measured time."""
 
     async def run(
-        self, trajectory: Trajectory, calls: list[ParsedCall], seconds_left: Callable[[], float], stats: RolloutStats
+        self,
+        problem: Problem,
+        trajectory: Trajectory,
+        calls: list[ParsedCall],
+        seconds_left: Callable[[], float],
+        stats: RolloutStats,
     ) -> tuple[list[ToolCall], list[str]]:
         """Run the turn's first `max_parallel_calls` calls together, of more the well-formed ones. Returns calls and responses.
 
-        `seconds_left` returns the time until the trajectory's deadline and may raise. A failure of the judge does not
-        raise: the call's outcome is INFRASTRUCTURE.
+        `seconds_left` returns the time until the trajectory's deadline and may raise. A failure of the judge or of the
+        user's code does not raise: the call's outcome is INFRASTRUCTURE.
         """
         limit = self.settings.max_parallel_calls
         if len(calls) > limit:
             calls = sorted(calls, key=lambda call: not call.valid)
         begun = time.monotonic()
-        cells = any(call.valid and call.name == JUPYTER for call in calls[:limit])
         try:
-            if cells and (lost := await self._replay(trajectory, seconds_left)) is not None:
-                return [lost], []
-            done = await asyncio.gather(*(self._run_one(trajectory, c, seconds_left()) for c in calls[:limit]))
+            for earlier in self._to_replay(trajectory, calls[:limit]):
+                again = await self._run_one(problem, trajectory, earlier, seconds_left(), stats)
+                if again.outcome is ToolOutcome.INFRASTRUCTURE:
+                    return [again], []
+            done = await asyncio.gather(*(self._run_one(problem, trajectory, c, seconds_left(), stats) for c in calls[:limit]))
         finally:
             stats.tool_seconds += time.monotonic() - begun
+        for call in done:
+            if call.name in self.tools:
+                stats.add_call(call)
         responses = [call.response_text for call in done]
         if len(calls) > limit:
             skipped = len(calls) - limit
             responses.append(format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn."))
         return done, responses
 
-    async def _replay(self, trajectory: Trajectory, seconds_left: Callable[[], float]) -> ToolCall | None:
-        """Run the cells of earlier turns in a new interpreter, for a trajectory that continues another one's turns.
+    def _to_replay(self, trajectory: Trajectory, calls: list[ParsedCall]) -> list[ParsedCall]:
+        """The calls of earlier turns that make the state again which `calls` need and which is not here.
 
-        A trajectory that runs from its beginning keeps its interpreter, so nothing is replayed. Returns the call that the
-        infrastructure lost, if any.
+        A trajectory that runs from its beginning keeps its state, so nothing is replayed; one that continues another one's
+        turns, or came from another process, does not have it.
         """
+        called = [
+            tool for name, tool in self.tools.items() if tool.has_session and any(c.valid and c.name == name for c in calls)
+        ]
+        if called and not trajectory.session:
+            called = [tool for tool in self.tools.values() if tool.has_session]
+        lost = {tool.name for tool in called if not tool.is_open(trajectory.session)}
+        return [
+            ParsedCall(CallStatus.VALID, done.name, done.arguments)
+            for done in trajectory.tool_calls
+            if done.name in lost and done.outcome is not ToolOutcome.MALFORMED
+        ]
+
+    def expect(self, trajectory: Trajectory) -> None:
+        """A trajectory continues: the state that it has in its tools must still be there."""
         if trajectory.session:
-            return None
-        for done in trajectory.tool_calls:
-            if done.name == JUPYTER and done.outcome is not ToolOutcome.MALFORMED:
-                call = ParsedCall(CallStatus.VALID, done.name, done.arguments)
-                again = await self._run_one(trajectory, call, seconds_left())
-                if again.outcome is ToolOutcome.INFRASTRUCTURE:
-                    return again
-        return None
+            for tool in self.tools.values():
+                if tool.has_session:
+                    tool.expect(trajectory.session, self.judge)
 
     async def close(self, trajectory: Trajectory) -> None:
-        """Close the trajectory's interpreter session, if it has one."""
+        """Close the trajectory's state in its tools, if it has any."""
         if trajectory.session:
-            with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
-                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self.judge.close_session(trajectory.session)
+            for tool in self.tools.values():
+                if tool.has_session:
+                    with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
+                        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                            await tool.close(trajectory.session, self.judge)
             trajectory.session = ""
 
-    async def _run_one(self, trajectory: Trajectory, call: ParsedCall, limit_s: float) -> ToolCall:
+    async def _run_one(
+        self, problem: Problem, trajectory: Trajectory, call: ParsedCall, limit_s: float, stats: RolloutStats
+    ) -> ToolCall:
         if not call.valid:
             return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, format_refusal(call.message))
-        session = None
-        if call.name == JUPYTER:
+        tool = self.tools[call.name]
+        if tool.has_session:
             trajectory.session = trajectory.session or uuid.uuid4().hex  # the name alone gives access
-            session = trajectory.session
+        context = CallContext(problem, self.judge, trajectory.session, limit_s, self.shown_seconds)
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(limit_s):
-                with TRACE.span(call.name, TOOLS, trajectory=f"{trajectory.query_id}#{trajectory.rollout_index}"):
-                    run = await self.judge.run(call.arguments["code"], call.arguments.get("input", ""), session=session)
-        except Exception as error:  # JudgeUnavailable, or the deadline
-            outcome, text = ToolOutcome.INFRASTRUCTURE, f"{type(error).__name__}: {error}"
-        else:
-            outcome = _OUTCOMES.get(str(run.outcome), ToolOutcome.INFRASTRUCTURE)
-            text = self._shown(format_tool_response(run, self.shown_seconds))
-        return ToolCall(call.name, call.arguments, outcome, text, time.monotonic() - begun)
-
-    def _shown(self, text: str) -> str:
-        return truncate(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
+            with TRACE.span(call.name, TOOLS, trajectory=f"{trajectory.query_id}#{trajectory.rollout_index}"):
+                answer = await tool.run(call.arguments, context)
+        except Exception as error:  # JudgeUnavailable, the deadline, the user's code
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, UserCodeError):
+                text = str(error)
+                stats.user_code_errors[type(error.__cause__).__name__] += 1
+                if text not in _told and len(_told) < _TOLD_AT_MOST:
+                    _told.add(text)
+                    log.error("%s; such trajectories are dropped", text)
+            answer = ToolAnswer(ToolOutcome.INFRASTRUCTURE, text)
+        return ToolCall(call.name, call.arguments, answer.outcome, answer.text, time.monotonic() - begun)

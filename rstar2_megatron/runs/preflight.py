@@ -22,6 +22,7 @@ from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.reward.own import OwnReward
+from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.runs.inputs.output_directory import output_problems
 from rstar2_megatron.runs.inputs.training_files import training_file_problems
 from rstar2_megatron.services.process import is_loopback
@@ -54,6 +55,7 @@ def check_before_start(
     earlier stage of a recipe makes.
     """
     _raise(arithmetic_problems(settings))
+    _raise(tool_problems(settings))
     _raise(output_problems(settings))
     _raise(user_code_problems(settings))
     gpus = find_gpus()
@@ -104,6 +106,14 @@ def _raise_or_warn(problems: list[str], dry_run: bool, warnings: list[str]) -> N
         warnings.extend(problems)
     else:
         _raise(problems)
+
+
+def tool_problems(settings: Settings) -> Iterator[str]:
+    """Tools that no model could call; code of the user is loaded."""
+    try:
+        tools_of(settings.agentloop)
+    except ValueError as error:
+        yield f"agentloop.tools: {str(error).removeprefix('agentloop.tools ')}"
 
 
 def arithmetic_problems(settings: Settings) -> Iterator[str]:

@@ -26,6 +26,7 @@ from rstar2_megatron.settings.sections.environment import (
     CodeJudgeSettings,
     DataSettings,
     EvaluationSettings,
+    OwnToolSettings,
     RewardSettings,
     ToolsSettings,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "LoggerSettings",
     "LrSchedSettings",
     "OptimSettings",
+    "OwnToolSettings",
     "PreferenceSettings",
     "ProfilerSettings",
     "RefillSettings",

@@ -24,7 +24,7 @@ from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording, defuse
 from rstar2_megatron.settings.load import CONFIG_DIR
 from rstar2_megatron.settings.rlinf_keys import put
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.tools import tool_schemas
+from rstar2_megatron.tools import ToolSchema, tool_schemas
 from rstar2_megatron.trajectory import Problem
 
 VERSION = "0.9.1"
@@ -194,7 +194,14 @@ def chat_template(settings: Settings) -> str:
 
 def _wording(settings: Settings) -> Wording:
     agentloop = settings.agentloop
-    return Wording.of(agentloop, tool_schemas(agentloop.tools, agentloop.tool_descriptions))
+    return Wording.of(agentloop, _schemas(settings))
+
+
+def _schemas(settings: Settings) -> list[ToolSchema]:
+    tools = settings.agentloop.tools
+    if own := [tool.use.label for tool in tools if not isinstance(tool, str)]:
+        raise ValueError(f"agentloop.tools names {own[0]}, which the export cannot give to verl; write it as verl's own tool")
+    return tool_schemas([str(tool) for tool in tools], settings.agentloop.tool_descriptions)
 
 
 def verl_rows(problems: Sequence[Problem], settings: Settings) -> list[dict[str, Any]]:
@@ -239,7 +246,7 @@ def export(settings: Settings, directory: Path) -> list[str]:
     url = f"http://{judge.host_addr}:{judge.host_port}" if judge.host_addr else JUDGE_URL
     tools = [
         {"class_name": "code_judge_tool.CodeJudgeTool", "config": {"type": "native", "judge_url": url}, "tool_schema": schema}
-        for schema in tool_schemas(settings.agentloop.tools, settings.agentloop.tool_descriptions)
+        for schema in _schemas(settings)
     ]
     (directory / "tools.yaml").write_text(yaml.safe_dump({"tools": tools}, sort_keys=False))
     (directory / "verl.yaml").write_text(yaml.safe_dump(verl_config(settings, directory), sort_keys=False))

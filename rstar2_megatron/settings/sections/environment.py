@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.settings.sections.base import Section
@@ -78,9 +78,40 @@ class RewardSettings(Section):
         return self
 
 
+class OwnToolSettings(Section):
+    """A tool of the user with its limits."""
+
+    use: UserCode
+    """A typed, documented function, or a class with `__call__`: `path/to/file.py:name` or `package.module:name`."""
+    timeout_s: float = Field(30.0, gt=0)
+    """A call that takes longer is a timeout, which counts as an error of the model."""
+    max_concurrency: int = Field(32, ge=1)
+    """Calls at the same time in each rollout worker; further ones wait, and their time does not count as the tool's."""
+    max_length: int | None = Field(None, ge=16)
+    """Characters of a result shown to the model; null: agentloop.max_tool_response_length."""
+    settings: dict[str, Any] = {}
+    """Arguments of the function that the model does not see, or of the class when it is made."""
+
+
+def _kind_of_tool(value: Any) -> str:
+    return "name" if isinstance(value, str) and ":" not in value else "own"
+
+
+def _own_tool(value: Any) -> Any:
+    return {"use": value} if isinstance(value, str) else value
+
+
+ToolEntry = Annotated[
+    Annotated[str, Tag("name")] | Annotated[OwnToolSettings, BeforeValidator(_own_tool), Tag("own")],
+    Discriminator(_kind_of_tool),
+]
+
+
 class AgentLoopSettings(Section):
-    tools: list[str] = ["python_code_with_standard_io"]
-    """Names of the model's tools; tools.py defines them."""
+    tools: list[ToolEntry] = ["python_code_with_standard_io"]
+    """The model's tools: names that tools.py defines, `my_tools.py:search`, or such a tool with its limits as a mapping
+    `{use: my_tools.py:search, timeout_s: 10}` (docs/extend.md).
+    """
     use_data_system_prompt: bool = False
     """A system message in the data replaces the system prompt, and must then describe the tools."""
     max_assistant_turns: int = Field(5, ge=1)

@@ -1,0 +1,286 @@
+"""A tool that the user has written: a typed, documented function, or a class with an instance for each trajectory.
+
+Sync functions run in threads of their own, because one that never returns must hold up neither the loop nor the exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
+from rstar2_megatron.data.json_text import json_type
+from rstar2_megatron.extension import ToolError
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError
+from rstar2_megatron.rollout.tool import CallContext, Judge, Tool, ToolAnswer
+from rstar2_megatron.rollout.tool_response import format_refusal, truncate
+from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
+from rstar2_megatron.tools import ToolSchema
+from rstar2_megatron.trajectory import Problem, ToolOutcome
+
+_PROBLEM = "problem"
+_IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
+_NO_VALUE = inspect.Parameter.empty
+
+
+@dataclass(slots=True)
+class _State:
+    """One trajectory's instance."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # its calls run one after another
+    instance: Any = None
+    used: float = field(default_factory=time.monotonic)
+
+
+class _TookTooLong(Exception):
+    """The tool ran past its own time limit."""
+
+
+class OwnTool(Tool):
+    """Raises UserCodeError when it is made from code that is no tool; the message says what to write."""
+
+    def __init__(self, settings: OwnToolSettings, agentloop: AgentLoopSettings) -> None:
+        self.code: UserCode = settings.use
+        self.settings = settings
+        self.max_length = settings.max_length or agentloop.max_tool_response_length
+        self.truncate_side = agentloop.tool_response_truncate_side
+        target = self.code.load()
+        self.has_session = inspect.isclass(target)
+        self._target = target
+        # of a class, `target.__call__` would be its constructor where it has no such method
+        calls = (
+            [vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)] if self.has_session else [target]
+        )
+        name = getattr(target, "name", "") if self.has_session else ""
+        name = name or getattr(target, "__name__", "")
+        if not calls or not callable(target) or not isinstance(name, str) or not name:
+            kind = "class without __call__" if self.has_session else type(target).__name__
+            raise UserCodeError(f"{self.code.label} is a {kind}; a tool is a function, or a class with __call__")
+        self._call = calls[0]
+        hidden = {} if self.has_session else settings.settings
+        parameters = _parameters(self.code.label, self._call, method=self.has_session)
+        self._takes_problem = [name for name, (hint, _) in parameters.items() if name == _PROBLEM or hint is Problem]
+        self._check_settings(target if self.has_session else self._call)
+        shown = {n: p for n, p in parameters.items() if n not in self._takes_problem and n not in hidden}
+        super().__init__(_schema(self.code.label, name, inspect.getdoc(self._call), shown))
+        self._adapters = {n: _adapter(self.code.label, n, hint) for n, (hint, _) in shown.items()}
+        self._slots = asyncio.Semaphore(settings.max_concurrency)
+        self._running = 0
+        self._states: dict[str, _State] = {}
+
+    def _check_settings(self, taker: Callable[..., Any]) -> None:
+        try:
+            inspect.signature(taker).bind_partial(**self.settings.settings)
+            if self.has_session:
+                inspect.signature(taker).bind(**self.settings.settings)
+        except TypeError as error:
+            raise UserCodeError(f"the settings of {self.code.label} do not fit its parameters: {error}") from None
+
+    # ------------------------------------------------------------------------------------------ one call
+
+    async def run(self, arguments: dict[str, Any], context: CallContext) -> ToolAnswer:
+        try:
+            values = self._validated(arguments)
+        except ValueError as error:
+            return ToolAnswer(ToolOutcome.MALFORMED, format_refusal(str(error)))
+        try:
+            async with asyncio.timeout(context.limit_s):
+                outcome, text = ToolOutcome.OK, _as_text(await self._run(values, context))
+        except ToolError as error:
+            outcome, text = ToolOutcome.ERROR, format_refusal(str(error))
+        except _TookTooLong as error:
+            outcome, text = ToolOutcome.TIMEOUT, format_refusal(str(error))
+        except TimeoutError:  # the user's own are no longer of this type here
+            raise TimeoutError(
+                f"the trajectory's deadline passed in {self.code.label}, of which {self._running} calls were running "
+                f"(max_concurrency={self.settings.max_concurrency})"
+            ) from None
+        except _BadResult as error:
+            raise UserCodeError(f"{self.code.label} {error}; a tool returns a text, or what JSON can hold") from error.__cause__
+        return ToolAnswer(outcome, truncate(_printable(text), self.max_length, self.truncate_side))
+
+    def _validated(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        values = {}
+        for name, value in arguments.items():
+            try:
+                values[name] = self._adapters[name].validate_python(value)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(str(part) for part in (name, *first["loc"]))
+                said = first["msg"].removeprefix("Value error, ")
+                raise ValueError(
+                    f'Argument "{place}": {said[:1].lower()}{said[1:]}, got {json_type(first["input"])}.'
+                ) from None
+        return values
+
+    async def _run(self, values: dict[str, Any], context: CallContext) -> Any:
+        problem = dict.fromkeys(self._takes_problem, context.problem)
+        if not self.has_session:
+            return await self._limited(self._call, {**self.settings.settings, **values, **problem})
+        await self._close_idle()
+        state = self._states.setdefault(context.session, _State())
+        async with state.lock:
+            state.used = time.monotonic()
+            if state.instance is None:
+                instance = await self._limited(self._target, self.settings.settings)
+                if opened := getattr(instance, "open", None):
+                    takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opened).parameters else {}
+                    await self._limited(opened, takes)
+                state.instance = instance
+            return await self._limited(state.instance, {**values, **problem})
+
+    async def _limited(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
+        """Run the user's code within the tool's limits. Raises ToolError, _TookTooLong, UserCodeError.
+
+        A thread that goes on after its time keeps its place among `max_concurrency`.
+        """
+        await self._slots.acquire()
+        self._running += 1
+        is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))  # type: ignore[operator]
+        work = asyncio.ensure_future(_awaited(function, values)) if is_async else _in_thread(function, values)
+        work.add_done_callback(self._ended)
+        try:
+            done, _ = await asyncio.wait({work}, timeout=self.settings.timeout_s)
+        finally:
+            if is_async:
+                work.cancel()
+        if not done:
+            raise _TookTooLong(f"{self.name} took longer than {self.settings.timeout_s:g} s")
+        value, error = (None, asyncio.CancelledError()) if work.cancelled() else work.result()
+        if isinstance(error, ToolError):
+            raise error
+        if error is not None:
+            raise UserCodeError(f"{self.code.label} failed: {self.code.blame(error)}") from error
+        return value
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        self._running -= 1
+        self._slots.release()
+
+    # ------------------------------------------------------------------------------------ trajectory's state
+
+    def is_open(self, session: str) -> bool:
+        return session in self._states
+
+    async def close(self, session: str, judge: Judge) -> None:
+        await self._close(session)
+
+    async def _close(self, session: str) -> None:
+        state = self._states.pop(session, None)
+        if state is not None and (closing := getattr(state.instance, "close", None)):
+            with contextlib.suppress(ToolError, _TookTooLong, UserCodeError):  # the trajectory is complete without it
+                await self._limited(closing, {})
+
+    async def _close_idle(self) -> None:
+        old = time.monotonic() - _IDLE_S
+        for session in [s for s, state in self._states.items() if state.used < old and not state.lock.locked()]:
+            await self._close(session)
+
+
+class _BadResult(Exception):
+    """Neither text nor JSON."""
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _BadResult(f"returned a {type(value).__name__}, which is not JSON ({error})") from error
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+async def _awaited(function: Callable[..., Any], values: dict[str, Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return await function(**values), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit would end the worker
+        return None, error
+
+
+def _in_thread(function: Callable[..., Any], values: dict[str, Any]) -> asyncio.Future[Any]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(result: tuple[Any, BaseException | None]) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def work() -> None:
+        try:
+            result: tuple[Any, BaseException | None] = function(**values), None
+        except BaseException as error:  # it belongs to the call, whatever it is
+            result = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(deliver, result)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", "tool"), daemon=True).start()
+    return future
+
+
+# ---------------------------------------------------------------------------------------------- its schema
+
+
+def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> dict[str, tuple[Any, Any]]:
+    """(type, default) by parameter. Raises UserCodeError for parameters that a call by name cannot fill."""
+    try:
+        signature = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
+        hints = get_type_hints(function)
+    except (NameError, TypeError, ValueError) as error:
+        raise UserCodeError(f"the parameters of {label} cannot be read: {error}") from None
+    for one in signature:
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
+            raise UserCodeError(f"{label} takes `{one}`, which no model can fill by name; write each parameter with its type")
+        if one.name not in hints and one.name != _PROBLEM:
+            raise UserCodeError(f"parameter {one.name!r} of {label} has no type; write e.g. `{one.name}: str`")
+    return {one.name: (hints.get(one.name), one.default) for one in signature}
+
+
+def _schema(label: str, name: str, doc: str | None, parameters: dict[str, tuple[Any, Any]]) -> ToolSchema:
+    # Here: transformers takes seconds, which runs without own tools do not need.
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+    if not doc:
+        raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
+
+    def described() -> None: ...
+
+    described.__name__, described.__doc__ = name, doc
+    described.__annotations__ = {n: hint for n, (hint, _) in parameters.items()}
+    described.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+            for n, (hint, default) in parameters.items()
+        ]
+    )
+    try:
+        schema: ToolSchema = get_json_schema(described)
+    except DocstringParsingException as error:
+        missing = next((n for n in parameters if f"'{n}'" in str(error)), "")
+        raise UserCodeError(f"the docstring of {label} has no line `{missing}: what it is` under `Args:`") from None
+    except (TypeHintParsingException, ValueError) as error:
+        said = " ".join(str(part) for part in error.args)
+        raise UserCodeError(f"{label} has a parameter whose type is no JSON: {said}") from None
+    schema["function"].pop("return", None)
+    return schema
+
+
+def _adapter(label: str, name: str, hint: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint)
+    except PydanticSchemaGenerationError:
+        raise UserCodeError(f"parameter {name!r} of {label} has the type {hint}, which no JSON fits") from None

@@ -1,0 +1,382 @@
+"""Tools that a user has written, through the real agent loop; only the engine's turns are written down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rstar2_megatron.extension.user_code import FOLDERS
+from rstar2_megatron.rollout import tool_runner
+from rstar2_megatron.rollout.agent_loop import AgentLoop
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.tool_set import tools_of
+from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
+from rstar2_megatron.tools import STANDARD_IO
+from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
+from tests.rollout.written import ANSWER, ParkableEngine, WrittenEngine, WrittenJudge
+
+NEWLINE = "\n"
+HEAD = """
+import asyncio, threading, time
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+from rstar2_megatron.extension import ToolError
+from rstar2_megatron.trajectory import Problem
+"""
+SEARCH = """
+def search(query: str, limit: int = 2, kind: Optional[str] = None) -> list[str]:
+    '''Find passages.
+
+    Args:
+        query: Words to look for.
+        limit: Most passages.
+        kind: Of the passages.
+    '''
+    if not query:
+        raise ToolError("the query is empty; write some words")
+    if query == "break":
+        return {}["key"]
+    if query == "leave":
+        raise SystemExit(3)
+    return [query] * limit
+"""
+COUNTER = """
+LOG = []
+
+class Counter:
+    name = "count"
+
+    def __init__(self, start: int) -> None:
+        self.value = start
+        LOG.append("made")
+
+    def open(self, problem: Problem) -> None:
+        self.value += problem.extra["more"]
+
+    def __call__(self, by: int) -> int:
+        '''Add to the counter.
+
+        Args:
+            by: How much.
+        '''
+        self.value += by
+        return self.value
+
+    async def close(self) -> None:
+        LOG.append("closed")
+"""
+PROBLEM = Problem("q", [{"role": "user", "content": "?"}], ["4"], extra={"more": 100, "rows": ["a", "b"]})
+
+
+def settings_of(folder: Path, code: str, *entries: Any, **keys: Any) -> AgentLoopSettings:
+    """The entries' `own.py` holds `code`."""
+    (folder / "own.py").write_text(f"{HEAD}{code}\n# {folder}\n")  # equal texts would be one module
+    values = {"tools": list(entries), "system_prompt": "{tools}", "user_prefix": "", "max_assistant_turns": 9, **keys}
+    return AgentLoopSettings.model_validate(values, context={FOLDERS: [folder]})
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"x</reason><tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def loop_of(tokenizer, settings: AgentLoopSettings, turns: list[Any], engine=WrittenEngine, timeout_s: float = 20) -> AgentLoop:
+    template = ChatTemplate(tokenizer, settings)
+    sampling, written = SamplingParams(max_new_tokens=3000), engine(tokenizer, list(turns))
+    return AgentLoop(written, WrittenJudge(), template, settings, sampling, max_context_tokens=9000, timeout_s=timeout_s)
+
+
+async def run(tokenizer, settings: AgentLoopSettings, *turns: str, **keys: Any) -> tuple[Trajectory, AgentLoop]:
+    loop = loop_of(tokenizer, settings, [*turns, ANSWER], **keys)
+    trajectory = await loop.run(PROBLEM, 0)
+    trajectory.check()
+    return trajectory, loop
+
+
+def outcomes(trajectory: Trajectory) -> list[tuple[str, str]]:
+    return [(str(call.outcome), call.response_text) for call in trajectory.tool_calls]
+
+
+async def test_a_function_is_a_tool(tokenizer, tmp_path: Path) -> None:
+    """Beside a built-in one; its schema is in the prompt, its result is JSON, its tokens are those of a fresh render."""
+    settings = settings_of(tmp_path, SEARCH, STANDARD_IO, "own.py:search")
+    trajectory, loop = await run(
+        tokenizer, settings, call("search", query="a b", limit=1), call(STANDARD_IO, code="print(4)", input="")
+    )
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert outcomes(trajectory)[0] == ("ok", '["a b"]') and outcomes(trajectory)[1][1].startswith(
+        "Tool call success\nstdout: 4"
+    )
+    function = loop.template.schemas[1]["function"]
+    assert function["description"] == "Find passages." and function["parameters"]["required"] == ["query"]
+    assert "return" not in function and '"description": "Most passages."' in loop.template.prompt_text(PROBLEM)
+    responses = [[done.response_text] for done in trajectory.tool_calls]
+    whole = "".join(text for text, _ in loop.template.conversation(PROBLEM, trajectory.assistant_texts, responses))
+    assert [*trajectory.prompt_ids, *trajectory.response_ids] == tokenizer.encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome", "text"),
+    [
+        ({"query": "a", "limit": 1, "kind": None}, "ok", '["a"]'),
+        ({"query": "ä" * 400}, "ok", '["' + "ä" * 126 + "...(truncated)..." + "ä" * 126 + '"]'),
+        ({"query": ""}, "error", "Tool call failure\nreason: the query is empty; write some words"),
+        ({}, "malformed", 'Tool call failure\nreason: search needs the argument "query".'),
+        ({"query": "a", "limit": "two"}, "malformed", 'reason: Argument "limit" must be of type integer, got string.'),
+    ],
+)
+async def test_what_the_model_did(tokenizer, tmp_path: Path, arguments: dict[str, Any], outcome: str, text: str) -> None:
+    trajectory, loop = await run(tokenizer, settings_of(tmp_path, SEARCH, "own.py:search"), call("search", **arguments))
+    ((seen, response),) = outcomes(trajectory)
+    assert seen == outcome and response.endswith(text) and trajectory.usable
+    sums = loop.stats.sums()
+    assert sums["tool/search/calls"] == 1 and sums["tool/search/errors"] == (outcome != "ok")
+    assert sums["tool/search/seconds"] == trajectory.tool_calls[0].seconds
+
+
+async def test_arguments_are_validated_to_their_depth(tokenizer, tmp_path: Path) -> None:
+    code = """
+@dataclass
+class Point:
+    x: int
+
+def draw(points: list[Point], colour: Literal["red", "blue"], anything: Any = None) -> int:
+    '''Draw.
+
+    Args:
+        points: Where.
+        colour: Which.
+        anything: Else.
+    '''
+    return sum(point.x for point in points)
+"""
+    settings = settings_of(tmp_path, code, "own.py:draw", max_parallel_calls=4)
+    turn = "".join(
+        call("draw", points=points, colour=colour, anything=[1])
+        for points, colour in (([{"x": 1}, {"x": 2}], "red"), ([{"x": 1}, {"x": "y"}], "red"), ([], "green"))
+    )
+    trajectory, _ = await run(tokenizer, settings, turn)
+    refused = "Tool call failure\nreason: Argument "
+    assert outcomes(trajectory) == [
+        ("ok", "3"),
+        (
+            "malformed",
+            f'{refused}"points.1.x": input should be a valid integer, unable to parse string as an integer, got string.',
+        ),
+        ("malformed", f"{refused}\"colour\": input should be 'red' or 'blue', got string."),
+    ]
+
+
+@pytest.mark.parametrize(("query", "said"), [("break", "KeyError: 'key'"), ("leave", "SystemExit: 3")])
+async def test_failing_user_code_drops_the_trajectory(tokenizer, tmp_path: Path, caplog, query: str, said: str) -> None:
+    """It is no error of the model; it is told once, with the user's line."""
+    settings = settings_of(tmp_path, SEARCH, "own.py:search")
+    tool_runner._told.clear()
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            trajectory, loop = await run(tokenizer, settings, call("search", query=query))
+            assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.num_tool_errors == 0
+            assert loop.stats.sums()[f"user_code_errors/{said.partition(':')[0]}"] == 1
+    before = (tmp_path / "own.py").read_text().partition({"break": "return {}", "leave": "raise SystemExit"}[query])[0]
+    place = f"own.py:search failed: {tmp_path}/own.py:{before.count(NEWLINE) + 1}, in search: {said}"
+    assert place in trajectory.error
+    assert len([r for r in caplog.records if place in r.getMessage()]) == 1
+
+
+async def test_what_no_model_can_read_is_a_fault_of_the_tool(tokenizer, tmp_path: Path) -> None:
+    code = (
+        "def odd(x: int):\n    '''Odd.\n\n    Args:\n        x: Number.\n    '''\n    return [b'', object(), '\\ud800x'][x]\n"
+    )
+    settings = settings_of(tmp_path, code, "own.py:odd")
+    trajectory, _ = await run(tokenizer, settings, call("odd", x=1))
+    assert "own.py:odd returned a object, which is not JSON" in trajectory.error
+    trajectory, _ = await run(tokenizer, settings, call("odd", x=2))
+    assert outcomes(trajectory) == [("ok", "?x")]
+
+
+SLOW = """
+GO = threading.Event()
+
+def slow(s: float) -> str:
+    '''Wait.
+
+    Args:
+        s: Seconds.
+    '''
+    if s < 0:
+        raise TimeoutError("of the user's own")
+    GO.wait(s)
+    return "done"
+
+async def wait(s: float) -> str:
+    '''Wait.
+
+    Args:
+        s: Seconds.
+    '''
+    await asyncio.sleep(s)
+    return "done"
+"""
+
+
+@pytest.mark.parametrize("name", ["slow", "wait"])
+async def test_a_call_past_its_time_is_a_timeout_of_the_model(tokenizer, tmp_path: Path, name: str) -> None:
+    settings = settings_of(tmp_path, SLOW, {"use": f"own.py:{name}", "timeout_s": 0.05})
+    trajectory, _ = await run(tokenizer, settings, call(name, s=30.0), call(name, s=0.0))
+    assert outcomes(trajectory) == [("timeout", f"Tool call failure\nreason: {name} took longer than 0.05 s"), ("ok", "done")]
+
+
+async def test_the_users_own_timeout_error_is_none_of_the_tools_limits(tokenizer, tmp_path: Path) -> None:
+    trajectory, loop = await run(tokenizer, settings_of(tmp_path, SLOW, "own.py:slow"), call("slow", s=-1.0))
+    assert "TimeoutError: of the user's own" in trajectory.error and loop.stats.user_code_errors == {"TimeoutError": 1}
+
+
+async def test_calls_that_never_end_are_named(tokenizer, tmp_path: Path) -> None:
+    """They keep their places, so that later calls cannot begin: the infrastructure's failure, and not the model's."""
+    settings = settings_of(tmp_path, SLOW, {"use": "own.py:slow", "timeout_s": 0.01, "max_concurrency": 1})
+    trajectory, _ = await run(tokenizer, settings, call("slow", s=30.0), call("slow", s=0.0), timeout_s=0.5)
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE
+    assert "deadline passed in own.py:slow, of which 1 calls were running (max_concurrency=1)" in trajectory.error
+
+
+async def test_no_more_calls_than_allowed_run_together(tokenizer, tmp_path: Path) -> None:
+    code = """
+NOW, MOST, LOCK = [0], [0], threading.Lock()
+
+def step(x: int) -> int:
+    '''Step.
+
+    Args:
+        x: Number.
+    '''
+    with LOCK:
+        NOW[0] += 1
+        MOST[0] = max(MOST[0], NOW[0])
+    time.sleep(0.005)
+    with LOCK:
+        NOW[0] -= 1
+    return MOST[0]
+"""
+    settings = settings_of(tmp_path, code, {"use": "own.py:step", "max_concurrency": 3}, max_parallel_calls=12)
+    trajectory, _ = await run(tokenizer, settings, "".join(call("step", x=i) for i in range(12)))
+    assert len(trajectory.tool_calls) == 12 and max(int(text) for _, text in outcomes(trajectory)) == 3
+
+
+async def test_the_problem_and_settings_are_not_the_models(tokenizer, tmp_path: Path) -> None:
+    code = """
+async def look(i: int, row: Problem, problem, unit: str = "") -> str:
+    '''Look.
+
+    Args:
+        i: Which row.
+    '''
+    assert row is problem
+    return problem.extra["rows"][i] + unit
+"""
+    settings = settings_of(tmp_path, code, {"use": "own.py:look", "settings": {"unit": " m"}, "max_length": 16})
+    trajectory, loop = await run(tokenizer, settings, call("look", i=1, unit="!", problem="?"))
+    assert outcomes(trajectory) == [("ok", "b m")]
+    assert list(loop.template.schemas[0]["function"]["parameters"]["properties"]) == ["i"]
+
+
+async def test_a_class_has_an_instance_for_each_trajectory(tokenizer, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, COUNTER, {"use": "own.py:Counter", "settings": {"start": 1}}, max_parallel_calls=3)
+    loop = loop_of(tokenizer, settings, [call("count", by=1)] * 3 + [call("count", by=2) + call("count", by=3)] * 3 + [ANSWER])
+    done = await asyncio.gather(*(loop.run(PROBLEM, i) for i in range(3)))
+    assert [[text for _, text in outcomes(t)] for t in done] == [["102", "104", "107"]] * 3
+    log = settings.tools[0].use.load().close.__globals__["LOG"]  # type: ignore[union-attr]
+    assert sorted(log) == ["closed"] * 3 + ["made"] * 3 and all(t.session == "" for t in done)
+    assert written_judge(loop).closed == []  # it has nothing of theirs
+
+
+def written_judge(loop: AgentLoop) -> WrittenJudge:
+    assert isinstance(loop.tools.judge, WrittenJudge)
+    return loop.tools.judge
+
+
+async def test_state_lives_through_a_preemption_and_is_made_again_elsewhere(tokenizer, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, COUNTER, {"use": "own.py:Counter", "settings": {"start": 1}})
+    loop = loop_of(tokenizer, settings, [call("count", by=1), call("count", by=2), ANSWER], ParkableEngine)
+    engine = loop.engine
+    assert isinstance(engine, ParkableEngine)
+    loop.parking = False
+    task = asyncio.create_task(loop.run(PROBLEM, 0))
+    while len(engine.seen) < 2:
+        await asyncio.sleep(0)
+    loop.parking = True
+    engine.aborting.set()
+    parked = await task
+    assert parked.finish_reason is None and parked.session
+    elsewhere = loop_of(tokenizer, settings, [call("count", by=2), ANSWER])  # another process has other tools
+    copy = Trajectory(
+        "q", 0, **{n: getattr(parked, n) for n in Trajectory.ARRAYS}, assistant_texts=list(parked.assistant_texts)
+    )
+    copy.tool_calls, copy.session = list(parked.tool_calls), parked.session
+    copy.response_ids = copy.response_ids[: parked.open_turn]
+    copy.loss_mask, copy.rollout_logprobs = copy.loss_mask[: parked.open_turn], copy.rollout_logprobs[: parked.open_turn]
+    loop.parking = False
+    engine.aborting.clear()
+    log = settings.tools[0].use.load().close.__globals__["LOG"]  # type: ignore[union-attr]
+    log.clear()
+    here = await loop.run(PROBLEM, 0, resume=parked)
+    assert [text for _, text in outcomes(here)] == ["102", "104"] and log == ["closed"]
+    there = await elsewhere.run(PROBLEM, 0, resume=copy)
+    assert [text for _, text in outcomes(there)] == ["102", "104"] and log == ["closed", "made", "closed"]
+
+
+REFUSED = {
+    "no docstring": ("def f(x: int): ...", "f", "has no docstring; write what the tool does, and under `Args:`"),
+    "no Args line": (
+        "def f(x: int, y: int):\n    '''F.\n\n    Args:\n        x: X.\n    '''",
+        "f",
+        "no line `y: what it is` under `Args:`",
+    ),
+    "no type": ("def f(x):\n    '''F.'''", "f", "parameter 'x' of own.py:f has no type; write e.g. `x: str`"),
+    "*args": ("def f(*words: str):\n    '''F.'''", "f", "takes `*words: str`, which no model can fill by name"),
+    "unknown type": ("def f(x: 'Nowhere'):\n    '''F.'''", "f", "cannot be read: name 'Nowhere' is not defined"),
+    "odd type": ("def f(x: tuple[int]):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
+    "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
+    "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
+    "settings": (
+        COUNTER,
+        "Counter",
+        "the settings of own.py:Counter do not fit its parameters: missing a required argument: 'start'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_tool_is_refused_with_a_remedy(tmp_path: Path, case: str) -> None:
+    code, name, words = REFUSED[case]
+    settings = settings_of(tmp_path, code, f"own.py:{name}")
+    with pytest.raises(ValueError, match=r"own\.py") as refused:
+        tools_of(settings)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_two_tools_of_one_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two tools of the name 'search'; rename the function, or leave one out"):
+        tools_of(settings_of(tmp_path, SEARCH, "own.py:search", {"use": "own.py:search", "timeout_s": 1}))
+
+
+def test_settings_that_are_no_tool_are_refused(tmp_path: Path) -> None:
+    for entry, words in (
+        ({"timeout_s": 1}, "Field required"),
+        ({"use": "f"}, "neither path/to/file.py:name nor"),
+        (3, "valid dictionary"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            settings_of(tmp_path, SEARCH, entry)
+
+
+def test_settings_travel(tmp_path: Path) -> None:
+    """As the saved configuration has them, they are read again; the code comes along."""
+    settings = settings_of(tmp_path, SEARCH, STANDARD_IO, "own.py:search")
+    again = AgentLoopSettings.model_validate(settings.model_dump(mode="json"))
+    assert again == settings and again.tools[0] == STANDARD_IO
+    assert [tool.name for tool in tools_of(again)] == [STANDARD_IO, "search"]
