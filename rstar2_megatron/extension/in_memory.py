@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -29,12 +30,12 @@ class _Text(importlib.abc.InspectLoader):
 
 
 def import_text(texts: Mapping[str, tuple[str, str]], key: str) -> ModuleType:
-    """The module of `texts[""]`, run once a process for each `key`. The other texts are what it may import, by their names.
+    """The module of `texts[""]`, run once a process for each path and `key`.
 
-    texts: (path, text) by module name. Raises what the code raises, and ImportError when another module has such a name.
+    texts: (path, text) by module name; the module may import the others. Raises what the code raises, and ImportError when another module has such a name.
     """
     path, text = texts[""]
-    own = f"rstar2_user_code_{key[:12]}_{Path(path).stem}"
+    own = f"rstar2_user_code_{hashlib.sha256((path + key).encode()).hexdigest()[:12]}_{Path(path).stem}"
     with _lock:
         if own in sys.modules:
             return sys.modules[own]

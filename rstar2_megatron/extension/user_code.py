@@ -29,6 +29,11 @@ COPIES = "code"
 class UserCodeError(ValueError):
     """Code of the user is missing, wrong or has failed. The message names the user's file and the remedy."""
 
+    @property
+    def kind(self) -> str:
+        """The name of the user's own exception, by which failures are counted."""
+        return type(self.__cause__).__name__ if self.__cause__ is not None else "UserCodeError"
+
 
 class UserCode(BaseModel):
     """One name of the user's code. It is validated from its text in the YAML, or from what a saved configuration holds."""

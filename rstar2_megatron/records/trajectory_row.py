@@ -32,6 +32,7 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
             for call in t.tool_calls
         ],
         "calls_per_turn": t.calls_per_turn,
+        **({"observations": t.observations} if t.observations else {}),
         "finish_reason": t.finish_reason.value if t.finish_reason else None,
         "reward": t.reward,
         **({"reward_terms": t.reward_terms} if t.reward_terms else {}),

@@ -47,6 +47,9 @@ class Rewards:
             self._set(trajectory, [by_term[number][row] for number in range(len(self._terms))])
 
     async def _score(self, number: int, item: Item) -> Score:
+        if self._terms[number].function == "environment":
+            given = item[1].environment_reward
+            return Score(given) if given is not None else Score(failure="the loop set no reward", kind="NoReward")
         if (function := self._asynchronous.get(number)) is None:
             return await self._math(item)
         assert self._caller is not None

@@ -16,17 +16,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.conversation import Conversation, Conversations
+from rstar2_megatron.rollout.dialogue import Dialogue, Left
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
-from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
+from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
-from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory, VersionSpan
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +108,7 @@ class AgentLoop:
     ) -> None:
         self.engine = engine
         self.tools = ToolRunner(judge, settings, template.tools)
+        self.conversations = Conversations(settings)
         self.template = template
         self.settings = settings
         self.sampling = sampling
@@ -145,12 +149,14 @@ class AgentLoop:
         parked = False
         trajectory = resume or Trajectory(problem.query_id, rollout_index)
         try:
-            if not len(trajectory.prompt_ids):
-                trajectory.prompt_ids = np.array(self.template.prompt_ids(problem), np.int32)
-            self.tools.expect(trajectory)
             deadline = started + self.timeout_s - trajectory.seconds
+            conversation = self.conversations.begin(problem, deadline)
+            asked = await conversation.opening()
+            if not len(trajectory.prompt_ids):
+                trajectory.prompt_ids = np.array(self.template.prompt_ids(asked), np.int32)
+            self.tools.expect(trajectory)
             turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
-            trajectory.finish_reason = await (turns.until_end() if one_turn is None else turns.turn())
+            trajectory.finish_reason = await turns.until_end(conversation)
         except Parked:
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
@@ -158,6 +164,9 @@ class AgentLoop:
             self.engine_gone = self.engine_gone or str(error)
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
+        except UserCodeError as error:
+            trajectory.finish_reason, trajectory.user_error = FinishReason.INFRASTRUCTURE, error.kind
+            trajectory.error = str(error)
         except Interrupted as error:
             trajectory.finish_reason = FinishReason.INFRASTRUCTURE
             trajectory.error = str(error)
@@ -205,6 +214,8 @@ class Turns:
         self.deadline = deadline
         self.on_progress = on_progress
         self.preemption = preemption
+        self.template = loop.template
+        self.max_turns = loop.settings.max_assistant_turns
         self.budget = loop.response_budget(len(trajectory.prompt_ids))
         self.malformed_turns = 0
         self.identical_calls = 0
@@ -214,38 +225,23 @@ class Turns:
                 f"the prompt of {trajectory.query_id} has {len(trajectory.prompt_ids)} tokens and leaves no room "
                 f"in runner.seq_length={loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
             )
-        for text in trajectory.assistant_texts:  # turns from before it was parked
-            self._degenerate_ending(parse_tool_calls(text, loop.template.schemas))
 
     @property
     def parking(self) -> bool:
         return self.loop.parking or self.preemption.asked
 
-    async def until_end(self) -> FinishReason:
-        while (ending := await self.turn()) is None:
-            pass
-        return ending
+    async def until_end(self, compose: Conversation) -> FinishReason | None:
+        """Run the loop, whose beginning is replayed. Returns the ending; None: a step of a search may go on."""
+        dialogue = Dialogue(self, compose.label)
+        try:
+            await compose.run(dialogue)
+        except Left:
+            if dialogue.failure is not None:
+                raise dialogue.failure from None
+        self.trajectory.environment_reward = dialogue.reward
+        return dialogue.ending
 
-    async def turn(self) -> FinishReason | None:
-        """Generate one turn, run its tool calls and append their responses. Returns the ending, None when it goes on."""
-        trajectory, settings, template = self.trajectory, self.loop.settings, self.loop.template
-        if await self._assistant_turn() == "length":
-            return FinishReason.LENGTH_LIMIT
-        calls = parse_tool_calls(trajectory.assistant_texts[-1], template.schemas)
-        if not calls:
-            return FinishReason.ANSWERED
-        if trajectory.num_turns >= settings.max_assistant_turns:
-            return FinishReason.TURN_LIMIT
-        if (ending := self._degenerate_ending(calls)) is not None:
-            return ending
-        ids = template.tool_response_ids(await self._run_tools(calls))
-        if len(trajectory.response_ids) + len(ids) >= self.budget:  # at least one token must follow
-            return FinishReason.TOOL_RESPONSE_TOO_LONG
-        self.tokens.append(ids, None)
-        self._report_progress(0)
-        return None
-
-    def _degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:
+    def degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:
         """The ending of a model that repeats itself, if any. Both rules are off unless the YAML sets them."""
         settings = self.loop.settings
         self.malformed_turns = 0 if any(call.valid for call in calls) else self.malformed_turns + 1
@@ -258,7 +254,7 @@ class Turns:
             return FinishReason.REPEATED_CALL
         return None
 
-    def _report_progress(self, more: int) -> None:
+    def report_progress(self, more: int) -> None:
         if self.on_progress is not None:
             self.on_progress(self.trajectory.length + more)
 
@@ -270,7 +266,7 @@ class Turns:
 
     # ------------------------------------------------------------------------------------ generation
 
-    async def _assistant_turn(self) -> str:
+    async def assistant_turn(self) -> str:
         """Generate one turn, or the rest of a parked one. Returns the finish reason: stop or length."""
         trajectory = self.trajectory
         if trajectory.open_turn is None:
@@ -324,11 +320,7 @@ class Turns:
             stats.enter_engine()
             try:
                 result = await self.loop.engine.generate(
-                    input_ids,
-                    parameters,
-                    timeout_s=self._seconds_left(),
-                    on_tokens=self._report_progress,
-                    owner=self.preemption,
+                    input_ids, parameters, timeout_s=self._seconds_left(), on_tokens=self.report_progress, owner=self.preemption
                 )
             except GenerationTimeout as error:
                 raise Interrupted(str(error)) from error
@@ -369,11 +361,12 @@ class Turns:
         self.tokens.append(result.token_ids, result.logprobs)
         for start, end, version in result.version_spans:
             trajectory.version_spans.append(VersionSpan(offset + start, offset + end, version))
-        self._report_progress(0)
+        self.report_progress(0)
 
     # ----------------------------------------------------------------------------------------- tools
 
-    async def _run_tools(self, calls: list[ParsedCall]) -> list[str]:
+    async def run_tools(self, calls: list[ParsedCall]) -> tuple[list[ToolCall], list[str]]:
+        """The calls that were run, noted in the trajectory, and the responses to all."""
         self.preemption.at_tool = True
         try:
             done, responses = await self.loop.tools.run(
@@ -382,8 +375,7 @@ class Turns:
         finally:
             self.preemption.at_tool = False
         self.trajectory.tool_calls += done
-        self.trajectory.calls_per_turn.append(len(done))
         lost = [call for call in done if call.outcome is ToolOutcome.INFRASTRUCTURE]
         if lost:
             raise Interrupted(f"tool call lost: {lost[0].response_text}")
-        return responses
+        return done, responses

@@ -31,6 +31,7 @@ import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
 from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
+from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name
@@ -267,6 +268,15 @@ class ChatTemplate:
     def _defused(self, text: str) -> str:
         text = defuse(text)
         return self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._specials else text
+
+    def parse_calls(self, text: str) -> list[ParsedCall]:
+        """The calls of an assistant's turn."""
+        return parse_tool_calls(text, self.schemas)
+
+    def user_turn_ids(self, text: str) -> list[int]:
+        """Token ids from behind a generated turn end: a user's turn with this text, and the next turn's opening."""
+        before, after = self.turns.before_response, self.turns.after_response
+        return self._encode(f"{before}{self._defused(text)}{after}{self.generation_prefix}")
 
     def tool_response_ids(self, responses: Sequence[str]) -> list[int]:
         """Token ids of `tool_response_text`. They are never trained on."""

@@ -22,6 +22,7 @@ from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.reward.own import OwnReward
+from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.runs.inputs.output_directory import output_problems
 from rstar2_megatron.runs.inputs.training_files import training_file_problems
@@ -109,11 +110,19 @@ def _raise_or_warn(problems: list[str], dry_run: bool, warnings: list[str]) -> N
 
 
 def tool_problems(settings: Settings) -> Iterator[str]:
-    """Tools that no model could call; code of the user is loaded."""
+    """Tools that no model could call, environments and loops that cannot be used; code of the user is loaded."""
     try:
         tools_of(settings.agentloop)
     except ValueError as error:
         yield f"agentloop.tools: {str(error).removeprefix('agentloop.tools ')}"
+    agentloop = settings.agentloop
+    try:
+        Conversations(agentloop)
+    except ValueError as error:
+        yield f"agentloop.{'environment' if agentloop.environment else 'loop'}: {error}"
+    gives_reward = agentloop.environment is not None or agentloop.loop is not None
+    if not gives_reward and any(term.function == "environment" for term in settings.reward.weighted):
+        yield "reward.function=environment needs agentloop.environment or agentloop.loop"
 
 
 def arithmetic_problems(settings: Settings) -> Iterator[str]:

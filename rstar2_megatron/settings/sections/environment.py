@@ -24,7 +24,7 @@ class DataSettings(Section):
     seed: int = 1234
 
 
-RewardFunction = Literal["math"] | UserCode
+RewardFunction = Literal["math", "environment"] | UserCode
 
 
 class RewardTerm(Section):
@@ -40,7 +40,9 @@ class RewardSettings(Section):
     group_name: str = "RewardGroup"
     reward_type: Literal["rstar2"] = "rstar2"
     function: RewardFunction = "math"
-    """math: the answer's comparison with the solutions; or a function of yours, path/to/file.py:name."""
+    """math: the answer's comparison with the solutions; environment: the sum of what agentloop.environment gave, or what
+    agentloop.loop set; or a function of yours, path/to/file.py:name.
+    """
     terms: list[RewardTerm] = []
     """Several functions, whose weighted sum is the reward; in place of `function`."""
     positive_above: float = 0.0
@@ -65,7 +67,7 @@ class RewardSettings(Section):
     @property
     def weighted(self) -> list[RewardTerm]:
         """The terms; `function` alone is one."""
-        name = "math" if isinstance(self.function, str) else self.function.name
+        name = self.function if isinstance(self.function, str) else self.function.name
         return self.terms or [RewardTerm(name=name, function=self.function)]
 
     @model_validator(mode="after")
@@ -112,6 +114,14 @@ class AgentLoopSettings(Section):
     """The model's tools: names that tools.py defines, `my_tools.py:search`, or such a tool with its limits as a mapping
     `{use: my_tools.py:search, timeout_s: 10}` (docs/extend.md).
     """
+    environment: UserCode | None = None
+    """A class with reset(problem) and step(text) that answers each turn which calls no tool (docs/extend.md)."""
+    environment_settings: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    environment_timeout_s: float = Field(30.0, gt=0)
+    """Time limit of one reset or step."""
+    loop: UserCode | None = None
+    """An async function (problem, dialogue) that composes the turns itself (docs/extend.md)."""
     use_data_system_prompt: bool = False
     """A system message in the data replaces the system prompt, and must then describe the tools."""
     max_assistant_turns: int = Field(5, ge=1)
@@ -140,6 +150,8 @@ class AgentLoopSettings(Section):
     def _one_wording(self) -> AgentLoopSettings:
         pieces = {name: getattr(self, name) for name in ("system_prompt", "user_prefix", "generation_prefix")}
         written = [name for name, text in pieces.items() if text is not None]
+        if self.environment is not None and self.loop is not None:
+            raise ValueError("environment and loop are both set; a loop of yours talks to its environment itself")
         if self.chat_template is not None and written:
             raise ValueError(f"chat_template is the whole wording, and {', '.join(written)} are written too; set them to null")
         return self

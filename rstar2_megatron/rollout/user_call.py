@@ -1,0 +1,63 @@
+"""Awaits a function of the user within a time limit: an async one in this loop, another in a thread of its own.
+
+A thread cannot be ended. One that never returns holds up neither the loop nor the exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+class TookTooLong(Exception):
+    """The function ran past its limit."""
+
+
+async def call_user(function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], limit_s: float) -> Any:
+    """What the function returns. Raises TookTooLong, and what the function raises; of SystemExit, a RuntimeError."""
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))  # type: ignore[operator]
+    if is_async:
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                return await function(*arguments, **named)
+        except TimeoutError as error:
+            raise (TookTooLong() if limit.expired() else error) from None
+        except SystemExit as error:  # it would end the worker
+            raise RuntimeError(f"SystemExit: {error}") from error
+    work = _in_thread(function, arguments, named)
+    done, _ = await asyncio.wait({work}, timeout=max(limit_s, 0.0))
+    if not done:
+        raise TookTooLong
+    value, failure = work.result()
+    if isinstance(failure, Exception):
+        raise failure
+    if failure is not None:
+        raise RuntimeError(f"{type(failure).__name__}: {failure}") from failure
+    return value
+
+
+def _in_thread(
+    function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
+) -> asyncio.Future[tuple[Any, BaseException | None]]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def deliver(result: tuple[Any, BaseException | None]) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def work() -> None:
+        try:
+            result: tuple[Any, BaseException | None] = function(*arguments, **named), None
+        except BaseException as error:  # it belongs to the call, whatever it is
+            result = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(deliver, result)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", "user's code"), daemon=True).start()
+    return future
