@@ -32,7 +32,8 @@ class _Text(importlib.abc.InspectLoader):
 def import_text(texts: Mapping[str, tuple[str, str]], key: str) -> ModuleType:
     """The module of `texts[""]`, run once a process for each path and `key`.
 
-    texts: (path, text) by module name; the module may import the others. Raises what the code raises, and ImportError when another module has such a name.
+    texts: (path, text) by module name; the module may import the others. Raises what the code raises, and ImportError when
+    another module has such a name.
     """
     path, text = texts[""]
     own = f"rstar2_user_code_{hashlib.sha256((path + key).encode()).hexdigest()[:12]}_{Path(path).stem}"

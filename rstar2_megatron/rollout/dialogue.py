@@ -117,7 +117,7 @@ class Dialogue:
         self._check_over()
         if self._answered or self._loops_calls:
             raise self._misused("call_tools comes once a turn, and not behind append or call_tool")
-        calls = self._turns.template.parse_calls(self.text)
+        calls = self._turns.template.parse_calls(self.text) if self._turns.template.schemas else []
         if not calls:
             return []
         if self._turn >= self._turns.max_turns:
