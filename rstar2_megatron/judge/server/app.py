@@ -1,4 +1,4 @@
-"""The HTTP API: the public Code Judge's routes and fields, and ours."""
+"""The HTTP API: the public Code Judge's routes and fields, ours, and SandboxFusion's `/run_code`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from rstar2_megatron.judge.limits import LEVELS, MEGABYTE, CallLimits, FieldError, Submission, check_session_name
 from rstar2_megatron.judge.queue import JobQueue, QueueFull
 from rstar2_megatron.judge.server.broker import Broker, Ticket, encodable
+from rstar2_megatron.judge.server.run_code import answer_of, submission_of
 
 _QUEUE_TIME_LIMIT_S = 50.0  # below the 60 s after which known clients give up
 _OPEN_ROUTES = ("/ping", "/health", "/ready")
@@ -265,6 +266,11 @@ def _add_routes(app: FastAPI, server: JudgeServer) -> None:
         submission = await _read(request, Submission.from_wire)
         (answer,) = await server.answers(request, [submission])
         return Response(answer, media_type=_JSON)
+
+    @app.post("/run_code")
+    async def run_code(request: Request) -> Response:
+        (answer,) = await server.answers(request, [await _read(request, submission_of)])
+        return Response(orjson.dumps(answer_of(orjson.loads(answer))), media_type=_JSON)
 
     @app.post("/run/batch")
     @app.post("/run/long-batch")
