@@ -23,7 +23,7 @@ from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
-from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
+from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, VersionSpan
@@ -215,7 +215,7 @@ class Turns:
                 f"in runner.seq_length={loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
             )
         for text in trajectory.assistant_texts:  # turns from before it was parked
-            self._degenerate_ending(parse_tool_calls(text, loop.template.schemas))
+            self._degenerate_ending(loop.template.parse_calls(text))
 
     @property
     def parking(self) -> bool:
@@ -231,7 +231,7 @@ class Turns:
         trajectory, settings, template = self.trajectory, self.loop.settings, self.loop.template
         if await self._assistant_turn() == "length":
             return FinishReason.LENGTH_LIMIT
-        calls = parse_tool_calls(trajectory.assistant_texts[-1], template.schemas)
+        calls = template.parse_calls(trajectory.assistant_texts[-1])
         if not calls:
             return FinishReason.ANSWERED
         if trajectory.num_turns >= settings.max_assistant_turns:

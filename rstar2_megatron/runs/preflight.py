@@ -75,7 +75,7 @@ def check_before_start(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model is not None and directory.is_dir():
-        _raise(directory_problems(directory, model, settings.agentloop.chat_template))
+        _raise(directory_problems(directory, model, settings.agentloop.chat_template, settings.agentloop.tool_call_format))
         warnings += weight_notes(directory, model, settings.actor.model.precision)
     _raise(layout_problems(settings, model, slots, places))
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
