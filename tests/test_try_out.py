@@ -62,7 +62,7 @@ def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("search", "neither path/to/file.py:name nor"),
         (SEARCH + "es", "did you mean search?"),
-        ("json:loads", "parameter 's' of json:loads has no type"),
+        ("json:loads", "json:loads takes `**kw`, which no model can fill by name"),
     ],
 )
 def test_what_is_no_tool(reference: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -340,6 +340,7 @@ REFUSED = {
     "*args": ("def f(*words: str):\n    '''F.'''", "f", "takes `*words: str`, which no model can fill by name"),
     "unknown type": ("def f(x: 'Nowhere'):\n    '''F.'''", "f", "cannot be read: name 'Nowhere' is not defined"),
     "odd type": ("def f(x: tuple[int]):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
+    "a set": ("def f(x: 'frozenset[type]'):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
     "settings": (
