@@ -106,7 +106,7 @@ _PYTHON_TAG = "<|python_tag|>"
 _BARE_JSON = re.compile(r"\s*\{\s*[\"']?name[\"']?\s*:")
 _SEPARATOR = re.compile(r"\s*;?\s*")
 _TOOL_CALLS = "[TOOL_CALLS]"
-_NAMED_CALL = re.compile(r"\s*([\w.-]+)(?:\s*\[CALL_ID\]\s*\w*)?(?:\s*\[ARGS\])?\s*(?=\{)")
+_NAMED_CALL = re.compile(r"\s*+([\w.-]++)(?:\s*+\[CALL_ID\]\s*+\w*+)?(?:\s*+\[ARGS\])?\s*+(?=\{)")
 
 
 def _llama3(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:

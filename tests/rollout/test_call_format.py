@@ -202,7 +202,13 @@ def test_nothing_raises(form: str, text: str) -> None:
 
 @pytest.mark.parametrize("form", sorted(PARSERS))
 @pytest.mark.parametrize(
-    "text", ["[search(query=" + "[" * 9000, "[search(n=" + "-" * 90_000 + "1)]", "[search(n=" + "9" * 9000 + ")]"]
+    "text",
+    [
+        "[search(query=" + "[" * 9000,
+        "[search(n=" + "-" * 90_000 + "1)]",
+        "[search(n=" + "9" * 9000 + ")]",
+        "search[CALL_ID]" + " " * 200_000,
+    ],
 )
 def test_deep_and_long_texts_are_broken_calls(form: str, text: str) -> None:
     behind = {"llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}.get(form, "")
