@@ -66,7 +66,7 @@ async def _measure(problems: Sequence[Problem], sampling: SamplingSettings, sear
         async with running_services(wanted, problems, Path(place)) as services:
             await _sample(problems, services, sampling, requests, requests)  # compiles and warms up
             before, tokens = await _sample(problems, services, sampling, requests, 4 * requests)
-            values = Values(search, services.pool, LikelihoodScorer())
+            values = Values(search, services.rewards, LikelihoodScorer())
             expander = Expander(services.agent_loop(services.engines[0], sampling), values, search)
             file = TreeFile(Path(place) / "mcts.jsonl", {})
             file.open(problems)

@@ -178,10 +178,15 @@ class Trajectory(PerToken):
     calls_per_turn: list[int] = field(default_factory=list)  # how many of `tool_calls` each turn made
     finish_reason: FinishReason | None = None
     reward: float | None = None  # None until graded
+    reward_terms: dict[str, float] = field(
+        default_factory=dict
+    )  # by name, before their weights; empty with the math grader alone
+    positive: bool | None = None  # whether the reward is above reward.positive_above; None: above 0
     grade_detail: str = ""  # reason of the reward: correct, timeout, no box, ...
     answer: str | None = None  # the answer that the grader extracted
     seconds: float = 0.0  # wall time of the whole trajectory
     error: str = ""  # message of an infrastructure failure
+    user_error: str = ""  # type of the exception of the user's code that spoiled it
     open_turn: int | None = None  # response_ids[open_turn:] is a turn that rollout.tail=carry interrupted
     session: str = ""  # name of its live interpreter in the judge
     held: HeldTokens | None = None
@@ -222,6 +227,11 @@ class Trajectory(PerToken):
     @property
     def num_tool_errors(self) -> int:
         return sum(call.outcome.is_model_error for call in self.tool_calls)
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether it counts as right. False before it is graded."""
+        return (self.reward or 0.0) > 0 if self.positive is None else self.positive
 
     @property
     def usable(self) -> bool:

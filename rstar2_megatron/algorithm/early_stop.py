@@ -22,7 +22,7 @@ def cut_rule(config: DownSamplingSettings, share: float) -> Callable[[Sequence[T
     target = sampling.down_sample_to_n
 
     def may_cut(ended: Sequence[Trajectory], missing: int) -> bool:
-        positives = sum((t.reward or 0.0) > 0 for t in ended)
+        positives = sum(t.is_positive for t in ended)
         negatives = len(ended) - positives
         if not config.do_down_sampling or not positives or not negatives:
             return False

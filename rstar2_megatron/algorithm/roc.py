@@ -1,10 +1,8 @@
 """Resample-on-correct: of the 2G rollouts of each problem, choose the G that are trained on.
 
-Paper (arXiv 2508.20722, section 2.2.3). Negatives (reward 0) are halved uniformly, so that the policy sees
-every kind of failure. Positives are halved with a preference for clean ones: a trajectory's penalty is
-`p_err + p_format` (`penalty.py`), and positives are drawn with probability inverse to it.
-
-`algorithm.down_sampling.down_sampling_config.mode` selects one of two modes (compared in docs/parity.md).
+Paper (arXiv 2508.20722, section 2.2.3). Negatives (reward 0; in general, at most `reward.positive_above`) are halved
+uniformly, so that the policy sees every kind of failure. Positives are halved with a preference for clean ones: a
+trajectory's penalty is `p_err + p_format` (`penalty.py`), and positives are drawn with probability inverse to it.
 
 `paper`: positives are drawn one by one without replacement. The probability of each draw is proportional to
 `1 / (penalty + penalty_epsilon)` among the remaining positives. Negatives are drawn uniformly. Tool errors are typed
@@ -72,7 +70,7 @@ class ResampleResult:
     @classmethod
     def keep_all(cls, trajectories: Sequence[Trajectory]) -> ResampleResult:
         """The result without down-sampling: every trajectory is kept."""
-        positives = sum(_reward(t) > 0 for t in trajectories)
+        positives = sum(_is_positive(t) for t in trajectories)
         return cls(
             kept=list(trajectories),
             indices=list(range(len(trajectories))),
@@ -108,11 +106,11 @@ def resample_on_correct(
     totals = errors * config.roc_error_ratio + formats * config.roc_answer_format
     draws = exponential_draws(valid, seeds) if config.mode == "paper" else None
 
-    reasons = rejections(rewards, valid, config)
-    kept = choose(rewards, totals, valid, config, draws)
+    positive = pad_rows([[_is_positive(t) for t in group] for group in groups])[0].bool()
+    reasons = rejections(rewards, positive, valid, config)
+    kept = choose(positive, totals, valid, config, draws)
     kept &= torch.tensor([reason is Rejection.NONE for reason in reasons], dtype=torch.bool)[:, None]
 
-    positive = (rewards > 0) & valid
     counts = [mask.sum(1).tolist() for mask in (positive, valid & ~positive)]
     results = []
     for number, (group, row) in enumerate(zip(groups, kept.tolist())):
@@ -130,12 +128,12 @@ def resample_on_correct(
     return results
 
 
-def rejections(rewards: Tensor, valid: Tensor, config: DownSamplingConfig) -> list[Rejection]:
+def rejections(rewards: Tensor, positive: Tensor, valid: Tensor, config: DownSamplingConfig) -> list[Rejection]:
     """The Rejection of each group of `[groups, rollouts]`; `Rejection.NONE` for groups that are trained on."""
     size = valid.sum(1)
     # isclose has the tolerance of torch.allclose, which the public code uses.
     equal = (torch.isclose(rewards[:, :1], rewards) | ~valid).all(1) & config.reject_equal_reward
-    correct = ((rewards > 0) & valid).any(1)
+    correct = positive.any(1)
     too_few = (size < config.down_sample_to_n) & (config.mode == "released")
     reasons = []
     for n, is_equal, is_correct, is_too_few in zip(size.tolist(), equal.tolist(), correct.tolist(), too_few.tolist()):
@@ -150,14 +148,15 @@ def rejections(rewards: Tensor, valid: Tensor, config: DownSamplingConfig) -> li
 
 
 def choose(
-    rewards: Tensor, penalties: Tensor, valid: Tensor, config: DownSamplingConfig, draws: Tensor | None = None
+    positive: Tensor, penalties: Tensor, valid: Tensor, config: DownSamplingConfig, draws: Tensor | None = None
 ) -> Tensor:
     """Mask of the rollouts to keep; every tensor is `[groups, rollouts]`. Groups of at most G rollouts keep all.
 
+    positive: bool, False on the padding.
     draws: independent Exp(1) samples, for `paper` mode.
     """
     target = config.down_sample_to_n
-    positive, negative = valid & (rewards > 0), valid & ~(rewards > 0)
+    negative = valid & ~positive
     num_positive, num_negative = positive.sum(1), negative.sum(1)
     if config.mode == "paper":
         if draws is None:
@@ -252,3 +251,8 @@ def _reward(trajectory: Trajectory) -> float:
     if trajectory.reward is None:
         raise ValueError(f"trajectory {trajectory.query_id}#{trajectory.rollout_index} has not been graded")
     return trajectory.reward
+
+
+def _is_positive(trajectory: Trajectory) -> bool:
+    _reward(trajectory)
+    return trajectory.is_positive

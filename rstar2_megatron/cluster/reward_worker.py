@@ -10,8 +10,7 @@ from rlinf.scheduler import Channel, Worker
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, pack, unpack
 from rstar2_megatron.cluster.tracing import TracedWorker
 from rstar2_megatron.records.trace import GRADING, TRACE, Row
-from rstar2_megatron.reward.grade import grade_trajectories
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.messages import RolloutResult
 from rstar2_megatron.settings.schema import RewardSettings
 
@@ -19,7 +18,7 @@ from rstar2_megatron.settings.schema import RewardSettings
 class RewardWorker(TracedWorker, Worker):
     def __init__(self, settings: RewardSettings) -> None:
         super().__init__()
-        self._pool = GraderPool(settings.num_workers, settings.timeout_s, mode=settings.mode)
+        self._rewards = Rewards(settings)
 
     def trace_row(self) -> Row:
         return GRADING
@@ -42,7 +41,7 @@ class RewardWorker(TracedWorker, Worker):
             nonlocal seconds
             start = time.perf_counter()
             with TRACE.span("grade", GRADING, trajectories=len(ended)):
-                await asyncio.gather(*(self._grade(item) for item in ended))
+                await self._rewards.grade([(item.problem, item.trajectory) for item in ended if item.trajectory.usable])
             took = time.perf_counter() - start
             seconds += took
             for item in ended:
@@ -62,9 +61,5 @@ class RewardWorker(TracedWorker, Worker):
             trajectories += len(ended)
             grading.add(asyncio.create_task(handle(ended)))
 
-    async def _grade(self, ended: RolloutResult) -> None:
-        if ended.trajectory.usable:
-            await grade_trajectories(self._pool, ended.problem, [ended.trajectory])
-
     def shutdown(self) -> None:
-        self._pool.close()
+        self._rewards.close()

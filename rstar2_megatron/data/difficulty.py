@@ -37,13 +37,13 @@ class PassCount:
         return ""
 
 
-def pass_counts(problems: Sequence[Problem], rewards: Iterable[tuple[str, float]]) -> list[PassCount]:
-    """Counts in the order of the problems, of (query_id, reward) of every usable attempt."""
+def pass_counts(problems: Sequence[Problem], verdicts: Iterable[tuple[str, bool]]) -> list[PassCount]:
+    """Counts in the order of the problems, of (query_id, whether it is right) of every usable attempt."""
     solved: Counter[str] = Counter()
     samples: Counter[str] = Counter()
-    for query_id, reward in rewards:
+    for query_id, right in verdicts:
         samples[query_id] += 1
-        solved[query_id] += reward > 0
+        solved[query_id] += right
     return [PassCount(p.query_id, solved[p.query_id], samples[p.query_id]) for p in problems]
 
 

@@ -23,6 +23,7 @@ class Sample:
     query_id: str
     index: int  # 0 .. k-1 among the problem's attempts
     reward: float
+    positive: bool  # counts as right
     answer: str | None
     finish_reason: str | None
     num_turns: int
@@ -44,6 +45,7 @@ class Sample:
             query_id=row["query_id"],
             index=int(row["rollout_index"]),
             reward=float(row["reward"] or 0.0),
+            positive=bool(row.get("positive", (row["reward"] or 0.0) > 0)),  # absent in files of earlier versions
             answer=row.get("answer"),
             finish_reason=row["finish_reason"],
             num_turns=len(row["turns"]),

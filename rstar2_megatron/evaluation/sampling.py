@@ -24,7 +24,6 @@ from rstar2_megatron.evaluation.attempt_queue import Attempt, AttemptQueue, run_
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
 from rstar2_megatron.evaluation.services import SamplingSettings, Services, running_services
 from rstar2_megatron.records.trajectory_row import trajectory_row
-from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.rollout.build import make_engine_budget
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
@@ -96,7 +95,7 @@ class _Sampler:
 
         async def finished(work: Slice, trajectory: Trajectory) -> None:
             if trajectory.usable:
-                await grade_trajectories(services.pool, work.problem, [trajectory])
+                await services.rewards.grade([(work.problem, trajectory)])
             row = trajectory_row(work.problem, trajectory)
             self.file.append(row)
             if trajectory.usable:

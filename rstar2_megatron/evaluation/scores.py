@@ -89,7 +89,7 @@ def score(samples: Sequence[Sample], k: int, *, num_problems: int | None = None,
     if not usable:
         raise ValueError("no usable attempt to score: every one was spoiled by infrastructure, or there was none")
     groups = list(by_problem.values())
-    counts = [(len(group), sum(item.reward > 0 for item in group)) for group in groups]
+    counts = [(len(group), sum(item.positive for item in group)) for group in groups]
     pass_at = {}
     for j in (*(1 << i for i in range(k.bit_length()) if 1 << i < k), k):
         enough = [(n, right) for n, right in counts if n >= j]
@@ -141,7 +141,7 @@ class Vote(Protocol):
     def answer(self) -> str | None: ...
 
     @property
-    def reward(self) -> float: ...
+    def positive(self) -> bool: ...
 
 
 V = TypeVar("V", bound=Vote)
@@ -176,7 +176,7 @@ def majority(group: Sequence[Vote], equal: Equal) -> float:
         return 0.0
     most = max(len(members) for members in classes)
     winners = [members for members in classes if len(members) == most]
-    return statistics.fmean(statistics.fmean(item.reward > 0 for item in members) for members in winners)
+    return statistics.fmean(statistics.fmean(item.positive for item in members) for members in winners)
 
 
 def answer_key(answer: str) -> object:
@@ -219,7 +219,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 def _run_deviation(usable: Sequence[Sample]) -> float | None:
     runs: dict[int, list[float]] = {}
     for item in usable:
-        runs.setdefault(item.index, []).append(item.reward)
+        runs.setdefault(item.index, []).append(float(item.positive))
     return statistics.stdev(map(statistics.fmean, runs.values())) if len(runs) > 1 else None
 
 
@@ -228,7 +228,7 @@ def _run_deviation(usable: Sequence[Sample]) -> float | None:
 
 def _tools(usable: Sequence[Sample]) -> dict[str, float]:
     calls = sum(item.num_tool_calls for item in usable)
-    right = [item for item in usable if item.reward > 0]
+    right = [item for item in usable if item.positive]
     return {
         "tool_calls": calls / len(usable),
         "tool_error_ratio": _ratio(sum(item.num_tool_errors for item in usable), calls),

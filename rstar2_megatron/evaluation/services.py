@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import CodeJudgeService
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.build import make_agent_loop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
@@ -97,7 +97,7 @@ class Services:
     engines: list[EngineClient]
     judge: JudgeClient
     template: ChatTemplate
-    pool: GraderPool
+    rewards: Rewards
 
     def agent_loop(self, engine: EngineClient, settings: SamplingSettings) -> AgentLoop:
         """The agent loop of one of the engines, with the sampling of `settings`."""
@@ -130,9 +130,8 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
         )
         service.watch()
         judge = await stack.enter_async_context(JudgeClient.of(url, settings.codejudge))
-        reward = settings.reward
-        pool = stack.enter_context(GraderPool(reward.num_workers, reward.timeout_s, mode=reward.mode))
-        yield Services(engines, judge, template, pool)
+        rewards = stack.enter_context(Rewards(settings.reward))
+        yield Services(engines, judge, template, rewards)
 
 
 def _check_prompts(template: ChatTemplate, problems: Sequence[Problem], most: int) -> None:

@@ -34,6 +34,8 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
         "calls_per_turn": t.calls_per_turn,
         "finish_reason": t.finish_reason.value if t.finish_reason else None,
         "reward": t.reward,
+        **({"reward_terms": t.reward_terms} if t.reward_terms else {}),
+        "positive": t.is_positive,
         "grade": t.grade_detail,
         "answer": t.answer,
         "prompt_tokens": t.prompt_tokens,

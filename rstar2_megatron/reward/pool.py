@@ -7,31 +7,23 @@ worker process. A worker that exceeds its limits or dies is replaced, and the an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
 from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
 from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, quick_grade
+from rstar2_megatron.reward.process import MEMORY_MB, GraderLost, GradingProcess
+
+__all__ = ["Grade", "GraderLost", "GraderPool"]
 
 Mode = Literal["paper", "released"]
 
 GRADER_TIMEOUT = "grader_timeout"
-_MEMORY_BYTES = 2 * 1024**3  # address space; numpy and sympy alone map several hundred MB
-_START_TIMEOUT_S = 120.0
-
-
-class GraderLost(RuntimeError):
-    """A grading process could not be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +53,11 @@ class GraderPool:
         # One thread per worker: a worker dies with the thread that started it, so threads live as long as
         # the pool.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[GradingProcess | None] = queue.SimpleQueue()
         for _ in range(num_workers):
             self._idle.put(None)
         self._lock = threading.Lock()
-        self._workers: set[_Worker] = set()
+        self._workers: set[GradingProcess] = set()
         self._closed = False
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
@@ -124,7 +116,9 @@ class GraderPool:
                     self._forget(worker)
                     worker = self._start_worker()
                 start = time.monotonic()
-                detail, answer = worker.ask(mode, text, solutions, left)
+                request = json.dumps({"mode": mode, "text": text, "solutions": solutions}).encode()
+                reply, hung = worker.ask(request, left)
+                detail, answer = json.loads(reply) if reply else (GRADER_TIMEOUT if hung else UNGRADABLE, None)
                 left -= time.monotonic() - start
                 if worker.alive:
                     break
@@ -136,77 +130,18 @@ class GraderPool:
             self._idle.put(worker)
         return Grade(float(detail == CORRECT), detail, text if mode == "paper" else answer)
 
-    def _forget(self, worker: _Worker | None) -> None:
+    def _forget(self, worker: GradingProcess | None) -> None:
         if worker is not None:
             with self._lock:
                 self._workers.discard(worker)
             worker.kill()
 
-    def _start_worker(self) -> _Worker:
+    def _start_worker(self) -> GradingProcess:
         if not self._closed:
-            worker = _Worker(self.mode)
+            worker = GradingProcess("rstar2_megatron.reward.worker", [self.mode, str(MEMORY_MB * 1024**2)])
             with self._lock:
                 if not self._closed:
                     self._workers.add(worker)
                     return worker
             worker.kill()
         raise RuntimeError("the grader pool is closed")
-
-
-class _Worker:
-    """One grading process and its pipe."""
-
-    def __init__(self, mode: Mode) -> None:
-        command = [sys.executable, "-m", "rstar2_megatron.reward.worker", mode, str(_MEMORY_BYTES)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._pipe, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdout=subprocess.DEVNULL,  # what libraries print
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-            )
-        if self._reply(_START_TIMEOUT_S) != b"ready":
-            code = self._process.poll()
-            self.kill()
-            raise GraderLost(
-                f"a grading process did not start within {_START_TIMEOUT_S:.0f} s (exit code {code}); run "
-                f"`{' '.join(command)} 1` to see why"
-            )
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, mode: Mode, text: str, solutions: list[str], timeout_s: float) -> tuple[str, str | None]:
-        """(verdict on an answer or a whole response, answer that released mode found).
-
-        What hangs or crashes is killed: GRADER_TIMEOUT or UNGRADABLE.
-        """
-        request = {"mode": mode, "text": text, "solutions": solutions}
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(OSError):  # it has died
-            self._pipe.send_bytes(json.dumps(request).encode())
-            if reply := self._reply(timeout_s):
-                detail, answer = json.loads(reply)
-                return detail, answer
-        hung = self.alive and time.monotonic() >= deadline
-        self.kill()
-        return GRADER_TIMEOUT if hung else UNGRADABLE, None
-
-    def _reply(self, timeout_s: float) -> bytes | None:
-        """The next reply; None when the time is over or the process has ended."""
-        try:
-            return self._pipe.recv_bytes() if self._pipe.poll(timeout_s) else None
-        except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            return None
-
-    def kill(self) -> None:
-        """End the process and close its pipe. Safe to call twice."""
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()

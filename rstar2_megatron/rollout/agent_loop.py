@@ -385,5 +385,5 @@ class Turns:
         self.trajectory.calls_per_turn.append(len(done))
         lost = [call for call in done if call.outcome is ToolOutcome.INFRASTRUCTURE]
         if lost:
-            raise Interrupted(f"tool call lost: {lost[0].response_text}")
+            raise Interrupted(f"{'' if self.trajectory.user_error else 'tool call lost: '}{lost[0].response_text}")
         return responses

@@ -23,6 +23,6 @@ def check_dropped(groups: Sequence[Group], limit: float, step_size: int | None =
     if len(dropped) > limit * total:
         reason, count = Counter(t.error for t in dropped).most_common(1)[0]
         raise TooManyDropped(
-            f"{len(dropped)} of the step's {total} trajectories were lost to engine, judge or deadlines, more than "
+            f"{len(dropped)} of the step's {total} trajectories were lost to engine, judge, deadlines or own code, more than "
             f"rollout.max_dropped_share={limit:g}; the step is not trained on. {count} of them: {reason}"
         )

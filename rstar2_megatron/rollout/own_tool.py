@@ -40,7 +40,7 @@ class _State:
     used: float = field(default_factory=time.monotonic)
 
 
-class _TookTooLong(Exception):
+class Timeout(Exception):
     """The tool ran past its own time limit."""
 
 
@@ -98,7 +98,7 @@ class OwnTool(Tool):
                 outcome, text = ToolOutcome.OK, self._as_text(await self._run(values, context))
         except ToolError as error:
             outcome, text = ToolOutcome.ERROR, format_refusal(str(error))
-        except _TookTooLong as error:
+        except Timeout as error:
             outcome, text = ToolOutcome.TIMEOUT, format_refusal(str(error))
         except TimeoutError:  # the user's own are no longer of this type here
             raise TimeoutError(
@@ -112,7 +112,7 @@ class OwnTool(Tool):
         try:
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            said = f"{self.code.label} returned a {type(value).__name__}, which is not JSON ({error})"
+            said = f"tool {self.code.label} returned a {type(value).__name__}, which is not JSON ({error})"
             raise UserCodeError(f"{said}; a tool returns a text, or what JSON can hold") from error
 
     def _validated(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -145,13 +145,13 @@ class OwnTool(Tool):
                     if opening := getattr(instance, "open", None):
                         takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opening).parameters else {}
                         await self._limited(opening, takes)
-                except _TookTooLong as error:  # the model has no part in it
-                    raise UserCodeError(f"{self.code.label} was not open within {self.settings.timeout_s:g} s") from error
+                except Timeout as error:  # the model has no part in it
+                    raise UserCodeError(f"tool {self.code.label} was not open within {self.settings.timeout_s:g} s") from error
                 state.instance = instance
             return await self._limited(state.instance, {**values, **problem})
 
     async def _limited(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
-        """Run the user's code within the tool's limits. Raises ToolError, _TookTooLong, UserCodeError.
+        """Run the user's code within the tool's limits. Raises ToolError, Timeout, UserCodeError.
 
         A thread that goes on after its time keeps its place among `max_concurrency`.
         """
@@ -166,12 +166,12 @@ class OwnTool(Tool):
             if is_async:
                 work.cancel()
         if not done:
-            raise _TookTooLong(f"{self.name} took longer than {self.settings.timeout_s:g} s")
+            raise Timeout(f"{self.name} took longer than {self.settings.timeout_s:g} s")
         value, error = (None, asyncio.CancelledError()) if work.cancelled() else work.result()
         if isinstance(error, ToolError):
             raise error
         if error is not None:
-            raise UserCodeError(f"{self.code.label} failed: {self.code.blame(error)}") from error
+            raise UserCodeError(f"tool {self.code.label} failed: {self.code.blame(error)}") from error
         return value
 
     def _ended(self, work: asyncio.Future[Any]) -> None:
@@ -186,7 +186,7 @@ class OwnTool(Tool):
     async def close(self, session: str, judge: Judge) -> None:
         state = self._states.pop(session, None)
         if state is not None and (closing := getattr(state.instance, "close", None)):
-            with contextlib.suppress(ToolError, _TookTooLong, UserCodeError):  # the trajectory is complete without it
+            with contextlib.suppress(ToolError, Timeout, UserCodeError):  # the trajectory is complete without it
                 await self._limited(closing, {})
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.checkpoint import find_resume
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import print_config
@@ -117,6 +118,8 @@ class BaseRun:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / FINISHED).unlink(missing_ok=True)
         (self.directory / "config.yaml").write_text(print_config(self.settings))
+        for _, code in all_user_code(self.settings):
+            code.save(self.directory)
         return resume
 
     def _is_finished(self, step: int, total_steps: int) -> bool:

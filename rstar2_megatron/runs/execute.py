@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 
 from rstar2_megatron.cpu.devices import hide_gpus
+from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.runs.base_run import BaseRun, StopSignals
 from rstar2_megatron.runs.inputs.output_directory import held_directory
 from rstar2_megatron.runs.preflight import check_before_start
@@ -44,6 +45,7 @@ def execute(settings: Settings, *, dry_run: bool, origins: Origins | None = None
     plan = make_plan(settings)
     if origins is not None and settings.runner.task_type == "reasoning":
         plan.rows += [("algorithm", key, value) for key, value in algorithm_rows(settings, origins)]
+    plan.rows += [("your code", key, f"{code.reference}  (sha256 {code.sha256[:12]})") for key, code in all_user_code(settings)]
     print(plan.render(), flush=True)
     if not plan.fits:
         raise ConfigError("the plan does not fit; the lines above say why and what to change")

@@ -53,7 +53,7 @@ def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
     spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
     sampling = SamplingSettings.of(settings, spec, model=settings.rollout.model.model_path, num_engines=num_engines(settings))
     samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
-    counts = pass_counts(problems, ((s.query_id, s.reward) for s in samples))
+    counts = pass_counts(problems, ((s.query_id, s.positive) for s in samples))
     dropped = dropped_problems(counts, options, options.num_samples)
     report = difficulty_report(counts, dropped, options.num_samples)
     write_jsonl(out / "pass_counts.jsonl", (asdict(count) for count in counts))

@@ -16,10 +16,12 @@ import psutil
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.extension.user_code import UserCodeError, all_user_code
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.trajectory_files import rollouts_path
+from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.runs.inputs.output_directory import output_problems
 from rstar2_megatron.runs.inputs.training_files import training_file_problems
@@ -53,8 +55,9 @@ def check_before_start(
     earlier stage of a recipe makes.
     """
     _raise(arithmetic_problems(settings))
-    _raise(tool_problems(settings))
     _raise(output_problems(settings))
+    _raise(user_code_problems(settings))
+    _raise(tool_problems(settings))
     gpus = find_gpus()
     slots = slots_of(settings.cluster, gpus, visible_host_gb())
     warnings: list[str] = []
@@ -222,6 +225,18 @@ def cluster_problems(settings: Settings) -> Iterator[str]:
             f"tools.codejudge.host_addr={judge.host_addr} is loopback, which the engines of the other "
             f"{nodes - 1} nodes cannot reach: name the judge's host by an address of the network, or null to start one here"
         )
+
+
+def user_code_problems(settings: Settings) -> Iterator[str]:
+    """Code that the settings name and that cannot be loaded, or not be called as what it is named for."""
+    arguments = settings.reward.arguments
+    for key, code in all_user_code(settings):
+        try:
+            OwnReward(code, arguments) if key.startswith("reward.") else code.load()
+        except UserCodeError as error:
+            yield f"{key}: {error}"
+    if arguments and not any(key.startswith("reward.") for key, _ in all_user_code(settings)):
+        yield f"reward.arguments={arguments} are for a function of yours; set reward.function or reward.terms"
 
 
 def placeholder_problems(settings: Settings) -> Iterator[str]:

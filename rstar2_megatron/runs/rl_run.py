@@ -22,6 +22,7 @@ from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
+from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.judge.client.service import CodeJudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
@@ -216,6 +217,11 @@ class RLRun(ClusterRun):
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
+        for key, code in all_user_code(self.settings):
+            before = state.get("user_code", {}).get(key)
+            if before != code.sha256:
+                was = f"sha256 {before[:12]} then" if before else "none was named then"
+                self._say(f"{key} {code.label} is not the code of the checkpoint: {was}, {code.sha256[:12]} now")
         self.trainer.source.restore(state, version=step)
         self._check_scores(state.get("scored"))
         self.files.truncate_after(step)
@@ -318,6 +324,7 @@ class RLRun(ClusterRun):
             "loader": self.loader.state_dict(),
             "python_random": random.getstate(),
             "table": self.table,
+            "user_code": {key: code.sha256 for key, code in all_user_code(self.settings)},
             "scored": (self._scored, self.trainer.score(self._scored)) if self._scored else None,
         }
         self._publish_checkpoint()

@@ -170,7 +170,7 @@ def _results(
     if not searched.found:
         return []
     if plan.name != "greedy":
-        leaves = [(query_id, leaf.reward) for query_id, found in searched.found.items() for leaf in found]
+        leaves = [(query_id, leaf.positive) for query_id, found in searched.found.items() for leaf in found]
         counts = pass_counts(problems, leaves)
         write_jsonl(out / f"{plan.name}.pass_counts.jsonl", (dataclasses.asdict(count) for count in counts))
     by_answers = plan.settings.guide in ("answers", "answers+scores")

@@ -19,6 +19,10 @@ class Solution:
     reward: float
     copies: int = 1
 
+    @property
+    def positive(self) -> bool:
+        return self.reward > 0
+
 
 def solution(leaf: Node) -> Solution:
     assert leaf.step is not None

@@ -75,7 +75,8 @@ class Expander:
             if self._is_result(done, len(before)):
                 if done.finish_reason is not None:
                     await self.values.grade(problem, done)
-                return step_of(done, tokens, calls)
+                if done.finish_reason is None or done.usable:  # else a reward function of the user failed
+                    return step_of(done, tokens, calls)
             self.retries += 1
             log.warning("candidate %s.%d of %s: %s", tag, index, problem.query_id, done.error)
             if number + 1 < MAX_TRIES:

@@ -167,7 +167,7 @@ class _Session:
         sampling = loop_sampling(self.sampling, settings)
         scorers: Sequence[Scorer] = reward_models or [LikelihoodScorer() for _ in services.engines]
         expanders = [
-            Expander(services.agent_loop(engine, sampling), Values(settings, services.pool, scorer), settings)
+            Expander(services.agent_loop(engine, sampling), Values(settings, services.rewards, scorer), settings)
             for engine, scorer in zip(services.engines, scorers, strict=True)
         ]
         width = settings.candidates if settings.mode == "mcts" else settings.candidates * settings.beam_width

@@ -56,7 +56,7 @@ def step_of(trajectory: Trajectory, before: int, calls_before: int) -> Step:
         tool_calls=list(trajectory.tool_calls[calls_before:]),
         ending=trajectory.finish_reason,
         answer=trajectory.answer,
-        reward=trajectory.reward,
+        reward=None if trajectory.reward is None else float(trajectory.is_positive),
     )
 
 

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rstar2_megatron.reward.grade import grade_trajectories
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.settings.sections.search import SearchSettings
 from rstar2_megatron.trajectory import Problem, Trajectory
@@ -51,17 +50,17 @@ class LikelihoodScorer:
 class Values:
     """Sets the values of new candidates by `search.guide`. Finished solutions are graded in every case, for the report."""
 
-    def __init__(self, settings: SearchSettings, pool: GraderPool, scorer: Scorer | None) -> None:
+    def __init__(self, settings: SearchSettings, rewards: Rewards, scorer: Scorer | None) -> None:
         """Raises ValueError when the guide needs a scorer and there is none."""
         self.guide = settings.guide
-        self.pool = pool
+        self.rewards = rewards
         self.scorer = scorer if self.guide != "answers" else None
         if self.guide != "answers" and scorer is None:
             raise ValueError(f"search.guide={self.guide} needs a scorer")
 
     async def grade(self, problem: Problem, trajectory: Trajectory) -> None:
         """Set reward and answer of a finished solution."""
-        await grade_trajectories(self.pool, problem, [trajectory])
+        await self.rewards.grade([(problem, trajectory)])
 
     async def assign(self, prompt_ids: np.ndarray, before: Sequence[Step], candidates: Sequence[Step]) -> None:
         """Set `value` of the candidates that follow the steps `before`; dead ends keep None."""

@@ -85,7 +85,7 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
     kept = [t for result in resampled for t in result.kept]
 
     metrics: Metrics = {}
-    _put_mean(metrics, "rollout/pass_rate", _rewards(usable))
+    _put_mean(metrics, "rollout/pass_rate", [float(t.is_positive) for t in usable if t.reward is not None])
     _put_mean(metrics, "rollout/reward_after_rejection", _rewards(survived))
     _put_mean(metrics, "rollout/reward_scores", _rewards(kept))
     _put_mean(metrics, "rollout/response_length_all", [t.response_tokens for t in usable])
@@ -113,6 +113,10 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
     metrics.update(_tool_metrics(usable))
     metrics.update(_time_metrics(usable))
     metrics.update(_format_metrics(resampled))
+    for name in sorted({name for t in usable for name in t.reward_terms}):
+        _put_mean(metrics, f"rollout/reward/{name}", [t.reward_terms[name] for t in usable if name in t.reward_terms])
+    for kind, count in sorted(Counter(t.user_error for t in every if t.user_error).items()):
+        metrics[f"rollout/user_code_errors/{kind}"] = count
     for detail, count in sorted(Counter(_detail(t) for t in usable).items()):
         metrics[f"rollout/grade/{detail}"] = count
     return metrics
@@ -120,7 +124,7 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
 
 def _group_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:
     reasons = Counter(result.reason for result in resampled if result.rejected)
-    pass_rates = [sum(group.rewards) / len(group.usable) for group in groups if group.usable]
+    pass_rates = [sum(t.is_positive for t in group.usable) / len(group.usable) for group in groups if group.usable]
     return {
         "rollout/groups": len(groups),
         "rollout/groups_kept": len(groups) - sum(reasons.values()),
@@ -166,8 +170,8 @@ def _time_metrics(usable: Sequence[Trajectory]) -> Metrics:
 
 def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
     """Errors per call over all trajectories, over positives (as in the paper's Fig. 4) and over negatives."""
-    positive = [t for t in usable if (t.reward or 0.0) > 0]
-    negative = [t for t in usable if (t.reward or 0.0) <= 0]
+    positive = [t for t in usable if t.is_positive]
+    negative = [t for t in usable if not t.is_positive]
     metrics: Metrics = {}
     for suffix, trajectories in (("", usable), ("_positive", positive), ("_negative", negative)):
         calls = [call for t in trajectories for call in t.tool_calls if call.outcome is not ToolOutcome.INFRASTRUCTURE]

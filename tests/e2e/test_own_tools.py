@@ -56,5 +56,5 @@ def test_own_tools_are_called_by_the_model(tmp_path: Path) -> None:
     assert row[f"rollout/engine/tool/{name}/calls"] >= len(done) and row[f"rollout/engine/tool/{name}/seconds"] > 0
     assert row.get("rollout/engine/judge/calls", 0) == 0
     lost = [t for t in read_jsonl(tmp_path / "own/trajectories.jsonl") if t["finish_reason"] == "infrastructure"]
-    assert row["rollout/engine/user_code_errors/ValueError"] == len(lost) > 0
-    assert f"own.py:{name} failed: {own}:13, in {name}: ValueError: a digit that this tool fails on" in run.text()
+    assert row["rollout/user_code_errors/ValueError"] == len(lost) > 0
+    assert f"tool own.py:{name} failed: {own}:13, in {name}: ValueError: a digit that this tool fails on" in run.text()

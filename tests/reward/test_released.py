@@ -12,10 +12,11 @@ from types import ModuleType
 
 import pytest
 
-from rstar2_megatron.reward.grade import grade_trajectories
 from rstar2_megatron.reward.math_grader import grade_answer
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.reward.released_grader import grade_released, released_answer
+from rstar2_megatron.reward.rewards import Rewards
+from rstar2_megatron.settings.schema import RewardSettings
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 from tests.reward.held_out_pairs import HELD_OUT_PAIRS
 from tests.reward.input_pairs import INPUT_PAIRS
@@ -137,13 +138,14 @@ def trajectory_with_tool() -> Trajectory:
     )
 
 
-async def test_the_tools_output_counts_in_released_mode_only(released: GraderPool) -> None:
+async def test_the_tools_output_counts_in_released_mode_only() -> None:
     problem = Problem("q", [{"role": "user", "content": "?"}], ["42"])
     trajectory = trajectory_with_tool()
-    await grade_trajectories(released, problem, [trajectory])
+    with Rewards(RewardSettings(mode="released", timeout_s=20)) as released:
+        await released.grade([(problem, trajectory)])
     assert (trajectory.reward, trajectory.grade_detail) == (1.0, "correct")
-    with GraderPool(1) as paper:
-        await grade_trajectories(paper, problem, [trajectory])
+    with Rewards(RewardSettings()) as paper:
+        await paper.grade([(problem, trajectory)])
     assert (trajectory.reward, trajectory.grade_detail) == (0.0, "no_answer_tag")
 
 

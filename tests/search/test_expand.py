@@ -10,13 +10,13 @@ import pytest
 
 from rstar2_megatron.judge.client.client import JudgeUnavailable
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.search.expand import Expander, ExpansionSpoiled, candidate_seed
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.tree import Node
 from rstar2_megatron.search.values import LikelihoodScorer, Values
-from rstar2_megatron.settings.schema import SearchSettings
+from rstar2_megatron.settings.schema import RewardSettings, SearchSettings
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome
 from tests.rollout.written import ANSWER, CELL, PROBLEM, WrittenJudge, call, make_loop, written
@@ -24,17 +24,17 @@ from tests.rollout.written import ANSWER, CELL, PROBLEM, WrittenJudge, call, mak
 
 @pytest.fixture(scope="module")
 def pool():
-    with GraderPool(1) as grader:
+    with Rewards(RewardSettings()) as grader:
         yield grader
 
 
-def make(tokenizer: Any, pool: GraderPool, turns: list[Any], judge: Any = None, guide: str = "answers", **settings: Any):
+def make(tokenizer: Any, pool: Rewards, turns: list[Any], judge: Any = None, guide: str = "answers", **settings: Any):
     loop = make_loop(tokenizer, turns, judge, **settings)
     searching = SearchSettings(guide=guide)
     return Expander(loop, Values(searching, pool, LikelihoodScorer()), searching, retry_s=0.01), loop
 
 
-async def test_a_step_is_a_turn_with_its_tool_response(tokenizer, pool: GraderPool) -> None:
+async def test_a_step_is_a_turn_with_its_tool_response(tokenizer, pool: Rewards) -> None:
     expander, loop = make(tokenizer, pool, [call(), ANSWER])
     root = Node("0")
     (step,) = await expander.expand(PROBLEM, root, 1)
@@ -49,7 +49,7 @@ async def test_a_step_is_a_turn_with_its_tool_response(tokenizer, pool: GraderPo
     assert step.generated_tokens == int(step.mask.sum()) < len(step.ids)
 
 
-async def test_a_wrong_answer_is_minus_one_and_a_dead_end_has_no_value(tokenizer, pool: GraderPool) -> None:
+async def test_a_wrong_answer_is_minus_one_and_a_dead_end_has_no_value(tokenizer, pool: Rewards) -> None:
     wrong = ANSWER.replace("4", "5")
     expander, _ = make(tokenizer, pool, [wrong])
     (step,) = await expander.expand(PROBLEM, Node("0"), 1)
@@ -59,7 +59,7 @@ async def test_a_wrong_answer_is_minus_one_and_a_dead_end_has_no_value(tokenizer
     assert step.ending is FinishReason.LENGTH_LIMIT and step.value is None
 
 
-async def test_scores_guide_by_likelihood(tokenizer, pool: GraderPool) -> None:
+async def test_scores_guide_by_likelihood(tokenizer, pool: Rewards) -> None:
     expander, _ = make(tokenizer, pool, [call(), ANSWER], guide="scores")
     (step,) = await expander.expand(PROBLEM, Node("0"), 1)
     assert step.value == pytest.approx(2 * np.exp(-0.5) - 1)  # every written token has log-prob -0.5
@@ -68,7 +68,7 @@ async def test_scores_guide_by_likelihood(tokenizer, pool: GraderPool) -> None:
     assert step.value == 1.0
 
 
-async def test_infrastructure_failures_are_retried_and_never_a_value(tokenizer, pool: GraderPool) -> None:
+async def test_infrastructure_failures_are_retried_and_never_a_value(tokenizer, pool: Rewards) -> None:
     ok = JudgeResult(Outcome.OK, "4\n", "", 0, 0.01)
     judge = WrittenJudge(JudgeUnavailable("away"), ok)
     expander, _ = make(tokenizer, pool, [call()], judge)
@@ -79,14 +79,14 @@ async def test_infrastructure_failures_are_retried_and_never_a_value(tokenizer, 
         await expander.expand(PROBLEM, Node("0"), 1)
 
 
-async def test_a_lost_engine_ends_the_expansion(tokenizer, pool: GraderPool) -> None:
+async def test_a_lost_engine_ends_the_expansion(tokenizer, pool: Rewards) -> None:
     expander, loop = make(tokenizer, pool, [EngineLost("gone")])
     written(loop).recover_error = EngineLost("gone for good")
     with pytest.raises(EngineLost, match="gone for good"):
         await expander.expand(PROBLEM, Node("0"), 2)
 
 
-async def test_an_interpreter_replays_the_cells_of_its_path(tokenizer, pool: GraderPool) -> None:
+async def test_an_interpreter_replays_the_cells_of_its_path(tokenizer, pool: Rewards) -> None:
     judge = WrittenJudge()
     expander, _ = make(tokenizer, pool, [CELL], judge, tools=[JUPYTER])
     (first,) = await expander.expand(PROBLEM, root := Node("0"), 1)
@@ -99,7 +99,7 @@ async def test_an_interpreter_replays_the_cells_of_its_path(tokenizer, pool: Gra
     assert one != two == three and judge.closed == [one, two]
 
 
-async def test_candidates_run_together(tokenizer, pool: GraderPool) -> None:
+async def test_candidates_run_together(tokenizer, pool: Rewards) -> None:
     expander, loop = make(tokenizer, pool, [ANSWER])
     written(loop).go.clear()
     expanding = asyncio.create_task(expander.expand(PROBLEM, Node("0"), 16))
@@ -117,7 +117,7 @@ def test_seeds_differ_by_place_and_depend_on_nothing_else() -> None:
     assert candidate_seed(3, "q", "0", 0) == candidate_seed(3, "q", "0", 0)
 
 
-def test_a_guide_without_a_scorer_is_refused(pool: GraderPool) -> None:
+def test_a_guide_without_a_scorer_is_refused(pool: Rewards) -> None:
     with pytest.raises(ValueError, match=r"search.guide=scores needs a scorer"):
         Values(SearchSettings(guide="scores"), pool, None)
     assert Step("x").generated_tokens == 0

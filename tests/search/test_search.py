@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
@@ -25,7 +25,7 @@ from rstar2_megatron.search.solver import Progress, Solver
 from rstar2_megatron.search.step import trajectory_of
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Values
-from rstar2_megatron.settings.schema import SamplingParams, SearchSettings
+from rstar2_megatron.settings.schema import RewardSettings, SamplingParams, SearchSettings
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS, problem
 from tests.search.written_trees import trees
 
@@ -56,7 +56,7 @@ async def search(engine: EngineClient, judge: JudgeClient, path: Path, settings:
     file = TreeFile(path, settings.model_dump())
     _, recorded = file.open(PROBLEMS)
     loop = make_loop(engine, judge, settings.temperature, settings.depth)
-    with GraderPool(1) as pool:
+    with Rewards(RewardSettings()) as pool:
         expander = Expander(loop, Values(settings, pool, LikelihoodScorer()), settings)
         solver = Solver(PROBLEMS, settings, file, recorded)
         async with asyncio.timeout(240):

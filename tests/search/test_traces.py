@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.mcts import MCTS
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree import Node
 from rstar2_megatron.search.values import Values
-from rstar2_megatron.settings.schema import SearchSettings
+from rstar2_megatron.settings.schema import RewardSettings, SearchSettings
 from rstar2_megatron.trajectory import ToolCall, ToolOutcome
 from tests.rollout.written import ANSWER, PROBLEM, call, make_loop
 from tests.search.scripted import drive, finished, name, settings
@@ -35,7 +35,7 @@ def test_two_right_solutions_of_the_highest_mean_q() -> None:
 async def test_a_conversation_renders_to_the_paths_tokens(tokenizer) -> None:
     loop = make_loop(tokenizer, [call(), ANSWER])
     searching = SearchSettings(guide="answers")
-    with GraderPool(1) as pool:
+    with Rewards(RewardSettings()) as pool:
         expander = Expander(loop, Values(searching, pool, None), searching)
         (first,) = await expander.expand(PROBLEM, root := Node("0"), 1)
         (last,) = await expander.expand(PROBLEM, Node("0.1", 1, root, first), 1)

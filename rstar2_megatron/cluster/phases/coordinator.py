@@ -43,7 +43,7 @@ class RolloutCoordinator:
     def __init__(self, channel: Any, rollout: RolloutGroup, reward: WorkerGroup, settings: Settings) -> None:
         self.carried: list[OpenGroup] = []
         """Unfinished groups of the last training phase (rollout.tail=carry). Part of a checkpoint."""
-        self.end = DriverEnd(channel, rollout, reward, settings.runner.seq_length)
+        self.end = DriverEnd(channel, rollout, reward, settings.runner)
         self._rollout = rollout
         self._settings = settings
         self._timeout_s = settings.runner.step_timeout_s

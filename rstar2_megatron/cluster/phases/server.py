@@ -11,6 +11,7 @@ from typing import Any
 from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, EnginesLost, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, unpack, work_key
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
+from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.rollout.live_view import LiveView, ShowProgress
 from rstar2_megatron.rollout.messages import EngineGone, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.phase import RolloutPhase
@@ -18,7 +19,8 @@ from rstar2_megatron.rollout.progress import PhaseProgress
 from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.trajectory import Group
+from rstar2_megatron.settings.schema import RunnerSettings
+from rstar2_megatron.trajectory import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 _LAST_MESSAGES_S = 60.0
@@ -28,19 +30,28 @@ _CHECK_S = 1.0  # between two looks for workers that have died
 class DriverEnd:
     """The driver's end of the rollout channel, which all phases of a run share, and the workers at its other ends."""
 
-    def __init__(self, channel: Any, engines: RolloutGroup, reward: WorkerGroup, max_tokens: int) -> None:
-        """max_tokens: of prompt and response together."""
+    def __init__(self, channel: Any, engines: RolloutGroup, reward: WorkerGroup, runner: RunnerSettings) -> None:
         self.channel = channel
         self.engines = engines
         self.inbox = ChannelReader(channel, TO_DRIVER)
         self.grading: PendingCall = reward.start("serve", channel)
         self.phases = 0
-        self.lengths = LengthSurvival(max_tokens)
+        self.lengths = LengthSurvival(runner.seq_length)
         self.show_progress: ShowProgress = lambda progress: None
         """Gets the progress of a running phase every few seconds."""
         self.check_services: Callable[[], None] = lambda: None
         """Raises when a service that the phases need was given up. Called once a second while a phase runs."""
         self._num_reward_workers = len(reward)
+        self._stop_on_user_errors = runner.user_code_errors == "stop"
+        self._said: set[str] = set()  # kinds of failures of the user's code
+
+    def note_user_error(self, trajectory: Trajectory) -> None:
+        """Say the first failure of each kind of the user's code. Raises UserCodeError with runner.user_code_errors=stop."""
+        if self._stop_on_user_errors:
+            raise UserCodeError(f"{trajectory.error} (problem {trajectory.query_id}; runner.user_code_errors=stop)")
+        if trajectory.user_error not in self._said:
+            self._said.add(trajectory.user_error)
+            logger.warning("dropped a trajectory of problem %s: %s", trajectory.query_id, trajectory.error)
 
     def close(self) -> None:
         """End the loops of the reward workers and the reading thread of this process."""
@@ -131,7 +142,7 @@ class PhaseServer:
     def handle(self, message: Any, now: float) -> None:
         """Handle a WorkRequest, an EngineGone or a packed list of RolloutResult. Messages of an earlier phase are ignored.
 
-        Raises EnginesLost when no engine is left.
+        Raises EnginesLost when no engine is left, and what `DriverEnd.note_user_error` raises.
         """
         current = [
             one
@@ -145,6 +156,8 @@ class PhaseServer:
                 self._lose(one.engine, one.reason)
             else:
                 self.last_token = max(self.last_token, now - one.grading_s)
+                if one.trajectory.user_error:
+                    self._end.note_user_error(one.trajectory)
                 group = self.phase.ended(one.engine, one.group, one.trajectory, now)
                 if group is not None:
                     self._events.completed(one.group, group)

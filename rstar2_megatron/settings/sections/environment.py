@@ -24,15 +24,58 @@ class DataSettings(Section):
     seed: int = 1234
 
 
+RewardFunction = Literal["math"] | UserCode
+
+
+class RewardTerm(Section):
+    """One of several rewards that are added."""
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Its mean is logged as rollout/reward/{name}."""
+    function: RewardFunction
+    weight: float = 1.0
+
+
 class RewardSettings(Section):
     group_name: str = "RewardGroup"
     reward_type: Literal["rstar2"] = "rstar2"
+    function: RewardFunction = "math"
+    """math: the answer's comparison with the solutions; or a function of yours, path/to/file.py:name."""
+    terms: list[RewardTerm] = []
+    """Several functions, whose weighted sum is the reward; in place of `function`."""
+    positive_above: float = 0.0
+    """A trajectory counts as right (resample-on-correct, pass rates, avg@k) when its reward is above this."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of every call of your functions: verl's reward_kwargs."""
+    function_timeout_s: float = Field(30.0, gt=0)
+    """Time limit of one call of your function; of one attempt of an async one."""
+    function_memory_mb: int = Field(2048, ge=64)
+    """Memory that a process of your plain functions may take beyond its libraries."""
+    function_concurrency: int = Field(64, ge=1)
+    """Calls of your async functions at a time, for each reward worker."""
+    function_retries: int = Field(2, ge=0)
+    """Further attempts of an async function that failed."""
     mode: Literal["paper", "released"] = "paper"
     """paper: the last box inside the model's last <answer>; released: either of two graders on the whole response."""
     timeout_s: float = Field(2.0, gt=0)
     """Time limit for grading one answer."""
     num_workers: int = Field(1, ge=1)
     """Grading processes of one reward worker."""
+
+    @property
+    def weighted(self) -> list[RewardTerm]:
+        """The terms; `function` alone is one."""
+        name = "math" if isinstance(self.function, str) else self.function.name
+        return self.terms or [RewardTerm(name=name, function=self.function)]
+
+    @model_validator(mode="after")
+    def _one_form(self) -> RewardSettings:
+        if self.terms and self.function != "math":
+            raise ValueError("function and terms are both set; name the function as one of the terms")
+        names = [term.name for term in self.terms]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"terms has the name {twice[0]!r} twice")
+        return self
 
 
 class OwnToolSettings(Section):

@@ -45,7 +45,7 @@ class RolloutSettings(Section):
     """Seconds after which an engine with queued work and no new token counts as lost."""
     max_engine_restarts: int = Field(2, ge=0)
     max_dropped_share: float = Field(0.25, ge=0, le=1)
-    """A step that lost more of its trajectories to engine, judge or deadlines ends the run before it trains."""
+    """A step that lost more of its trajectories to engine, judge, deadlines or own code ends the run before it trains."""
     cpu_threads: int = Field(1, ge=1)
     """OMP threads of an engine that runs on CPU."""
     scheduler: Literal["static", "least_requests", "kv_reserve", "kv_adaptive"] = "kv_adaptive"

@@ -110,6 +110,10 @@ class RunnerSettings(Section):
     """Also keep the best checkpoint, by held-out score if there is one, else by pass rate."""
     max_empty_steps: int = Field(3, ge=0)
     """Consecutive steps without a group to train on that end the run with the reason; 0: any number is allowed."""
+    user_code_errors: Literal["drop", "stop"] = "drop"
+    """What an exception in code of yours (reward, tool, environment) does: drops the trajectory, within
+    rollout.max_dropped_share of a step, or ends the run.
+    """
     check_after_resume: bool = True
     """End a run whose pass rate or log-probs fall sharply in the first steps after a resume."""
     val_check_interval: int = -1

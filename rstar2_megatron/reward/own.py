@@ -1,0 +1,130 @@
+"""A reward function of the user: which form it has, how it is called, and what it may return.
+
+Two forms are recognised by their parameters:
+
+    (problem: Problem, trajectory: Trajectory, **arguments) -> float | dict | Grade
+    (data_source, solution_str, ground_truth, extra_info, **arguments) -> float | dict     verl's compute_score
+
+Both may be async. A dict has `score`; its other numbers are logged by their names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from rstar2_megatron.algorithm.response_text import response_text
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError
+from rstar2_megatron.reward.pool import Grade
+from rstar2_megatron.trajectory import Problem, Trajectory
+
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_SPECIAL = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a function said of one trajectory, or why it said nothing."""
+
+    value: float = 0.0
+    others: dict[str, float] = field(default_factory=dict)
+    """Further numbers by name, to be logged."""
+    detail: str = ""
+    answer: str | None = None
+    failure: str = ""
+    """Why there is no value, with the user's file and line."""
+    kind: str = ""
+    """Type of the failure: the exception's name, Timeout, or Killed."""
+
+
+class OwnReward:
+    """A loaded reward function."""
+
+    def __init__(self, code: UserCode, arguments: Mapping[str, Any]) -> None:
+        """arguments: keyword arguments of every call. Raises UserCodeError when it cannot be loaded or called."""
+        self.code = code
+        self.arguments = dict(arguments)
+        self.function = code.load()
+        if not callable(self.function):
+            raise UserCodeError(f"{code.label} is a {type(self.function).__name__}, not a function")
+        called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
+        self.is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(self.function)
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError) as error:
+            raise UserCodeError(f"{code.label}: its parameters cannot be read: {error}") from None
+        self._is_verls = {"solution_str", "ground_truth"} <= set(signature.parameters)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        self._given = [name for name in _VERL if takes_all or name in signature.parameters]
+        try:
+            if self._is_verls:
+                signature.bind(**dict.fromkeys(self._given), **self.arguments)
+            else:
+                signature.bind(None, None, **self.arguments)
+        except TypeError as error:
+            raise UserCodeError(
+                f"{code.label}{signature} cannot be called with (problem, trajectory), nor with verl's ({', '.join(_VERL)})"
+                + (f", and reward.arguments={self.arguments}" if self.arguments else "")
+                + f": {error}"
+            ) from None
+
+    def __call__(self, problem: Problem, trajectory: Trajectory) -> Any:
+        """What the function returns, or its awaitable."""
+        if not self._is_verls:
+            return self.function(problem, trajectory, **self.arguments)
+        row = verl_arguments(problem, trajectory)
+        return self.function(**{name: row[name] for name in self._given}, **self.arguments)
+
+    def score(self, returned: Any) -> Score:
+        """Read a returned value. Raises TypeError or ValueError for what is no finite number."""
+        if isinstance(returned, Grade):
+            return Score(_number(returned.reward, "reward"), detail=returned.detail, answer=returned.answer)
+        if isinstance(returned, Mapping):
+            if "score" not in returned:
+                raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, returned)) or 'nothing'}")
+            numbers = {str(name): float(value) for name, value in returned.items() if isinstance(value, Real)}
+            numbers.pop("score", None)
+            return Score(_number(returned["score"], "score"), numbers)
+        return Score(_number(returned, "value"))
+
+    def failed(self, error: BaseException) -> Score:
+        return Score(failure=f"reward {self.code.label} failed: {self.code.blame(error)}", kind=type(error).__name__)
+
+
+def _number(value: Any, name: str) -> float:
+    item = getattr(value, "item", None)  # of numpy and torch
+    if callable(item) and not isinstance(value, Real):
+        value = item()
+    if not isinstance(value, Real):
+        raise TypeError(
+            f"returned a {name} of type {type(value).__name__}; a reward is a number, a dict with 'score', or a Grade"
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"returned the {name} {value}; a reward is finite")
+    return float(value)
+
+
+def verl_arguments(problem: Problem, trajectory: Trajectory) -> dict[str, Any]:
+    """The four arguments of verl's compute_score.
+
+    `solution_str` is the whole response, tool texts included, without special tokens. A row without verl's columns gives its
+    task, and its answer: the text when there is one, else the list.
+    """
+    text = response_text(trajectory)
+    for token in _SPECIAL:
+        text = text.replace(token, "")
+    model = problem.extra.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+    if truth is None:
+        truth = problem.solutions[0] if len(problem.solutions) == 1 else problem.solutions
+    info = problem.extra.get("extra_info")
+    return {
+        "data_source": problem.extra.get("data_source", problem.task),
+        "solution_str": text,
+        "ground_truth": truth,
+        "extra_info": {**(info if isinstance(info, Mapping) else {}), "num_turns": trajectory.num_turns},
+    }
