@@ -18,12 +18,24 @@ _SMALLEST_SHARE = 0.5  # of the embedding that a tokenizer of the same model nam
 _TURN_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
-def directory_problems(directory: Path, model: ModelConfig, chat_template: str | None) -> list[str]:
+def template_fault(template: str, tool_call_format: str) -> str:
+    """Why a chat template cannot write the whole conversation; "" when it can."""
+    if "tools" in template and (tool_call_format != "hermes" or "<tool_call>" in template):
+        return ""
+    where = " called between <tool_call> tags" if tool_call_format == "hermes" else ""
+    return f"has no tools{where}; set it to null: then the system message describes them"
+
+
+def directory_problems(
+    directory: Path, model: ModelConfig, chat_template: str | None, tool_call_format: str = "hermes"
+) -> list[str]:
     """What is wrong with the weights; else with the tokenizer, and its turns in conversations by `chat_template`."""
-    return [*weight_problems(directory, model)] or [*tokenizer_problems(directory, model, chat_template)]
+    return [*weight_problems(directory, model)] or [*tokenizer_problems(directory, model, chat_template, tool_call_format)]
 
 
-def tokenizer_problems(directory: Path, model: ModelConfig, chat_template: str | None) -> Iterator[str]:
+def tokenizer_problems(
+    directory: Path, model: ModelConfig, chat_template: str | None, tool_call_format: str = "hermes"
+) -> Iterator[str]:
     """A tokenizer of another vocabulary than the model's, or without the turns that a conversation needs."""
     path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
     if path is None:
@@ -79,21 +91,20 @@ def tokenizer_problems(directory: Path, model: ModelConfig, chat_template: str |
         yield (f"{directory} names no end-of-text token: set eos_token in tokenizer_config.json or eos_token_id in config.json")
     elif eos is not None and not (isinstance(eos, str) and (eos in added or eos in names)):
         yield f"{directory / 'tokenizer_config.json'}: eos_token {eos!r} is not in tokenizer.json; {AGAIN}"
-    yield from _template_problems(directory, config, chat_template, chatml=added.keys() >= _TURN_TOKENS)
+    yield from _template_problems(directory, config, chat_template, tool_call_format, chatml=added.keys() >= _TURN_TOKENS)
 
 
-def _template_problems(directory: Path, config: dict[str, Any], chat_template: str | None, *, chatml: bool) -> Iterator[str]:
+def _template_problems(
+    directory: Path, config: dict[str, Any], chat_template: str | None, tool_call_format: str, *, chatml: bool
+) -> Iterator[str]:
     file = directory / "chat_template.jinja"
     try:
         own = file.read_text(encoding="utf-8") if file.is_file() else json.dumps(config.get("chat_template") or "")
     except UnicodeDecodeError as error:
         yield f"{file} is not UTF-8: {error}; {AGAIN}"
         return
-    if chat_template == OWN_TEMPLATE and not ("tools" in own and "<tool_call>" in own):
-        yield (
-            f"agentloop.chat_template=tokenizer, but the chat template of {directory} has no tools called between <tool_call> "
-            "tags; set it to null: then the system message describes them"
-        )
+    if chat_template == OWN_TEMPLATE and (fault := template_fault(own, tool_call_format)):
+        yield f"agentloop.chat_template=tokenizer, but the chat template of {directory} {fault}"
     elif chat_template is None and not chatml and own in ("", '""'):
         yield (
             f"the tokenizer of {directory} has neither <|im_start|> and <|im_end|> nor a chat template; take the tokenizer of "

@@ -377,5 +377,5 @@ class Turns:
         self.trajectory.tool_calls += done
         lost = [call for call in done if call.outcome is ToolOutcome.INFRASTRUCTURE]
         if lost:
-            raise Interrupted(f"tool call lost: {lost[0].response_text}")
+            raise Interrupted(f"{'' if self.trajectory.user_error else 'tool call lost: '}{lost[0].response_text}")
         return done, responses

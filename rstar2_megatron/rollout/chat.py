@@ -30,8 +30,9 @@ import jinja2
 import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
-from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
-from rstar2_megatron.rollout.tool_call import ParsedCall, parse_tool_calls
+from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, template_fault
+from rstar2_megatron.rollout.call_format import PARSERS, format_of
+from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name
@@ -73,6 +74,9 @@ REASON = "<reason>"
 GENERATION_PREFIX = f"{TURN_START}assistant\n{REASON}"
 _DATE = "26 Jul 2024"  # Llama 3's templates write today's date; with its default a prompt is the same every day
 _ASKED, _SAID, _TOLD = "Question0", "Reply1", "Result2"  # found again in a rendered conversation
+
+_END_OF_MESSAGE = "<|eom_id|>"  # Llama 3 ends a turn by it, too, when it expects a tool's response
+_CALL_ID = "call{:05d}"  # Mistral's templates want nine characters
 
 _PROMPTS_KEPT = 256
 
@@ -130,11 +134,21 @@ class ChatTemplate:
         if self._template is not None:
             opening = self._generation_prefix_of_template()
             self.generation_prefix = opening if self._wholly else settings.generation_prefix or opening + REASON
+        form: str = settings.tool_call_format
+        if form == "auto":
+            form = format_of(self._template) if self._wholly and self._template else "hermes"
+        self.call_format = form
         self.turns = Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
         self.end_id = self._encode(self.turns.end)[0]
+        self._ends = [self.turns.end]
+        if form == "llama3" and len(self._encode(_END_OF_MESSAGE)) == 1:
+            self._ends.append(_END_OF_MESSAGE)
+        self._tool_role = self._wholly and form != "hermes"
         self._prompts: dict[str, list[int]] = {}
         others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
         self._specials = re.compile("|".join(map(re.escape, others))) if others else None
+        if self._tool_role and _TOLD not in self.tool_response_text([_TOLD]):
+            raise ValueError("the chat template writes nothing for the role tool; give agentloop.chat_template one that does")
 
     def _own_template(self) -> str:
         """The tokenizer's chat template. Raises ValueError when there is none, or it has no tools and writes the wording."""
@@ -146,11 +160,8 @@ class ChatTemplate:
                 f"the tokenizer has neither {TURN_START} and {TURN_END} as single tokens nor a chat template; rollout."
                 "model.model_path needs the tokenizer of an instruct model, or a chat_template.jinja beside it"
             )
-        if self._wholly and not ("tools" in own and "<tool_call>" in own):
-            raise ValueError(
-                "agentloop.chat_template=tokenizer, but the tokenizer's chat template has no tools called between <tool_call> "
-                "tags; set it to null: then the system message describes them"
-            )
+        if self._wholly and (fault := template_fault(own, self.settings.tool_call_format)):
+            raise ValueError(f"agentloop.chat_template=tokenizer, but the tokenizer's chat template {fault}")
         return str(own)
 
     def _turns_of_template(self) -> Turns:
@@ -174,7 +185,7 @@ class ChatTemplate:
     @property
     def stop_token_ids(self) -> list[int]:
         """Tokens that end an assistant turn."""
-        return [self.end_id]
+        return [self._encode(end)[0] for end in self._ends]
 
     @property
     def start_id(self) -> int:
@@ -223,7 +234,7 @@ class ChatTemplate:
             text = self._render(worded, opened=False)
         return text + self.generation_prefix
 
-    def _render(self, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, opened: bool) -> str:
         """Text of the messages by the Jinja template; opened: with the opening of the next assistant turn."""
         text = self.tokenizer.apply_chat_template(
             list(messages),
@@ -262,16 +273,33 @@ class ChatTemplate:
 
         Special tags inside a program's output are broken up, so that the output cannot open or close a turn.
         """
-        body = "\n".join(f"<tool_response>\n{self._defused(text)}\n</tool_response>" for text in responses)
+        defused = [self._defused(text) for text in responses]
+        if self._tool_role:
+            return self._told_by_template(defused)
+        body = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in defused)
         return f"{self.turns.before_response}{body}{self.turns.after_response}{self.generation_prefix}"
+
+    def _told_by_template(self, responses: Sequence[str]) -> str:
+        """What the template writes from behind an assistant's turn end to the opening of the next turn."""
+        call = {"id": _CALL_ID.format(0), "type": "function", "function": {"name": _SAID, "arguments": {}}}
+        said: list[dict[str, Any]] = [
+            {"role": "user", "content": _ASKED},
+            {"role": "assistant", "content": _SAID, "tool_calls": [call]},
+        ]
+        told = [{"role": "tool", "tool_call_id": _CALL_ID.format(i), "content": text} for i, text in enumerate(responses)]
+        try:
+            text = self._render([*said, *told], opened=True)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template cannot write a tool's response: {error}") from None
+        return text.partition(_SAID)[2].partition(self.turns.end)[2]
+
+    def parse_calls(self, text: str) -> list[ParsedCall]:
+        """The calls of an assistant's turn, in the format of the settings."""
+        return PARSERS[self.call_format](text, self.schemas)
 
     def _defused(self, text: str) -> str:
         text = defuse(text)
         return self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._specials else text
-
-    def parse_calls(self, text: str) -> list[ParsedCall]:
-        """The calls of an assistant's turn."""
-        return parse_tool_calls(text, self.schemas)
 
     def user_turn_ids(self, text: str) -> list[int]:
         """Token ids from behind a generated turn end: a user's turn with this text, and the next turn's opening."""
@@ -305,7 +333,9 @@ class ChatTemplate:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of generated tokens with special tokens, without the closing turn end."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text.removesuffix(self.turns.end)
+        for end in self._ends:
+            text = text.removesuffix(end)
+        return text
 
 
 def defuse(text: str) -> str:

@@ -11,7 +11,7 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -29,7 +29,6 @@ from rstar2_megatron.trajectory import Problem, ToolOutcome
 
 _PROBLEM = "problem"
 _IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
-_NO_VALUE = inspect.Parameter.empty
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class _State:
     used: float = field(default_factory=time.monotonic)
 
 
-class _TookTooLong(Exception):
+class Timeout(Exception):
     """The tool ran past its own time limit."""
 
 
@@ -53,37 +52,39 @@ class OwnTool(Tool):
         self.settings = settings
         self.max_length = settings.max_length or agentloop.max_tool_response_length
         self.truncate_side = agentloop.tool_response_truncate_side
-        target = self.code.load()
-        self.has_session = inspect.isclass(target)
+        label, target = self.code.label, self.code.load()
         self._target = target
-        # of a class, `target.__call__` would be its constructor where it has no such method
-        calls = (
-            [vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)] if self.has_session else [target]
-        )
-        name = getattr(target, "name", "") if self.has_session else ""
-        name = name or getattr(target, "__name__", "")
-        if not calls or not callable(target) or not isinstance(name, str) or not name:
+        self.has_session = inspect.isclass(target)
+        # Of a class without such a method it is its constructor, which is no function.
+        self._call = inspect.getattr_static(target, "__call__") if self.has_session else target
+        name = getattr(target, "__name__", "")
+        name = getattr(target, "name", name) if self.has_session else name
+        if (
+            not callable(target)
+            or not (name and isinstance(name, str))
+            or (self.has_session and not inspect.isfunction(self._call))
+        ):
             kind = "class without __call__" if self.has_session else type(target).__name__
-            raise UserCodeError(f"{self.code.label} is a {kind}; a tool is a function, or a class with __call__")
-        self._call = calls[0]
-        hidden = {} if self.has_session else settings.settings
-        parameters = _parameters(self.code.label, self._call, method=self.has_session)
-        self._takes_problem = [name for name, (hint, _) in parameters.items() if name == _PROBLEM or hint is Problem]
-        self._check_settings(target if self.has_session else self._call)
-        shown = {n: p for n, p in parameters.items() if n not in self._takes_problem and n not in hidden}
-        super().__init__(_schema(self.code.label, name, inspect.getdoc(self._call), shown))
-        self._adapters = {n: _adapter(self.code.label, n, hint) for n, (hint, _) in shown.items()}
+            raise UserCodeError(f"{label} is a {kind}; a tool is a function, or a class with __call__")
+        given = settings.settings
+        try:
+            inspect.signature(target).bind(**given) if self.has_session else inspect.signature(target).bind_partial(**given)
+        except (TypeError, ValueError) as error:
+            raise UserCodeError(f"the settings of {label} do not fit its parameters: {error}") from None
+        parameters = _parameters(label, self._call, method=self.has_session)
+        self._takes_problem = [n for n, one in parameters.items() if n == _PROBLEM or one.annotation is Problem]
+        hidden = [*self._takes_problem, *([] if self.has_session else given)]
+        shown = {n: one for n, one in parameters.items() if n not in hidden}
+        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown))
+        self._adapters: dict[str, TypeAdapter[Any]] = {}
+        for n, one in shown.items():
+            try:
+                self._adapters[n] = TypeAdapter(one.annotation)
+            except PydanticSchemaGenerationError:
+                raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
         self._slots = asyncio.Semaphore(settings.max_concurrency)
         self._running = 0
         self._states: dict[str, _State] = {}
-
-    def _check_settings(self, taker: Callable[..., Any]) -> None:
-        try:
-            inspect.signature(taker).bind_partial(**self.settings.settings)
-            if self.has_session:
-                inspect.signature(taker).bind(**self.settings.settings)
-        except TypeError as error:
-            raise UserCodeError(f"the settings of {self.code.label} do not fit its parameters: {error}") from None
 
     # ------------------------------------------------------------------------------------------ one call
 
@@ -94,19 +95,25 @@ class OwnTool(Tool):
             return ToolAnswer(ToolOutcome.MALFORMED, format_refusal(str(error)))
         try:
             async with asyncio.timeout(context.limit_s):
-                outcome, text = ToolOutcome.OK, _as_text(await self._run(values, context))
+                outcome, text = ToolOutcome.OK, self._as_text(await self._run(values, context))
         except ToolError as error:
             outcome, text = ToolOutcome.ERROR, format_refusal(str(error))
-        except _TookTooLong as error:
+        except Timeout as error:
             outcome, text = ToolOutcome.TIMEOUT, format_refusal(str(error))
         except TimeoutError:  # the user's own are no longer of this type here
             raise TimeoutError(
                 f"the trajectory's deadline passed in {self.code.label}, of which {self._running} calls were running "
                 f"(max_concurrency={self.settings.max_concurrency})"
             ) from None
-        except _BadResult as error:
-            raise UserCodeError(f"{self.code.label} {error}; a tool returns a text, or what JSON can hold") from error.__cause__
-        return ToolAnswer(outcome, truncate(_printable(text), self.max_length, self.truncate_side))
+        text = text.encode(errors="replace").decode()  # half of a surrogate pair is no character
+        return ToolAnswer(outcome, truncate(text, self.max_length, self.truncate_side))
+
+    def _as_text(self, value: Any) -> str:
+        try:
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            said = f"tool {self.code.label} returned a {type(value).__name__}, which is not JSON ({error})"
+            raise UserCodeError(f"{said}; a tool returns a text, or what JSON can hold") from error
 
     def _validated(self, arguments: dict[str, Any]) -> dict[str, Any]:
         values = {}
@@ -126,20 +133,25 @@ class OwnTool(Tool):
         problem = dict.fromkeys(self._takes_problem, context.problem)
         if not self.has_session:
             return await self._limited(self._call, {**self.settings.settings, **values, **problem})
-        await self._close_idle()
+        old = time.monotonic() - _IDLE_S
+        for session in [s for s, state in self._states.items() if state.used < old and not state.lock.locked()]:
+            await self.close(session, context.judge)
         state = self._states.setdefault(context.session, _State())
         async with state.lock:
             state.used = time.monotonic()
             if state.instance is None:
-                instance = await self._limited(self._target, self.settings.settings)
-                if opened := getattr(instance, "open", None):
-                    takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opened).parameters else {}
-                    await self._limited(opened, takes)
+                try:
+                    instance = await self._limited(self._target, self.settings.settings)
+                    if opening := getattr(instance, "open", None):
+                        takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opening).parameters else {}
+                        await self._limited(opening, takes)
+                except Timeout as error:  # the model has no part in it
+                    raise UserCodeError(f"tool {self.code.label} was not open within {self.settings.timeout_s:g} s") from error
                 state.instance = instance
             return await self._limited(state.instance, {**values, **problem})
 
     async def _limited(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
-        """Run the user's code within the tool's limits. Raises ToolError, _TookTooLong, UserCodeError.
+        """Run the user's code within the tool's limits. Raises ToolError, Timeout, UserCodeError.
 
         A thread that goes on after its time keeps its place among `max_concurrency`.
         """
@@ -154,12 +166,12 @@ class OwnTool(Tool):
             if is_async:
                 work.cancel()
         if not done:
-            raise _TookTooLong(f"{self.name} took longer than {self.settings.timeout_s:g} s")
+            raise Timeout(f"{self.name} took longer than {self.settings.timeout_s:g} s")
         value, error = (None, asyncio.CancelledError()) if work.cancelled() else work.result()
         if isinstance(error, ToolError):
             raise error
         if error is not None:
-            raise UserCodeError(f"{self.code.label} failed: {self.code.blame(error)}") from error
+            raise UserCodeError(f"tool {self.code.label} failed: {self.code.blame(error)}") from error
         return value
 
     def _ended(self, work: asyncio.Future[Any]) -> None:
@@ -172,35 +184,10 @@ class OwnTool(Tool):
         return session in self._states
 
     async def close(self, session: str, judge: Judge) -> None:
-        await self._close(session)
-
-    async def _close(self, session: str) -> None:
         state = self._states.pop(session, None)
         if state is not None and (closing := getattr(state.instance, "close", None)):
-            with contextlib.suppress(ToolError, _TookTooLong, UserCodeError):  # the trajectory is complete without it
+            with contextlib.suppress(ToolError, Timeout, UserCodeError):  # the trajectory is complete without it
                 await self._limited(closing, {})
-
-    async def _close_idle(self) -> None:
-        old = time.monotonic() - _IDLE_S
-        for session in [s for s, state in self._states.items() if state.used < old and not state.lock.locked()]:
-            await self._close(session)
-
-
-class _BadResult(Exception):
-    """Neither text nor JSON."""
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _BadResult(f"returned a {type(value).__name__}, which is not JSON ({error})") from error
-
-
-def _printable(text: str) -> str:
-    return text.encode(errors="replace").decode()
 
 
 async def _awaited(function: Callable[..., Any], values: dict[str, Any]) -> tuple[Any, BaseException | None]:
@@ -235,38 +222,35 @@ def _in_thread(function: Callable[..., Any], values: dict[str, Any]) -> asyncio.
 # ---------------------------------------------------------------------------------------------- its schema
 
 
-def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> dict[str, tuple[Any, Any]]:
-    """(type, default) by parameter. Raises UserCodeError for parameters that a call by name cannot fill."""
+def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> dict[str, inspect.Parameter]:
+    """Parameters with their types resolved. Raises UserCodeError for those that a call by name cannot fill."""
     try:
-        signature = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
+        parameters = inspect.signature(function).parameters
         hints = get_type_hints(function)
     except (NameError, TypeError, ValueError) as error:
         raise UserCodeError(f"the parameters of {label} cannot be read: {error}") from None
-    for one in signature:
+    found = {}
+    for name, one in list(parameters.items())[int(method) :]:
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
             raise UserCodeError(f"{label} takes `{one}`, which no model can fill by name; write each parameter with its type")
-        if one.name not in hints and one.name != _PROBLEM:
-            raise UserCodeError(f"parameter {one.name!r} of {label} has no type; write e.g. `{one.name}: str`")
-    return {one.name: (hints.get(one.name), one.default) for one in signature}
+        found[name] = one.replace(kind=one.KEYWORD_ONLY, annotation=hints.get(name, one.empty))
+    return found
 
 
-def _schema(label: str, name: str, doc: str | None, parameters: dict[str, tuple[Any, Any]]) -> ToolSchema:
+def _schema(label: str, name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter]) -> ToolSchema:
     # Here: transformers takes seconds, which runs without own tools do not need.
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
+    if untyped := [n for n, one in parameters.items() if one.annotation is one.empty]:
+        raise UserCodeError(f"parameter {untyped[0]!r} of {label} has no type; write e.g. `{untyped[0]}: str`")
     if not doc:
         raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
 
     def described() -> None: ...
 
     described.__name__, described.__doc__ = name, doc
-    described.__annotations__ = {n: hint for n, (hint, _) in parameters.items()}
-    described.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
-            for n, (hint, default) in parameters.items()
-        ]
-    )
+    described.__annotations__ = {n: one.annotation for n, one in parameters.items()}
+    described.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     try:
         schema: ToolSchema = get_json_schema(described)
     except DocstringParsingException as error:
@@ -275,12 +259,4 @@ def _schema(label: str, name: str, doc: str | None, parameters: dict[str, tuple[
     except (TypeHintParsingException, ValueError) as error:
         said = " ".join(str(part) for part in error.args)
         raise UserCodeError(f"{label} has a parameter whose type is no JSON: {said}") from None
-    schema["function"].pop("return", None)
     return schema
-
-
-def _adapter(label: str, name: str, hint: Any) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(hint)
-    except PydanticSchemaGenerationError:
-        raise UserCodeError(f"parameter {name!r} of {label} has the type {hint}, which no JSON fits") from None

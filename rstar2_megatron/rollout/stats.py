@@ -11,7 +11,7 @@ from rstar2_megatron.rollout.engine.protocol import EngineReport
 from rstar2_megatron.trajectory import Group, ToolCall, Trajectory
 
 _OF_RUN = "engine_restarts"
-_COUNTERS = ("tool_calls", "endings", "tool", "user_code_errors")
+_COUNTERS = ("tool_calls", "endings", "tool")
 
 
 @dataclass(slots=True)
@@ -38,7 +38,6 @@ class RolloutStats:
     reports: int = 0
     tool_calls: Counter[str] = field(default_factory=Counter)  # by outcome
     tool: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # calls, errors and seconds by tool
-    user_code_errors: Counter[str] = field(default_factory=Counter)  # by type
     endings: Counter[str] = field(default_factory=Counter)  # by finish reason
     _at_engine: int = 0
     _busy_since: float = 0.0

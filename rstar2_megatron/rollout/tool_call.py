@@ -26,9 +26,10 @@ _MESSAGE_CHARS = 280
 class CallStatus(StrEnum):
     VALID = "valid"
     BAD_JSON = "bad_json"  # no JSON object of the right shape between the tags
+    BAD_SYNTAX = "bad_syntax"  # in a format that is not JSON
     UNKNOWN_TOOL = "unknown_tool"
     BAD_ARGUMENTS = "bad_arguments"  # missing, or of the wrong type
-    UNCLOSED = "unclosed"  # the turn ended before </tool_call>
+    UNCLOSED = "unclosed"  # the turn ended before the call's end
 
 
 @dataclass(slots=True)
@@ -95,18 +96,19 @@ def _parse_one(text: str, start: int, close: int, schemas: Sequence[ToolSchema])
         if close < 0:
             return _unclosed(), 0
         what, remedy = json_fault(error, start)
-        return _refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}."), 0
+        return refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}."), 0
     rest = end
     while rest < len(text) and text[rest] in _WHITESPACE:
         rest += 1
     if text.startswith(CLOSE, rest):
-        return _check_call(body, schemas), rest + len(CLOSE)
+        return check_body(body, schemas), rest + len(CLOSE)
     if close < 0:
         return _unclosed(), 0
-    return _refused(CallStatus.BAD_JSON, f"Tool call has text after its JSON object: {_show(text[rest:close])}"), 0
+    return refused(CallStatus.BAD_JSON, f"Tool call has text after its JSON object: {quote(text[rest:close])}"), 0
 
 
-def _refused(status: CallStatus, message: str, name: str = "") -> ParsedCall:
+def refused(status: CallStatus, message: str, name: str = "") -> ParsedCall:
+    """A call that is not run; the message is cut to a length that a model reads."""
     return ParsedCall(status, name, message=shortened(message, _MESSAGE_CHARS))
 
 
@@ -121,27 +123,32 @@ def shortened(text: str, limit: int) -> str:
     return (text[: limit + 1].rsplit(maxsplit=1) or [""])[0][:limit] + "..."
 
 
-def _check_call(body: Any, schemas: Sequence[ToolSchema]) -> ParsedCall:
+def check_body(body: Any, schemas: Sequence[ToolSchema], key: str = "arguments") -> ParsedCall:
+    """The call of a JSON value that should be an object with "name" and `key`."""
     if not isinstance(body, dict):
-        message = f'Tool call must be a JSON object with "name" and "arguments", got {json_type(body)}.'
-        return _refused(CallStatus.BAD_JSON, message)
-    missing = [key for key in ("name", "arguments") if key not in body]
+        message = f'Tool call must be a JSON object with "name" and "{key}", got {json_type(body)}.'
+        return refused(CallStatus.BAD_JSON, message)
+    missing = [name for name in ("name", key) if name not in body]
     if missing:
-        return _refused(CallStatus.BAD_JSON, f"Tool call lacks {_quoted(missing)}.")
+        return refused(CallStatus.BAD_JSON, f"Tool call lacks {_quoted(missing)}.")
+    return check_call(body["name"], body[key], schemas, key)
+
+
+def check_call(name: Any, arguments: Any, schemas: Sequence[ToolSchema], key: str = "arguments") -> ParsedCall:
+    """The call of a tool by its name, if there is such a tool and the arguments fit its schema."""
     by_name = {tool_name(schema): schema for schema in schemas}
-    name, arguments = body["name"], body["arguments"]
     if not isinstance(arguments, dict):
-        message = f'"arguments" must be a JSON object, got {json_type(arguments)}.'
-        return _refused(CallStatus.BAD_ARGUMENTS, message, _printable(name) if isinstance(name, str) else "")
+        message = f'"{key}" must be a JSON object, got {json_type(arguments)}.'
+        return refused(CallStatus.BAD_ARGUMENTS, message, _printable(name) if isinstance(name, str) else "")
     if not isinstance(name, str):
         message = f'"name" must be a string, got {json_type(name)}. Known tools: {_quoted(by_name)}.'
-        return _refused(CallStatus.UNKNOWN_TOOL, message)
+        return refused(CallStatus.UNKNOWN_TOOL, message)
     if name not in by_name:
-        message = f"There is no tool {_show(name)}. Known tools: {_quoted(by_name)}."
-        return _refused(CallStatus.UNKNOWN_TOOL, message, _printable(name))
+        message = f"There is no tool {quote(name)}. Known tools: {_quoted(by_name)}."
+        return refused(CallStatus.UNKNOWN_TOOL, message, _printable(name))
     problem = _argument_problem(arguments, by_name[name])
     if problem:
-        return _refused(CallStatus.BAD_ARGUMENTS, problem, name)
+        return refused(CallStatus.BAD_ARGUMENTS, problem, name)
     known = by_name[name]["function"]["parameters"]["properties"]
     return ParsedCall(CallStatus.VALID, name=name, arguments={key: arguments[key] for key in known if key in arguments})
 
@@ -174,5 +181,6 @@ def _printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _show(text: str) -> str:
+def quote(text: str) -> str:
+    """A text of the model, shortened and in quotes."""
     return repr(shortened(_printable(text), _SHOWN_CHARS))

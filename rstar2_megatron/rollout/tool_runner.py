@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,11 +17,7 @@ from rstar2_megatron.rollout.tool_response import format_refusal
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
 
-log = logging.getLogger(__name__)
-
 _CLOSE_TIMEOUT_S = 5.0
-_TOLD_AT_MOST = 20
-_told: set[str] = set()  # failures of the user's code that this process has logged
 
 
 class ToolRunner:
@@ -54,10 +49,10 @@ class ToolRunner:
         begun = time.monotonic()
         try:
             for earlier in self._to_replay(trajectory, calls[:limit]):
-                again = await self._run_one(problem, trajectory, earlier, seconds_left(), stats)
+                again = await self._run_one(problem, trajectory, earlier, seconds_left())
                 if again.outcome is ToolOutcome.INFRASTRUCTURE:
                     return [again], []
-            done = await asyncio.gather(*(self._run_one(problem, trajectory, c, seconds_left(), stats) for c in calls[:limit]))
+            done = await asyncio.gather(*(self._run_one(problem, trajectory, c, seconds_left()) for c in calls[:limit]))
         finally:
             stats.tool_seconds += time.monotonic() - begun
         for call in done:
@@ -104,9 +99,7 @@ class ToolRunner:
                             await tool.close(trajectory.session, self.judge)
             trajectory.session = ""
 
-    async def _run_one(
-        self, problem: Problem, trajectory: Trajectory, call: ParsedCall, limit_s: float, stats: RolloutStats
-    ) -> ToolCall:
+    async def _run_one(self, problem: Problem, trajectory: Trajectory, call: ParsedCall, limit_s: float) -> ToolCall:
         if not call.valid:
             return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, format_refusal(call.message))
         tool = self.tools[call.name]
@@ -120,10 +113,6 @@ class ToolRunner:
         except Exception as error:  # JudgeUnavailable, the deadline, the user's code
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, UserCodeError):
-                text = str(error)
-                stats.user_code_errors[type(error.__cause__).__name__] += 1
-                if text not in _told and len(_told) < _TOLD_AT_MOST:
-                    _told.add(text)
-                    log.error("%s; such trajectories are dropped", text)
+                text, trajectory.user_error = str(error), type(error.__cause__).__name__
             answer = ToolAnswer(ToolOutcome.INFRASTRUCTURE, text)
         return ToolCall(call.name, call.arguments, answer.outcome, answer.text, time.monotonic() - begun)

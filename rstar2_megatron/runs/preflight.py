@@ -56,9 +56,9 @@ def check_before_start(
     earlier stage of a recipe makes.
     """
     _raise(arithmetic_problems(settings))
-    _raise(tool_problems(settings))
     _raise(output_problems(settings))
     _raise(user_code_problems(settings))
+    _raise(tool_problems(settings))
     gpus = find_gpus()
     slots = slots_of(settings.cluster, gpus, visible_host_gb())
     warnings: list[str] = []
@@ -79,7 +79,7 @@ def check_before_start(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model is not None and directory.is_dir():
-        _raise(directory_problems(directory, model, settings.agentloop.chat_template))
+        _raise(directory_problems(directory, model, settings.agentloop.chat_template, settings.agentloop.tool_call_format))
         warnings += weight_notes(directory, model, settings.actor.model.precision)
     _raise(layout_problems(settings, model, slots, places))
     _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)

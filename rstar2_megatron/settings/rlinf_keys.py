@@ -71,7 +71,7 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("agentloop.max_user_turns", "turns are counted by agentloop.max_assistant_turns"),
     ("agentloop.print_outputs", "samples are written to trajectories.jsonl"),
     ("agentloop.continue_at_tool_failure", "a failed call is always shown to the model"),
-    ("agentloop.toolcall_parser", "one tool-call format"),
+    ("agentloop.toolcall_parser", "see agentloop.tool_call_format"),
     ("agentloop.is_dynamic_rollout_batch", "always"),
     ("agentloop.extra_args", "not used"),
     ("tools.mcp_file_system", "the tool is the Code Judge"),

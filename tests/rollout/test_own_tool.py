@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from pydantic import ValidationError
 
 from rstar2_megatron.extension.user_code import FOLDERS
-from rstar2_megatron.rollout import tool_runner
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_set import tools_of
@@ -173,19 +171,13 @@ def draw(points: list[Point], colour: Literal["red", "blue"], anything: Any = No
 
 
 @pytest.mark.parametrize(("query", "said"), [("break", "KeyError: 'key'"), ("leave", "SystemExit: 3")])
-async def test_failing_user_code_drops_the_trajectory(tokenizer, tmp_path: Path, caplog, query: str, said: str) -> None:
-    """It is no error of the model; it is told once, with the user's line."""
-    settings = settings_of(tmp_path, SEARCH, "own.py:search")
-    tool_runner._told.clear()
-    with caplog.at_level(logging.ERROR):
-        for _ in range(2):
-            trajectory, loop = await run(tokenizer, settings, call("search", query=query))
-            assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.num_tool_errors == 0
-            assert loop.stats.sums()[f"user_code_errors/{said.partition(':')[0]}"] == 1
+async def test_failing_user_code_drops_the_trajectory(tokenizer, tmp_path: Path, query: str, said: str) -> None:
+    """It is no error of the model; the user's line and the type are kept."""
+    trajectory, _ = await run(tokenizer, settings_of(tmp_path, SEARCH, "own.py:search"), call("search", query=query))
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.num_tool_errors == 0
     before = (tmp_path / "own.py").read_text().partition({"break": "return {}", "leave": "raise SystemExit"}[query])[0]
-    place = f"own.py:search failed: {tmp_path}/own.py:{before.count(NEWLINE) + 1}, in search: {said}"
-    assert place in trajectory.error
-    assert len([r for r in caplog.records if place in r.getMessage()]) == 1
+    assert trajectory.error == f"tool own.py:search failed: {tmp_path}/own.py:{before.count(NEWLINE) + 1}, in search: {said}"
+    assert trajectory.user_error == said.partition(":")[0]
 
 
 async def test_what_no_model_can_read_is_a_fault_of_the_tool(tokenizer, tmp_path: Path) -> None:
@@ -232,8 +224,8 @@ async def test_a_call_past_its_time_is_a_timeout_of_the_model(tokenizer, tmp_pat
 
 
 async def test_the_users_own_timeout_error_is_none_of_the_tools_limits(tokenizer, tmp_path: Path) -> None:
-    trajectory, loop = await run(tokenizer, settings_of(tmp_path, SLOW, "own.py:slow"), call("slow", s=-1.0))
-    assert "TimeoutError: of the user's own" in trajectory.error and loop.stats.user_code_errors == {"TimeoutError": 1}
+    trajectory, _ = await run(tokenizer, settings_of(tmp_path, SLOW, "own.py:slow"), call("slow", s=-1.0))
+    assert "TimeoutError: of the user's own" in trajectory.error and trajectory.user_error == "TimeoutError"
 
 
 async def test_calls_that_never_end_are_named(tokenizer, tmp_path: Path) -> None:
@@ -340,6 +332,7 @@ REFUSED = {
     "*args": ("def f(*words: str):\n    '''F.'''", "f", "takes `*words: str`, which no model can fill by name"),
     "unknown type": ("def f(x: 'Nowhere'):\n    '''F.'''", "f", "cannot be read: name 'Nowhere' is not defined"),
     "odd type": ("def f(x: tuple[int]):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
+    "a set": ("def f(x: 'frozenset[type]'):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
     "settings": (
@@ -380,3 +373,11 @@ def test_settings_travel(tmp_path: Path) -> None:
     again = AgentLoopSettings.model_validate(settings.model_dump(mode="json"))
     assert again == settings and again.tools[0] == STANDARD_IO
     assert [tool.name for tool in tools_of(again)] == [STANDARD_IO, "search"]
+
+
+async def test_an_instance_that_does_not_open_in_time_is_no_error_of_the_model(tokenizer, tmp_path: Path) -> None:
+    code = COUNTER.replace("self.value += problem", "threading.Event().wait()\n        self.value += problem")
+    entry = {"use": "own.py:Counter", "settings": {"start": 1}, "timeout_s": 0.05}
+    trajectory, _ = await run(tokenizer, settings_of(tmp_path, code, entry), call("count", by=1))
+    assert trajectory.error == "tool own.py:Counter was not open within 0.05 s" and trajectory.user_error == "Timeout"
+    assert trajectory.num_tool_errors == 0 and trajectory.session == ""

@@ -263,3 +263,32 @@ def test_checks_load_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+def test_tools_that_no_model_could_call(model: Path, data: Path, tmp_path: Path) -> None:
+    """Before anything starts, in a dry run too."""
+    path = tmp_path / "own.py"
+    path.write_text("def f(x): ...\ndef g(x: int):\n    '''G.\n\n    Args:\n        x: X.\n    '''\n")
+    for tools, words in (
+        (f"{path}:f", r"parameter 'x' of own.py:f has no type; write e.g. `x: str`"),
+        (f"{path}:h", r"own.py has no 'h'"),
+        (f"{path}:g,{path}:g", r"two tools of the name 'g'; rename the function"),
+        ("serach", r"names \['serach'\]; known tools are .*, an own one is path/to/file.py:name"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_before_start(tiny(model, data, f"agentloop.tools=[{tools}]"), dry_run=True)
+    assert check_before_start(tiny(model, data, f"agentloop.tools=[python_code_with_standard_io,{path}:g]")) == []
+
+
+def test_a_template_for_another_format_of_calls(model: Path, data: Path) -> None:
+    """What the hermes form needs of the tokenizer's template is not asked of the others."""
+    (model / "chat_template.jinja").write_text("{{ tools }}<function=")
+    with pytest.raises(ConfigError, match="has no tools called between <tool_call> tags"):
+        check_before_start(tiny(model, data, *OWN, "agentloop.tool_call_format=hermes"))
+    assert check_before_start(tiny(model, data, *OWN, "agentloop.tool_call_format=auto")) == []
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ConfigError, match="has no tools; set it to null"):
+        check_before_start(tiny(model, data, *OWN, "agentloop.tool_call_format=llama3"))
+
+
+OWN = ("agentloop.chat_template=tokenizer", "agentloop.system_prompt=null", "agentloop.user_prefix=null")

@@ -201,6 +201,8 @@ def _schemas(settings: Settings) -> list[ToolSchema]:
     tools = settings.agentloop.tools
     if own := [tool.use.label for tool in tools if not isinstance(tool, str)]:
         raise ValueError(f"agentloop.tools names {own[0]}, which the export cannot give to verl; write it as verl's own tool")
+    if (form := settings.agentloop.tool_call_format) not in ("hermes", "auto"):
+        raise ValueError(f"agentloop.tool_call_format={form}: the export sets verl to hermes calls; set it to hermes")
     return tool_schemas([str(tool) for tool in tools], settings.agentloop.tool_descriptions)
 
 

@@ -126,6 +126,10 @@ class AgentLoopSettings(Section):
     """A system message in the data replaces the system prompt, and must then describe the tools."""
     max_assistant_turns: int = Field(5, ge=1)
     max_parallel_calls: int = Field(1, ge=1)
+    tool_call_format: Literal["hermes", "qwen3_coder", "llama3", "pythonic", "mistral", "auto"] = "hermes"
+    """How the model writes calls; auto: as its chat template says. Others than hermes need a chat_template, whose tool role
+    then also writes the responses, or a system_prompt that describes the format.
+    """
     max_tool_response_length: int = Field(256, ge=16)
     """Characters of a program's result shown to the model; why a call was refused is shown whole."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
@@ -154,6 +158,11 @@ class AgentLoopSettings(Section):
             raise ValueError("environment and loop are both set; a loop of yours talks to its environment itself")
         if self.chat_template is not None and written:
             raise ValueError(f"chat_template is the whole wording, and {', '.join(written)} are written too; set them to null")
+        if self.chat_template is None and self.system_prompt is None and self.tool_call_format not in ("hermes", "auto"):
+            raise ValueError(
+                f"tool_call_format={self.tool_call_format}, but this project's system prompt describes hermes calls; set "
+                "chat_template=tokenizer, or a system_prompt that describes the format"
+            )
         return self
 
 

@@ -1,0 +1,131 @@
+"""Tries a tool of yours without a model: its schema, calls with their times, and what a model reads when it calls it wrongly.
+
+    python -m rstar2_megatron.try_out my_tools.py:search --args '{"query": "x"}'
+
+Further `--args` are further calls of the same trajectory. Exit code 1: a call failed by the tool's fault; 2: it is no tool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from rstar2_megatron.extension.user_code import FOLDERS
+from rstar2_megatron.rollout.own_tool import OwnTool
+from rstar2_megatron.rollout.stats import RolloutStats
+from rstar2_megatron.rollout.tool import Judge
+from rstar2_megatron.rollout.tool_call import check_call
+from rstar2_megatron.rollout.tool_runner import ToolRunner
+from rstar2_megatron.settings.load import users_path
+from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
+from rstar2_megatron.tools import required_parameters
+from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
+
+_DEADLINE_S = 3600.0
+_TIMED_S = 0.3  # of repeated calls
+_LATE_S = 0.2  # for which an async tool may hold up the loop
+_WRONG: dict[str, Any] = {"string": 1, "integer": "x", "number": "x", "boolean": "x", "array": "x", "object": "x"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rstar2_megatron.try_out", description=__doc__.partition("\n")[0])
+    parser.add_argument("tool", help="path/to/file.py:name or package.module:name")
+    parser.add_argument("--args", type=_object, action="append", default=[], metavar="JSON", help="arguments of a call")
+    parser.add_argument("--settings", type=_object, default={}, metavar="JSON", help="as in the YAML's entry")
+    parser.add_argument("--extra", type=_object, default={}, metavar="JSON", help="own columns of the problem")
+    parser.add_argument("--timeout-s", type=float, default=30.0)
+    words = parser.parse_args(argv)
+    entry = {"use": words.tool, "settings": words.settings, "timeout_s": words.timeout_s}
+    try:
+        settings = OwnToolSettings.model_validate(entry, context={FOLDERS: [users_path(".").resolve()]})
+        tool = OwnTool(settings, AgentLoopSettings())
+    except ValidationError as error:
+        print(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(tool.schema, indent=2, ensure_ascii=False))
+    return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text).items())
+    except (ValueError, AttributeError):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object") from None
+
+
+async def _try(tool: OwnTool, calls: Sequence[dict[str, Any]], problem: Problem) -> int:
+    runner = ToolRunner(cast(Judge, None), AgentLoopSettings(), [tool])  # an own tool asks no judge
+    trajectory = Trajectory(problem.query_id, 0)
+
+    async def call(arguments: dict[str, Any]) -> tuple[ToolCall, float]:
+        late = asyncio.create_task(_longest_wait())
+        await asyncio.sleep(0)
+        parsed = check_call(tool.name, arguments, [tool.schema])
+        (done,), _ = await runner.run(problem, trajectory, [parsed], lambda: _DEADLINE_S, RolloutStats())
+        trajectory.tool_calls.append(done)
+        late.cancel()
+        return done, await late
+
+    failed = False
+    for arguments in calls:
+        done, late = await call(arguments)
+        failed |= done.outcome in (ToolOutcome.INFRASTRUCTURE, ToolOutcome.TIMEOUT)
+        _show(f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}", done)
+        if late > _LATE_S:
+            print(
+                f"  It held up every other trajectory for {late:.1f} s: await what takes long, or write `def`, not `async def`."
+            )
+    if calls and not failed and not tool.has_session:
+        begun, count = time.perf_counter(), 0
+        while (spent := time.perf_counter() - begun) < _TIMED_S and count < 1000:
+            await call(calls[-1])
+            count += 1
+        print(f"\n{count} more calls one after another: {1000 * spent / count:.2f} ms each")
+    print("\nWhat a model reads when it calls the tool wrongly:")
+    properties = tool.schema["function"]["parameters"]["properties"]
+    for name in required_parameters(tool.schema):
+        given: dict[str, Any] = {**(calls[-1] if calls else {})}
+        given.pop(name, None)
+        wrong = _WRONG.get(str(properties[name].get("type")))
+        for mistake in (given, {**given, name: wrong}):
+            refusal = check_call(tool.name, mistake, [tool.schema]).message
+            if refusal:
+                print(f"  {json.dumps(mistake, ensure_ascii=False)}: {refusal}")
+    await runner.close(trajectory)
+    return int(failed)
+
+
+async def _longest_wait() -> float:
+    """How long the loop was held up at most, until it is cancelled."""
+    longest = 0.0
+    try:
+        while True:
+            begun = time.perf_counter()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.perf_counter() - begun - 0.01)
+    except asyncio.CancelledError:
+        return max(longest, time.perf_counter() - begun - 0.01)
+
+
+def _show(title: str, done: ToolCall) -> None:
+    print(f"\n{title}\n  {done.outcome} in {1000 * done.seconds:.1f} ms", end="")
+    if done.outcome is ToolOutcome.INFRASTRUCTURE:
+        print(f"; the trajectory is dropped:\n    {done.response_text}")
+        return
+    print(f", {len(done.response_text)} characters:")
+    for line in done.response_text.splitlines() or [""]:
+        print(f"    {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

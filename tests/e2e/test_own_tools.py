@@ -1,0 +1,60 @@
+"""A whole run whose tools are the user's: the code goes to the rollout workers as text, and the model calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.runs import ROOT, RunProcess, arguments, read_jsonl
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
+# Under the name that the tiny model has learnt to call, beside the tool of the example.
+OWN = """
+from rstar2_megatron.extension import ToolError
+
+
+def python_code_with_standard_io(code: str, input: str) -> str:
+    '''Run a program here, without a judge.
+
+    Args:
+        code: The program.
+        input: Its standard input.
+    '''
+    if "9" in code:
+        raise ValueError("a digit that this tool fails on")
+    said = []
+    try:
+        exec(code, {"print": lambda *values: said.append(" ".join(map(str, values)))})
+    except Exception as error:
+        raise ToolError(f"{type(error).__name__}: {error}")
+    return "Tool call success\\nstdout: " + "\\n".join(said) + "\\nexecution time: 0.00s"
+"""
+
+
+def test_own_tools_are_called_by_the_model(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    name, example = "python_code_with_standard_io", ROOT / "examples/extend/search_tool.yaml"
+    entries = [{"use": f"{own}:{name}", "timeout_s": 5}, *yaml.safe_load(example.read_text())["agentloop"]["tools"][1:]]
+    config = tmp_path / "own.yaml"
+    defaults = ["rstar2-tiny-cpu", "_self_"]
+    entries[1]["use"] = str(example.with_name("search_tool.py")) + ":search"
+    prompt = yaml.safe_load(example.read_text())["agentloop"]["system_prompt"]
+    config.write_text(yaml.safe_dump({"defaults": defaults, "agentloop": {"tools": entries, "system_prompt": prompt}}))
+    words = arguments(tmp_path / "cache", tmp_path, "own", "evaluation.before_and_after=False", "rollout.max_dropped_share=1")[
+        1:
+    ]
+    run = RunProcess([str(config), *words, "runner.max_steps=1"], tmp_path / "run.log").start()
+    assert run.wait(600) == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    (row,) = read_jsonl(tmp_path / "own/metrics.jsonl")
+    calls = [call for t in read_jsonl(tmp_path / "own/trajectories.jsonl") for call in t["tool_calls"]]
+    done = [call for call in calls if call["name"] == name and call["outcome"] == "ok"]
+    assert done and all(call["response_text"].startswith("Tool call success\nstdout: ") for call in done)
+    assert row[f"rollout/engine/tool/{name}/calls"] >= len(done) and row[f"rollout/engine/tool/{name}/seconds"] > 0
+    assert row.get("rollout/engine/judge/calls", 0) == 0
+    lost = [t for t in read_jsonl(tmp_path / "own/trajectories.jsonl") if t["finish_reason"] == "infrastructure"]
+    assert row["rollout/user_code_errors/ValueError"] == len(lost) > 0
+    assert f"tool own.py:{name} failed: {own}:13, in {name}: ValueError: a digit that this tool fails on" in run.text()

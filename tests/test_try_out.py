@@ -1,0 +1,70 @@
+"""`python -m rstar2_megatron.try_out`: a tool tried without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.try_out import main
+
+ROOT = Path(__file__).resolve().parents[1]
+SEARCH = str(ROOT / "examples/extend/search_tool.py:search")
+DOC = "    '''Wait.\n\n    Args:\n        s: Seconds.\n    '''\n"
+
+
+def test_a_good_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([SEARCH, "--args", '{"query": "sum of squares", "limit": 1}', "--args", '{"query": "?"}']) == 0
+    out = capsys.readouterr().out
+    assert '"description": "Words to look for, e.g. \\"sum of squares\\"."' in out
+    assert '["The sum of the first n squares is n(n+1)(2n+1)/6."]' in out and "ms each" in out
+    assert "reason: the query has no words; write what to look for" in out
+    assert '{}: search needs the argument "query".' in out
+    assert '{"query": 1}: Argument "query" must be of type string, got number.' in out
+
+
+def test_the_state_of_a_class_goes_from_call_to_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Count:\n    def __init__(self, start):\n        self.value = start\n"
+        "    def __call__(self, by: int, problem) -> int:\n"
+        "        '''Count.\n\n        Args:\n            by: How much.\n        '''\n"
+        "        self.value += by * problem.extra['factor']\n        return self.value\n"
+    )
+    words = [f"{tmp_path}/own.py:Count", "--settings", '{"start": 5}', "--extra", '{"factor": 10}']
+    assert main([*words, "--args", '{"by": 1}', "--args", '{"by": 2}']) == 0
+    out = capsys.readouterr().out
+    assert 'Count {"by": 1}\n' in out and "    15\n" in out and "    35\n" in out
+
+
+def test_a_tool_that_fails_holds_up_or_is_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import time\nasync def hold(s: float) -> None:\n" + DOC + "    time.sleep(s)\n"
+        "def slow(s: float) -> None:\n" + DOC + "    time.sleep(s)\n    return 1 / s\n"
+    )
+    assert main([f"{path}:hold", "--args", '{"s": 0.5}']) == 0
+    assert "It held up every other trajectory" in capsys.readouterr().out
+    assert main([f"{path}:slow", "--args", '{"s": 9}', "--timeout-s", "0.05"]) == 1
+    assert "reason: slow took longer than 0.05 s" in capsys.readouterr().out
+    assert main([f"{path}:slow", "--args", '{"s": 0}']) == 1
+    assert f"own.py:slow failed: {path}:16, in slow: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("{x}", "[1]"):
+        with pytest.raises(SystemExit, match="2"):
+            main([SEARCH, "--args", words])
+        assert f"{words} is not a JSON object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("search", "neither path/to/file.py:name nor"),
+        (SEARCH + "es", "did you mean search?"),
+        ("json:loads", "json:loads takes `**kw`, which no model can fill by name"),
+    ],
+)
+def test_what_is_no_tool(reference: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([reference]) == 2
+    assert words in capsys.readouterr().err
