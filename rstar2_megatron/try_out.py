@@ -29,7 +29,6 @@ from rstar2_megatron.tools import required_parameters
 from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
 
 _DEADLINE_S = 3600.0
-_TIMED_S = 0.3  # of repeated calls
 _LATE_S = 0.2  # for which an async tool may hold up the loop
 _WRONG: dict[str, Any] = {"string": 1, "integer": "x", "number": "x", "boolean": "x", "array": "x", "object": "x"}
 
@@ -85,12 +84,6 @@ async def _try(tool: OwnTool, calls: Sequence[dict[str, Any]], problem: Problem)
             print(
                 f"  It held up every other trajectory for {late:.1f} s: await what takes long, or write `def`, not `async def`."
             )
-    if calls and not failed and not tool.has_session:
-        begun, count = time.perf_counter(), 0
-        while (spent := time.perf_counter() - begun) < _TIMED_S and count < 1000:
-            await call(calls[-1])
-            count += 1
-        print(f"\n{count} more calls one after another: {1000 * spent / count:.2f} ms each")
     print("\nWhat a model reads when it calls the tool wrongly:")
     properties = tool.schema["function"]["parameters"]["properties"]
     for name in required_parameters(tool.schema):

@@ -17,7 +17,7 @@ def test_a_good_tool(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([SEARCH, "--args", '{"query": "sum of squares", "limit": 1}', "--args", '{"query": "?"}']) == 0
     out = capsys.readouterr().out
     assert '"description": "Words to look for, e.g. \\"sum of squares\\"."' in out
-    assert '["The sum of the first n squares is n(n+1)(2n+1)/6."]' in out and "ms each" in out
+    assert '["The sum of the first n squares is n(n+1)(2n+1)/6."]' in out
     assert "reason: the query has no words; write what to look for" in out
     assert '{}: search needs the argument "query".' in out
     assert '{"query": 1}: Argument "query" must be of type string, got number.' in out

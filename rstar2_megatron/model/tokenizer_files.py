@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,32 @@ _SMALLEST_SHARE = 0.5  # of the embedding that a tokenizer of the same model nam
 _TURN_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
+# What the chat template of a format of tool calls says, the most particular first.
+_SIGNS = {
+    "qwen3_coder": re.compile("<function="),
+    "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "pythonic": re.compile(r"\[\w+\(\w+="),
+    "llama3": re.compile(r'<\|python_tag\|>|"name": function name, "parameters"'),
+    "hermes": re.compile("<tool_call>"),
+}
+
+
+def format_of(template: str) -> str:
+    """The format in which a chat template tells a model to write tool calls; "" for none that is known."""
+    return next((name for name, sign in _SIGNS.items() if sign.search(template)), "")
+
+
 def template_fault(template: str, tool_call_format: str) -> str:
-    """Why a chat template cannot write the whole conversation; "" when it can."""
-    if "tools" in template and (tool_call_format != "hermes" or "<tool_call>" in template):
+    """Why a chat template cannot write the whole conversation in this format; "" when it can."""
+    shown, hermes = format_of(template), tool_call_format == "hermes"
+    unset = "; set it to null: then the system message describes them"
+    if "tools" not in template or (hermes and not shown):
+        return f"has no tools{' called between <tool_call> tags' if hermes else ''}{unset}"
+    if tool_call_format == "auto":
+        return "" if shown else "shows no known form of a tool call; name it in agentloop.tool_call_format"
+    if not shown or (_SIGNS[tool_call_format].search(template) and not (hermes and shown == "qwen3_coder")):
         return ""
-    where = " called between <tool_call> tags" if tool_call_format == "hermes" else ""
-    return f"has no tools{where}; set it to null: then the system message describes them"
+    return f"shows calls of the format {shown}; set agentloop.tool_call_format={shown}"
 
 
 def directory_problems(

@@ -222,8 +222,6 @@ def _python_call(node: ast.expr, schemas: Sequence[ToolSchema]) -> ParsedCall:
     return check_call(name, arguments, schemas)
 
 
-# ------------------------------------------------------------------------------------------------ choosing
-
 PARSERS: dict[str, Parser] = {
     "hermes": parse_tool_calls,
     "qwen3_coder": _qwen3_coder,
@@ -231,22 +229,3 @@ PARSERS: dict[str, Parser] = {
     "pythonic": _pythonic,
     "mistral": _mistral,
 }
-# What the chat template of a format says, the most particular first.
-_SIGNS = [
-    ("qwen3_coder", re.compile("<function=")),
-    ("mistral", re.compile(re.escape(_TOOL_CALLS))),
-    ("pythonic", re.compile(r"\[\w+\(\w+=")),
-    ("llama3", re.compile(re.escape(_PYTHON_TAG) + '|"name": function name, "parameters"')),
-    ("hermes", re.compile(OPEN)),
-]
-
-
-def format_of(template: str) -> str:
-    """The format in which a chat template tells a model to write calls. Raises ValueError for another one."""
-    for name, sign in _SIGNS:
-        if sign.search(template):
-            return name
-    raise ValueError(
-        "agentloop.tool_call_format=auto, but the chat template shows no known form of a tool call; name one of "
-        f"{', '.join(PARSERS)}, or set agentloop.chat_template to null"
-    )

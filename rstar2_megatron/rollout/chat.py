@@ -30,8 +30,8 @@ import jinja2
 import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
-from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, template_fault
-from rstar2_megatron.rollout.call_format import PARSERS, format_of
+from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, format_of, template_fault
+from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.settings.schema import AgentLoopSettings
@@ -136,7 +136,11 @@ class ChatTemplate:
             self.generation_prefix = opening if self._wholly else settings.generation_prefix or opening + REASON
         form: str = settings.tool_call_format
         if form == "auto":
-            form = format_of(self._template) if self._wholly and self._template else "hermes"
+            form = format_of(self._template or "") if self._wholly else "hermes"
+            if not form:
+                raise ValueError(
+                    "agentloop.tool_call_format=auto, but agentloop.chat_template shows no known form of a tool call"
+                )
         self.call_format = form
         self.turns = Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
         self.end_id = self._encode(self.turns.end)[0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.rollout.call_format import PARSERS, format_of
+from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.tool_call import CallStatus
 
 SCHEMAS = [
@@ -213,25 +213,6 @@ def test_nothing_raises(form: str, text: str) -> None:
 def test_deep_and_long_texts_are_broken_calls(form: str, text: str) -> None:
     behind = {"llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}.get(form, "")
     assert not any(call.valid for call in PARSERS[form](behind + text, SCHEMAS))
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ('{{ tools }} <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
-        ("<tool_call>\n<function=example>", "qwen3_coder"),
-        ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.', "llama3"),
-        ("Respond in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
-        ("{{ '[TOOL_CALLS]' + m.content }}", "mistral"),
-    ],
-)
-def test_auto_reads_the_template(template: str, form: str) -> None:
-    assert format_of(template) == form
-
-
-def test_auto_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="shows no known form of a tool call; name one of hermes, qwen3_coder"):
-        format_of("{{ tools }}")
 
 
 @pytest.mark.ci

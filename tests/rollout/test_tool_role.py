@@ -158,5 +158,5 @@ def test_formats_and_wordings_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="writes nothing for the role tool"):
         ChatTemplate(tokenizer, AgentLoopSettings(chat_template="tokenizer", tool_call_format="llama3"))
     tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}<|eot_id|>{{ messages[1].content if messages[1] else '' }}"
-    with pytest.raises(ValueError, match="shows no known form of a tool call"):
+    with pytest.raises(ValueError, match="shows no known form of a tool call; name it in"):
         ChatTemplate(tokenizer, AgentLoopSettings(chat_template="tokenizer", tool_call_format="auto"))

@@ -109,6 +109,25 @@ def test_verls_own_configuration_takes_every_key(settings: Settings, tmp_path: P
     assert config.actor_rollout_ref.rollout.response_length == 8192  # interpolated by verl from data.*
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (
+            "agentloop.tools=[examples/extend/search_tool.py:search]",
+            "names search_tool.py:search, which the export cannot give",
+        ),
+        ("agentloop.tool_call_format=llama3", "tool_call_format=llama3: the export sets verl to hermes calls"),
+    ],
+)
+def test_what_the_export_cannot_give_to_verl(tmp_path: Path, key: str, words: str) -> None:
+    prompt = "agentloop.system_prompt=of llama3"
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps({"query_id": "p1", "prompt": PROBLEM.prompt, "solutions": PROBLEM.solutions}) + "\n")
+    with pytest.raises(ValueError, match=words):
+        export(load(SIZE, [f"data.train_data_paths=[{data}]", prompt, key]).settings, tmp_path / "verl")
+    assert not [*(tmp_path / "verl").iterdir()]
+
+
 def leaves(node: dict, prefix: str = ""):
     for name, value in node.items():
         if isinstance(value, dict):
