@@ -57,8 +57,8 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, pos
 def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings) -> dict[str, list[Problem]]:
     """Problems by file name without suffix. Raises DataError, also when two files share a query_id."""
     data = settings.data
-    read_problems(paths, data.prompt_key, data.answer_key)  # raises when two files share a query_id
-    return {path.stem: read_problems([path], data.prompt_key, data.answer_key)[:limit] for path in paths}
+    read_problems(paths, data)  # raises when two files share a query_id
+    return {path.stem: read_problems([path], data)[:limit] for path in paths}
 
 
 def default_out(model: Path) -> Path:

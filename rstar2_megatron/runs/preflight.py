@@ -368,7 +368,7 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[s
                 )
             continue
         try:
-            problems = read_problems(paths, data.prompt_key, data.answer_key)
+            problems = read_problems(paths, data)
         except DataError as error:
             yield f"data.{key}: {error}"
             continue

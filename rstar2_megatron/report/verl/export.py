@@ -227,7 +227,7 @@ def export(settings: Settings, directory: Path) -> list[str]:
     directory.mkdir(parents=True, exist_ok=True)
     data = settings.data
     for name, paths in (("train", data.train_data_paths), ("val", data.val_data_paths or data.train_data_paths)):
-        problems = read_problems(paths, data.prompt_key, data.answer_key)
+        problems = read_problems(paths, data)
         rows = verl_rows(problems, settings)
         if name == "val":  # verl logs the mean of each data source, and none of all
             rows = [row | {"data_source": HELD_OUT} for row in rows]
