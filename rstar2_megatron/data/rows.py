@@ -1,4 +1,4 @@
-"""Rows of a data set, one at a time: from jsonl, json, parquet or csv files, a directory of `datasets`, or the Hugging Face hub.
+"""Rows of a data set, one at a time: from jsonl, json, parquet or csv files, from directories of `datasets`, or from the hub.
 
 Every row comes with the place it was read from, so that an error can name file and row.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BeforeValidator, ValidationError, ValidationInfo
 
@@ -14,8 +14,8 @@ from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def name_or_code(*names: str) -> Any:
-    """The type of a settings field: one of `names`, or a path or module with a name behind a colon."""
+def name_or_code(*names: str) -> BeforeValidator:
+    """Reads a field of type `str | UserCode`: one of `names`, or a path or module with a name behind a colon."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
         if value in names or isinstance(value, UserCode):
@@ -28,7 +28,7 @@ def name_or_code(*names: str) -> Any:
         except ValidationError as error:
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
-    return Annotated[str | UserCode, BeforeValidator(read)]
+    return BeforeValidator(read)
 
 
 def resolve(key: str, value: str | UserCode, known: Mapping[str, F], parameters: str) -> F:
