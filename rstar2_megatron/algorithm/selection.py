@@ -76,7 +76,7 @@ class Selection:
 
     def _checked(self, chosen: Any, size: int) -> list[int]:
         mode, most = self._sampling.down_sampling_config.mode, self._sampling.down_sampling_config.down_sample_to_n
-        shown = f"{_MODE}={mode.label if isinstance(mode, UserCode) else mode}"
+        shown = f"{_MODE}={mode}"
         try:
             indices = sorted({int(index) for index in chosen})
         except (TypeError, ValueError):
