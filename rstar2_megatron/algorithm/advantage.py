@@ -73,7 +73,5 @@ def _check(advantages: object, rewards: Tensor, valid: Tensor, shown: str) -> No
         raise UserCodeError(f"{shown} returned a {type(advantages).__name__}; return {expected}")
     if advantages.shape != rewards.shape:
         raise UserCodeError(f"{shown} returned the shape {tuple(advantages.shape)}; return {expected}")
-    wrong = (valid & ~torch.isfinite(advantages)).any(1)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
+    for row in (valid & ~torch.isfinite(advantages)).any(1).nonzero().flatten().tolist():
         raise UserCodeError(f"{shown} returned {advantages[row].tolist()} for the rewards {rewards[row].tolist()}")

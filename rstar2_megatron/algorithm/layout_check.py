@@ -34,7 +34,7 @@ def load_policy_loss(algorithm: AlgorithmSettings) -> tuple[PolicyLoss, list[str
         loss = functools.partial(_checked, loss, f"{KEY}={algorithm.policy_loss.label}")
     batch = _trial()
     batch["logprobs"].requires_grad_()
-    _, values = loss(_part(batch, algorithm, range(len(_LENGTHS)), _places(batch, range(len(_LENGTHS)), 0, 1)))
+    _, values = loss(_part(batch, algorithm, range(len(_LENGTHS)), torch.arange(sum(_LENGTHS))))
     return loss, sorted(values)
 
 
@@ -98,27 +98,18 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
 
 def _trial() -> dict[str, Tensor]:
     """Tensors of a batch that has ratios on both sides of the clips."""
-    generator = torch.Generator().manual_seed(0)
-    total = sum(_LENGTHS)
-    old = -3 * torch.rand(total, generator=generator, dtype=torch.float64) - 0.1
-    lengths = torch.tensor(_LENGTHS)
+    generator, lengths = torch.Generator().manual_seed(0), torch.tensor(_LENGTHS)
+    old = -3 * torch.rand(sum(_LENGTHS), generator=generator, dtype=torch.float64) - 0.1
     signs = torch.tensor([1.0, -1.0, -0.5, 0.7], dtype=torch.float64)
-    starts = lengths.cumsum(0) - lengths
     return {
-        "logprobs": old + 0.5 * torch.randn(total, generator=generator, dtype=torch.float64),
+        "logprobs": old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64),
         "old_logprobs": old,
         "rollout_logprobs": old + 0.01,
         "advantages": signs.repeat_interleave(lengths),
         "entropy": -old,
         "sequence": torch.arange(len(_LENGTHS)).repeat_interleave(lengths),
-        "position": torch.arange(total) - starts.repeat_interleave(lengths) + 4,
+        "position": torch.cat([torch.arange(4, 4 + length) for length in _LENGTHS]),  # behind a prompt of 4
     }
-
-
-def _places(batch: dict[str, Tensor], members: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """Of the tokens that context-parallel rank `rank` has of a micro-batch of the sequences `members`."""
-    places = torch.cat([torch.nonzero(batch["sequence"] == member).squeeze(1) for member in members])
-    return places[batch["position"][places] % ranks == rank]
 
 
 def _part(
@@ -143,7 +134,8 @@ def _run(
     logprobs = batch["logprobs"].requires_grad_()
     losses = torch.zeros_like(batch["old_logprobs"])
     for members in microbatches:
-        places = [_places(batch, members, rank, ranks) for rank in range(ranks)]
+        own_rank = torch.where(torch.isin(batch["sequence"], torch.tensor(members)), batch["position"] % ranks, -1)
+        places = [torch.nonzero(own_rank == rank).squeeze(1) for rank in range(ranks)]
         meeting = _Meeting(ranks)
         parts = [_part(batch, algorithm, members, own, functools.partial(meeting.sum, rank)) for rank, own in enumerate(places)]
         with ThreadPoolExecutor(ranks) as pool:

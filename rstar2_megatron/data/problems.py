@@ -12,14 +12,14 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.conversation import role_and_text
 from rstar2_megatron.data.json_text import exact_number, unreadable
-from rstar2_megatron.data.rows import DataError, Input, Row, data_input, file_rows, hub_rows
+from rstar2_megatron.data.rows import DataError, Input, data_input
 from rstar2_megatron.extension.choice import own_function
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.settings.schema import DataSettings
@@ -106,7 +106,7 @@ def _read(one: Input, stem: str, state: tuple[int, ...], columns: Columns) -> tu
     """(place, problem) of each row, and the number of those that `data.rows` dropped."""
     problems, dropped = [], 0
     own = None if columns.rows is None else own_function("data.rows", columns.rows, "row")
-    for row in hub_rows(one.hub) if one.hub else file_rows(Path(one.path)):
+    for row in one.rows():
         values: Any = row.values
         if own is not None:
             try:
@@ -125,7 +125,10 @@ def _read(one: Input, stem: str, state: tuple[int, ...], columns: Columns) -> tu
                 )
         values = _with_answer(values, columns)
         if missing := [key for key in (columns.prompt, columns.answer) if key not in values]:
-            raise DataError(f"{row.where}: row without {missing[0]!r}; it has {_has(values)}; {_remedy(values, columns)}")
+            words = [f"data.{key}={name}" for key, name in proposed_keys(values, columns).items()]
+            remedy = f"set {' '.join(words)}" if words else "map it by data.rows=my_data.py:row (docs/extend.md)"
+            has = ", ".join(sorted(values)) or "nothing"
+            raise DataError(f"{row.where}: row without {missing[0]!r}; it has {has}; {remedy}")
         problem = problem_of(values, row.where, columns.prompt, columns.answer, f"{stem}-{row.number}")
         problems.append((row.where, problem))
     return problems, dropped
@@ -148,16 +151,6 @@ def _with_answer(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     return {**row, columns.answer: answers, "task": row.get("task") or row.get("data_source")}
 
 
-def _has(row: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(row)) or "nothing"
-
-
-def _remedy(row: Mapping[str, Any], columns: Columns) -> str:
-    proposed = proposed_keys(row, columns)
-    words = [f"data.{key}={name}" for key, name in proposed.items()]
-    return f"set {' '.join(words)}" if words else "map it by data.rows=my_data.py:row (docs/extend.md)"
-
-
 def proposed_keys(row: Mapping[str, Any], columns: Columns = _DEFAULT) -> dict[str, str]:
     """Keys of `data` under which the row is read, by the names of its columns; empty when there is none to propose."""
     row = _with_answer(dict(row), columns)
@@ -166,20 +159,11 @@ def proposed_keys(row: Mapping[str, Any], columns: Columns = _DEFAULT) -> dict[s
     def find(key: str, names: tuple[str, ...]) -> str | None:
         return key if key in row else next((by_lower[name] for name in names if name in by_lower), None)
 
-    found = {"prompt_key": find(columns.prompt, _PROMPTS), "answer_key": find(columns.answer, _ANSWERS)}
-    set_now = {"prompt_key": columns.prompt, "answer_key": columns.answer}
-    if None in found.values():
+    prompt, answer = find(columns.prompt, _PROMPTS), find(columns.answer, _ANSWERS)
+    if prompt is None or answer is None:
         return {}
-    return {key: name for key, name in found.items() if name is not None and name != set_now[key]}
-
-
-def first_row(path: str | Path) -> Row:
-    """The first row that `path` names, as it is. Raises DataError."""
-    one = data_input(path)
-    rows: Iterator[Row] = hub_rows(one.hub) if one.hub else file_rows(Path(one.path))
-    for row in rows:
-        return row
-    raise DataError(f"no problems in {one.label}; give files with one problem a row")
+    found = {"prompt_key": (prompt, columns.prompt), "answer_key": (answer, columns.answer)}
+    return {key: name for key, (name, set_now) in found.items() if name != set_now}
 
 
 def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:

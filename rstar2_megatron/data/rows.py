@@ -249,11 +249,11 @@ class Input:
     def label(self) -> str:
         return self.path or str(self.hub)
 
-    def rows(self, columns: Sequence[str], skip: int) -> Iterator[Row]:
-        """Rows after the first `skip`, under the names of `columns`. Raises DataError."""
+    def rows(self, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
+        """Rows after the first `skip`, under the names of `columns` (None: all, as they are). Raises DataError."""
         hub, path = self.hub, Path(self.path)
         rows = file_rows(path, columns=columns, skip=skip) if hub is None else hub_rows(hub, columns=columns, skip=skip)
-        return (Row(row.where, with_names(row.values, columns)) for row in rows)
+        return (Row(row.where, with_names(row.values, columns or ())) for row in rows)
 
     def count(self) -> int | None:
         """Number of rows for a progress bar; None when counting would take long."""

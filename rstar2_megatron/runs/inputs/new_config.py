@@ -11,8 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from rstar2_megatron.data.problems import Columns, first_row, proposed_keys, read_problems
-from rstar2_megatron.data.rows import HUB
+from rstar2_megatron.data.problems import Columns, proposed_keys, read_problems
+from rstar2_megatron.data.rows import HUB, data_input
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.settings.load import ConfigError, load, users_path
@@ -37,7 +37,8 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
     files = [file if file.startswith(HUB) else str(users_path(file).absolute()) for file in data]
     try:
         shape = ModelConfig.from_directory(directory)
-        keys = proposed_keys(first_row(files[0]).values)
+        first = next(data_input(files[0]).rows(), None)
+        keys = proposed_keys(first.values) if first else {}
         problems = read_problems(files, Columns(keys.get("prompt_key", "prompt"), keys.get("answer_key", "solutions")))
     except ValueError as error:
         raise ConfigError(str(error)) from None
