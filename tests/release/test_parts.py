@@ -24,7 +24,7 @@ def clone(tmp_path: Path) -> Path:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copy(ROOT / name, tmp_path / name, follow_symlinks=False)
     return tmp_path
 
 
