@@ -99,3 +99,12 @@ def test_wrong_results_are_one_sentence(tmp_path: Path, body: str, said: str) ->
     with pytest.raises(UserCodeError, match=r"algorithm.policy_loss=own.py:f " + said) as refused:
         load_policy_loss(algorithm(policy_loss=own(tmp_path, f"def f(tokens):\n    {body}\n")))
     assert "\n" not in str(refused.value)
+
+
+def test_a_rank_without_tokens_has_a_loss_with_a_gradient() -> None:
+    """Expert parallelism gives a rank micro-batches without a sequence."""
+    empty, whole = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.long)
+    plain = empty.detach()
+    losses, _ = sequence_ratio(Tokens(empty, plain, plain, plain, plain, whole, whole, 0, algorithm()))
+    losses.sum().backward()
+    assert losses.shape == (0,) and empty.grad is not None

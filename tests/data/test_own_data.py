@@ -14,7 +14,9 @@ import pytest
 
 from rstar2_megatron.data.problems import Columns, read_problems
 from rstar2_megatron.data.rows import DataError, HubName
+from rstar2_megatron.evaluation.configure import read_benchmarks
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode
+from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
@@ -190,3 +192,10 @@ def test_bad_functions_are_told_in_a_sentence(tmp_path: Path, text: str, said: s
     with pytest.raises(ValueError, match=said) as refused:
         read_problems([write_rows(tmp_path / "a.jsonl", ROWS)], own(tmp_path, text))
     assert "\n" not in str(refused.value)
+
+
+def test_scores_of_two_files_of_one_name_are_not_mixed(tmp_path: Path) -> None:
+    paths = [write_rows(tmp_path / name / "test.parquet", [VERL]) for name in ("gsm8k", "math")]
+    settings = load("rstar2-tiny-cpu", []).settings
+    with pytest.raises(DataError, match="have one name, by which their scores are told apart; rename one"):
+        read_benchmarks(paths, None, settings)
