@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse([*words, "search.mode=mcts"])
     settings, sampling = configure(arguments)
     search = guided(settings.search)
-    problems = read_problems([own.data], settings.data.prompt_key, settings.data.answer_key)[: own.problems]
+    problems = read_problems([own.data], settings.data)[: own.problems]
     result = asyncio.run(_measure(problems, loop_sampling(sampling, search), search))
     write_result(own.result, result)
     print(json.dumps(result))

@@ -8,7 +8,7 @@ micro-batches and ranks, those of MAXIMA are reduced by maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rstar2_megatron.algorithm.correction import tis_weights
 from rstar2_megatron.algorithm.kl import kl_estimate
-from rstar2_megatron.algorithm.loss import Aggregation, policy_loss
+from rstar2_megatron.algorithm.loss import Aggregation, PolicyLoss, Tokens, policy_loss
 from rstar2_megatron.settings.schema import AlgorithmSettings
 
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -63,14 +63,17 @@ def sft_loss(divisor: float) -> LossFunction:
 
 def rl_loss(
     algorithm: AlgorithmSettings,
+    token_loss: PolicyLoss,
     weights: Aggregation,
     device: str,
     old: FlatLogProbs | None,
     reference: FlatLogProbs | None,
     first: int,
+    across_ranks: Callable[[Tensor], Tensor],
 ) -> LossFunction:
     """The policy loss of a mini-batch whose first sequence is number `first` of the step's batch.
 
+    `token_loss`: the loss of each token. `across_ranks`: `Policy.context_sum`.
     `old`: recomputed log-probs of the step's sequences. Without `old`, `recompute_logprobs` uses the current log-probs,
     which is exact for a single mini-batch: the weights have not been updated since.
     `reference`: log-probs of the frozen reference for the KL term, which has the token weights of the policy loss.
@@ -84,19 +87,26 @@ def rl_loss(
         clip = math.inf if algorithm.decoupled_loss else algorithm.importance_sampling_clip
         correction, sums = tis_weights(before, batch.rollout_logprobs, trained, clip)
         token_weights = per_sequence[batch.sequence.to(device)]
+        local = torch.zeros(len(per_sequence), dtype=torch.long)
+        local[list(batch.members)] = torch.arange(len(batch.members))
+        tokens = Tokens(
+            logprobs=log_probs,
+            old_logprobs=before if algorithm.recompute_logprobs else batch.rollout_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            entropy=entropy if algorithm.entropy_bonus else entropy.detach(),
+            sequence=local[batch.sequence].to(device),
+            position=batch.place.to(device),
+            num_sequences=len(batch.members),
+            settings=algorithm,
+            across_ranks=across_ranks,
+        )
         value, loss_sums = policy_loss(
-            log_probs,
-            before if algorithm.recompute_logprobs else batch.rollout_logprobs,
-            batch.advantages,
-            trained,
+            tokens,
+            token_loss,
             denominator=weights.denominator,
-            clip_low=algorithm.clip_ratio_low,
-            clip_high=algorithm.clip_ratio_high,
-            clip_c=algorithm.clip_ratio_c,
             token_weights=token_weights,
             tis_weights=correction if algorithm.importance_sampling_fix or algorithm.decoupled_loss else None,
-            entropy=entropy if algorithm.entropy_bonus else entropy.detach(),
-            entropy_bonus=algorithm.entropy_bonus,
         )
         if reference is not None:
             there = reference.of(batch.sequence + first, batch.place)
@@ -108,11 +118,11 @@ def rl_loss(
     return loss
 
 
-def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool) -> dict[str, float]:
+def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool, names: Sequence[str] = ()) -> dict[str, float]:
     """Metrics of a training step from the reduced sums of its mini-batches: means over the tokens of all mini-batches.
 
     Differences between engine and actor are measured on the first mini-batch, before any update. with_reference: report
-    the KL term.
+    the KL term. names: values of the loss (`algorithm.loss.PolicyLoss`).
     """
     tokens = max(sum(s["tokens"] for s in steps), 1.0)
     first, first_tokens = steps[0], max(steps[0]["tokens"], 1.0)
@@ -135,6 +145,7 @@ def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool) -> dict[s
         "actor/tis_ratio": first["tis_ratio"] / first_tokens,
         "actor/tis_ratio_max": first["tis_ratio_max"],
         "actor/tis_clip_fraction": first["tis_clipped"] / first_tokens,
+        **{f"actor/loss/{name}": mean(name) for name in names if name not in SUMS},
         **({"actor/reference_kl": mean("reference_kl")} if with_reference else {}),
         "actor/trained_tokens": tokens,
     }

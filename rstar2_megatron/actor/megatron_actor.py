@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rstar2_megatron.actor import process_groups
 from rstar2_megatron.actor.layout import Layout, check_layout
-from rstar2_megatron.actor.losses import FlatLogProbs, LossFunction, rl_loss, rl_metrics, sft_loss, sft_metrics
+from rstar2_megatron.actor.losses import SUMS, FlatLogProbs, LossFunction, rl_loss, rl_metrics, sft_loss, sft_metrics
 from rstar2_megatron.actor.offload import DeviceMemory
 from rstar2_megatron.actor.packing import MicroBatchPlan, plan_microbatches, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.algorithm.layout_check import load_policy_loss
 from rstar2_megatron.algorithm.loss import aggregate
 from rstar2_megatron.algorithm.mismatch import MismatchRules, mismatch_by_turn, without_mismatch
 from rstar2_megatron.model.flops import peak_tflops
@@ -63,6 +64,7 @@ class MegatronActor:
         self.init_method, self.device = init_method, device
         self.model_config = ModelConfig.from_directory(model_path, scores=self.scores)
         self.layout: Layout = check_layout(actor, self.model_config, world_size, runner)
+        self._loss, self._loss_values = load_policy_loss(algorithm)
         self.optim, self.lr_sched = actor.optim, actor.lr_sched
         self.max_optimizer_steps = runner.max_steps * algorithm.n_minibatches
         self.optimizer_steps = 0
@@ -90,6 +92,7 @@ class MegatronActor:
         from rstar2_megatron.actor.policy import Policy
 
         self.policy = Policy(self.model_config, self.layout, self.actor, self.model_path, self.device)
+        self.policy.sums += tuple(name for name in self._loss_values if name not in SUMS)
         return {
             "actor/parameters": float(self.model_config.num_parameters),
             "actor/parameters_this_rank": float(self.policy.num_parameters),
@@ -176,12 +179,13 @@ class MegatronActor:
                 num_microbatches=plan.num_microbatches,
                 mini_batch_rows=mini_batch_rows,
             )
-            loss = rl_loss(algorithm, weights, self.device, old, reference, first=indices.start)
+            across = self.policy.context_sum
+            loss = rl_loss(algorithm, self._loss, weights, self.device, old, reference, indices.start, across)
             plans.append(plan)
             steps.append(self._update(part, plan, loss, temperature=self._temperature))
         self._finish_written_checkpoint()
         return {
-            **rl_metrics(steps, with_reference=reference is not None),
+            **rl_metrics(steps, with_reference=reference is not None, names=self._loss_values),
             **mismatch,
             "actor/optimizer_steps": float(self.optimizer_steps),
             "actor/skipped_steps": float(self.skipped_steps),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from rstar2_megatron.actor.hf_weights import iter_hf_weights, load_hf_weights
 from rstar2_megatron.actor.layout import Layout
@@ -36,6 +37,8 @@ class Policy:
     def __init__(self, model: ModelConfig, layout: Layout, actor: ActorSettings, model_path: str, device: str) -> None:
         """Build this rank's chunks, read their weights from the Hugging Face directory, build the optimizer."""
         self.model, self.layout, self.device = model, layout, device
+        self.sums: tuple[str, ...] = SUMS
+        """Named values of loss functions that are summed over micro-batches and ranks."""
         self._trained: Wanted = "last" if model.scores else "trained"
         self.precision, self.chunk_tokens = (actor.model.precision, actor.head_chunk_tokens(cpu=device == "cpu"))
         implementation = choose_implementation(actor.model.transformer_impl, device)
@@ -68,6 +71,13 @@ class Policy:
         return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
 
     # -------------------------------------------------------------------------------------- running
+
+    def context_sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of context parallelism, which share their sequences; with gradient, collective over them."""
+        if self.layout.context == 1 or not values.numel():
+            return values
+        summed: Tensor = all_reduce(values, group=parallel_state.get_context_parallel_group())
+        return summed
 
     def update(
         self, sequences: Sequence[TrainSequence], plan: MicroBatchPlan, loss: LossFunction, *, temperature: float, lr: float
@@ -157,13 +167,13 @@ class Policy:
     def _reduced(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sums and maxima over micro-batches and ranks, identical on all ranks."""
         zero = torch.zeros((), device=self.device)
-        sums = torch.stack([sum((r.get(k, zero).float() for r in results), zero) for k in SUMS]).double()
+        sums = torch.stack([sum((r.get(k, zero).float() for r in results), zero) for k in self.sums]).double()
         maxima = torch.stack([max((r.get(k, zero).float() for r in results), default=zero) for k in MAXIMA])
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             sums.zero_()  # tensor-parallel ranks hold equal values: count only rank 0
         dist.all_reduce(sums)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        return dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()]))
+        return dict(zip((*self.sums, *MAXIMA), [*sums.tolist(), *maxima.tolist()]))
 
     # -------------------------------------------------------------------------------------- weights
 

@@ -2,49 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from rstar2_megatron.algorithm.ragged import pad_rows
+from rstar2_megatron.extension.choice import resolve
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 
 EPSILON = 1e-6
-ADVANTAGES = ("grpo", "grpo-no-std", "leave-one-out")
+
+Advantage = Callable[[Tensor, Tensor], Tensor]
+"""(rewards [groups, G] float64, valid [groups, G] bool) -> advantages [groups, G]; what stands where `valid` is False is
+ignored."""
 
 
-def group_advantages(groups: Sequence[Sequence[float]], kind: str = "grpo") -> list[list[float]]:
-    """Advantages of the rewards of each kept group; groups may have any size. See `batched_advantages`."""
-    rewards, valid = pad_rows(groups)
-    advantages = batched_advantages(rewards, valid, kind).tolist()
-    return [row[: len(group)] for row, group in zip(advantages, groups)]
+def grpo(rewards: Tensor, valid: Tensor) -> Tensor:
+    """(r - mean) / (std + 1e-6) with the unbiased std, as the paper and both public codes."""
+    centred, size = _centred(rewards, valid)
+    std = (centred.square().sum(1, keepdim=True) / (size - 1).clamp(min=1)).sqrt()
+    return centred / (std + EPSILON)
 
 
-def batched_advantages(rewards: Tensor, valid: Tensor, kind: str = "grpo") -> Tensor:
-    """Advantages `[groups, G]` of rewards `[groups, G]`, same dtype, 0 where `valid` (bool, same shape) is False.
+def grpo_no_std(rewards: Tensor, valid: Tensor) -> Tensor:
+    """r - mean."""
+    return _centred(rewards, valid)[0]
 
-    - grpo: (r - mean) / (std + 1e-6) with the unbiased std, as the paper and both public codes.
-    - grpo-no-std: r - mean.
-    - leave-one-out: r - mean of the other trajectories.
-    A group of one rollout or of equal rewards gets zeros. Raises ValueError for an unknown kind or rewards that are not
-    finite.
-    """
-    if kind not in ADVANTAGES:
-        raise ValueError(f"unknown advantage {kind!r}; known: {', '.join(ADVANTAGES)}")
-    if not torch.isfinite(rewards[valid]).all():
-        raise ValueError(f"rewards must be finite, got {rewards[valid].tolist()}")
-    if not rewards.numel():
-        return torch.zeros_like(rewards)
+
+def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
+    """r - mean of the other trajectories."""
+    centred, size = _centred(rewards, valid)
+    return centred * size / (size - 1).clamp(min=1)
+
+
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "grpo-no-std": grpo_no_std, "leave-one-out": leave_one_out}
+"""By their names in `algorithm.adv_type`. A group of one rollout or of equal rewards gets zeros from each."""
+
+
+def _centred(rewards: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """(r - mean [groups, G], sizes of the groups [groups, 1])."""
     size = valid.sum(1, keepdim=True)
     mean = torch.where(valid, rewards, 0.0).sum(1, keepdim=True) / size.clamp(min=1)
-    centred = torch.where(valid, rewards - mean, 0.0)
     # Equal rewards get exact zeros; rounding of the mean would give 1e-17 / 1e-6.
     highest = rewards.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
     equal = highest == rewards.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
-    others = (size - 1).clamp(min=1)
-    if kind == "grpo":
-        std = (centred.square().sum(1, keepdim=True) / others).sqrt()
-        centred = centred / (std + EPSILON)
-    elif kind == "leave-one-out":
-        centred = centred * size / others
-    return torch.where(equal, 0.0, centred)
+    return torch.where(valid & ~equal, rewards - mean, 0.0), size
+
+
+def group_advantages(groups: Sequence[Sequence[float]], kind: str | UserCode = "grpo") -> list[list[float]]:
+    """Advantages of the rewards of each kept group; groups may have any size. kind: of `algorithm.adv_type`.
+
+    Raises ValueError for an unknown kind or rewards that are not finite, UserCodeError for a wrong result of the user's.
+    """
+    function = resolve("algorithm.adv_type", kind, ADVANTAGES, "rewards, valid")
+    rewards, valid = pad_rows(groups)
+    if not torch.isfinite(rewards[valid]).all():
+        raise ValueError(f"rewards must be finite, got {rewards[valid].tolist()}")
+    if not rewards.numel():
+        return [[] for _ in groups]
+    advantages = function(rewards, valid)
+    if isinstance(kind, UserCode):
+        _check(advantages, rewards, valid, f"algorithm.adv_type={kind.label}")
+    return [row[: len(group)] for row, group in zip(advantages.tolist(), groups)]
+
+
+def _check(advantages: object, rewards: Tensor, valid: Tensor, shown: str) -> None:
+    expected = f"a tensor [groups, G] of shape {tuple(rewards.shape)}"
+    if not isinstance(advantages, Tensor):
+        raise UserCodeError(f"{shown} returned a {type(advantages).__name__}; return {expected}")
+    if advantages.shape != rewards.shape:
+        raise UserCodeError(f"{shown} returned the shape {tuple(advantages.shape)}; return {expected}")
+    for row in (valid & ~torch.isfinite(advantages)).any(1).nonzero().flatten().tolist():
+        raise UserCodeError(f"{shown} returned {advantages[row].tolist()} for the rewards {rewards[row].tolist()}")

@@ -1,21 +1,24 @@
-"""The GRPO-RoC policy loss on flat tokens, and its aggregation over a mini-batch.
+"""Policy losses on flat tokens, and their aggregation over a mini-batch.
 
 Paper (arXiv 2508.20722) Eq. 6-7, over the kept trajectories, without KL and entropy terms:
 `1 / sum_i |o_i| * sum_i sum_t min(r A, clip(r, 1 - 0.2, 1 + 0.28) A)`. The dual clip is not in the paper;
 both public codes have it.
 
-The functions do not depend on ranks or micro-batches. The caller computes the denominator of the whole mini-batch (all
-ranks, all micro-batches) with `aggregate`, passes it to `policy_loss` for every micro-batch, and sums losses and metrics.
-The result does not depend on how the trajectories are split.
+A loss of `POLICY_LOSSES`, or of the user's, gives a value to each token. The caller computes the denominator of the whole
+mini-batch (all ranks, all micro-batches) with `aggregate`, passes it to `policy_loss` for every micro-batch, and sums losses
+and metrics. The result does not depend on how the trajectories are split, if the loss of a token depends on its own sequence
+only (`layout_check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rstar2_megatron.settings.schema import AlgorithmSettings
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is far outside every clip and finite in fp32
 
@@ -87,86 +90,103 @@ def _inverse(counts: Tensor) -> Tensor:
     return torch.where(counts > 0, 1.0 / counts.clamp(min=1), 0.0)
 
 
+# ------------------------------------------------------------------------------------------------ losses of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The n trained tokens that a rank has of a micro-batch of s sequences.
+
+    Context parallelism spreads the tokens of a sequence over ranks; `sequence_sum` adds them up.
+    """
+
+    logprobs: Tensor  # [n] of the policy that is trained, with gradient
+    old_logprobs: Tensor  # [n] of the policy that generated the tokens, or recomputed by the actor, without gradient
+    rollout_logprobs: Tensor  # [n] of the engine
+    advantages: Tensor  # [n] the advantage of the token's trajectory
+    entropy: Tensor  # [n] of the policy; with gradient if algorithm.entropy_bonus is set
+    sequence: Tensor  # [n] int64, the token's sequence: 0 to s - 1
+    position: Tensor  # [n] int64, the token's place in prompt and response
+    num_sequences: int
+    settings: AlgorithmSettings
+    across_ranks: Callable[[Tensor], Tensor] = lambda values: values
+    """Sums a tensor over the ranks that share the sequences, with gradient. All of them call it equally often."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """[n] policy / old policy, with gradient."""
+        return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """[s] sums of `values` [n] over all tokens of each sequence, also those of other ranks, with gradient.
+
+        `sequence_sum(values)[tokens.sequence]` gives each token its sequence's sum.
+        """
+        return self.across_ranks(values.new_zeros(self.num_sequences).index_add(0, self.sequence, values))
+
+
+PolicyLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
+"""The loss of each token, [n] with gradient, and named values [n], whose means over all tokens are metrics.
+
+`clipped` and `dual_clipped`, 1 where the loss of a token was cut, are `actor/clip_fraction` and `actor/dual_clip_fraction`;
+other names are `actor/loss/{name}`. A function of the user's may return the losses alone.
+"""
+
+
+def clipped(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(-r A, -clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), for A < 0 at most clip_ratio_c |A| (dual clip)."""
+    settings, ratio = tokens.settings, tokens.ratio
+    advantage = tokens.advantages.to(tokens.logprobs.dtype)
+    unclipped_loss = -advantage * ratio
+    clipped_loss = -advantage * ratio.clamp(1.0 - settings.clip_ratio_low, 1.0 + settings.clip_ratio_high)
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    values = {"clipped": clipped_loss > unclipped_loss}
+    if settings.clip_ratio_c is not None:
+        bound = -advantage * settings.clip_ratio_c
+        values["dual_clipped"] = (advantage < 0) & (loss > bound)
+        loss = torch.where(values["dual_clipped"], bound, loss)
+    return loss, values
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {"clipped": clipped}
+"""By their names in `algorithm.policy_loss`."""
+
+
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    tokens: Tokens,
+    loss: PolicyLoss,
     *,
     denominator: float,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    clip_c: float | None = 3.0,
     token_weights: Tensor | None = None,
     tis_weights: Tensor | None = None,
-    entropy: Tensor | None = None,
-    entropy_bonus: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped policy loss of one micro-batch, normalised so that the sum over micro-batches is the loss.
+    """`loss` of one micro-batch, normalised so that the sum over micro-batches and ranks is the loss.
 
-    All tensors are flat `[tokens]`; `advantages` repeats the trajectory's advantage on its tokens.
-
-    logprobs: of the policy being trained, with gradient.
-    old_logprobs: of the policy that generated the tokens, or recomputed by the actor, without gradient.
-    mask: 1 or True on trained tokens; the other tensors may hold anything elsewhere, also NaN.
-    denominator, token_weights: from `aggregate`; `token_weights` repeats the sequence weight on its tokens.
-    clip_c: dual clip, the bound of a negative-advantage token's loss as a multiple of |A|; None turns it off.
-    tis_weights: truncated importance weights between engine and actor, from `correction.tis_weights`.
-    entropy: per-token entropy of the policy, with gradient if `entropy_bonus` > 0.
+    denominator, token_weights: from `aggregate`; `token_weights` [n] repeats the sequence weight on its tokens.
+    tis_weights: [n] truncated importance weights between engine and actor, from `correction.tis_weights`.
 
     Returns the loss (0-dim; zero with a gradient of zeros when nothing is trained) and detached 0-dim sums over the
-    trained tokens, to be summed over micro-batches and ranks and divided by `tokens`:
-    `tokens`, `ratio`, `clipped` (tokens whose gradient clip-low or clip-high removed), `dual_clipped`,
-    `approx_kl` (old - new, the k1 estimate), `entropy` (when given), `pg_loss` (before any weight).
-    Raises ValueError when shapes differ or the denominator is not positive.
+    tokens, to be summed over micro-batches and ranks and divided by `tokens`: `tokens`, `ratio`, `approx_kl` (old - new, the
+    k1 estimate), `entropy`, `pg_loss` (before any weight), and the loss's own values.
+    Raises ValueError when the denominator is not positive.
     """
-    tensors = {"old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
-    optional = {"token_weights": token_weights, "tis_weights": tis_weights, "entropy": entropy}
-    tensors.update({name: t for name, t in optional.items() if t is not None})
-    for name, tensor in tensors.items():
-        if tensor.shape != logprobs.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs {tuple(logprobs.shape)}")
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")
-    if entropy_bonus and entropy is None:
-        raise ValueError(f"entropy_bonus={entropy_bonus} needs the entropy of every token")
-
-    trained = mask.bool()
-    zero = logprobs.new_zeros(())
-    # torch.where instead of a product with the mask: 0 * inf and 0 * nan are nan.
-    log_ratio = torch.where(trained, logprobs - old_logprobs.detach(), zero)
-    advantage = torch.where(trained, advantages.to(logprobs.dtype), zero)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-    unclipped_loss = -advantage * ratio
-    clipped_loss = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    token_loss = torch.maximum(unclipped_loss, clipped_loss)
-    is_clipped = trained & (clipped_loss > unclipped_loss)
-    if clip_c is not None:
-        bound = -advantage * clip_c
-        is_dual_clipped = trained & (advantage < 0) & (token_loss > bound)
-        token_loss = torch.where(is_dual_clipped, bound, token_loss)
-    else:
-        is_dual_clipped = torch.zeros_like(trained)
-
+    token_loss, values = loss(tokens)
     objective = token_loss
     if tis_weights is not None:
-        objective = objective * torch.where(trained, tis_weights.detach(), zero)
-    if entropy is not None and entropy_bonus:
-        objective = objective - entropy_bonus * torch.where(trained, entropy, zero)
+        objective = objective * tis_weights.detach()
+    if tokens.settings.entropy_bonus:
+        objective = objective - tokens.settings.entropy_bonus * tokens.entropy
     if token_weights is not None:
-        objective = objective * torch.where(trained, token_weights.detach(), zero)
-    loss = torch.where(trained, objective, zero).sum() / denominator
-
+        objective = objective * token_weights.detach()
     with torch.no_grad():
         sums = {
-            "tokens": trained.sum().to(torch.float32),
-            "ratio": torch.where(trained, ratio, zero).sum().float(),
-            "clipped": is_clipped.sum().float(),
-            "dual_clipped": is_dual_clipped.sum().float(),
-            "approx_kl": -log_ratio.sum().float(),
-            "pg_loss": torch.where(trained, token_loss, zero).sum().float(),
+            "tokens": token_loss.new_tensor(len(token_loss)).float(),
+            "ratio": tokens.ratio.sum().float(),
+            "approx_kl": (tokens.old_logprobs - tokens.logprobs).sum().float(),
+            "pg_loss": token_loss.sum().float(),
+            "entropy": tokens.entropy.sum().float(),
+            **{name: value.sum().float() for name, value in values.items()},
         }
-        if entropy is not None:
-            sums["entropy"] = torch.where(trained, entropy, zero).sum().float()
-    return loss, sums
+    return objective.sum() / denominator, sums

@@ -6,10 +6,13 @@ outcomes and the trajectory's turns. `released_penalty` follows the public code 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rstar2_megatron.algorithm.response_text import response_text
+from rstar2_megatron.extension.choice import resolve
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.trajectory import ToolOutcome, Trajectory
 
 NO_TOOL_PENALTY = 0.5  # p_err of a trajectory without a tool call (paper)
@@ -74,3 +77,26 @@ def _spans(text: str, opening: str, closing: str) -> Iterator[str]:
             return
         yield text[start:stop]
         end = stop + len(closing)
+
+
+PENALTIES: dict[str, Callable[[Trajectory], Penalty]] = {"paper": paper_penalty, "released": released_penalty}
+"""By their names in `penalty` and `mode` of `algorithm.down_sampling.down_sampling_config`."""
+
+
+def load_penalty(kind: str | UserCode) -> Callable[[Trajectory], Penalty]:
+    """A penalty by its name, or the user's own, whose number is a `Penalty` of `error` alone. Raises UserCodeError."""
+    key = "algorithm.down_sampling.down_sampling_config.penalty"
+    measure: Callable[[Trajectory], Penalty | float] = resolve(key, kind, PENALTIES, "trajectory")
+    if not isinstance(kind, UserCode):
+        return PENALTIES[kind]
+
+    def own(trajectory: Trajectory) -> Penalty:
+        found = measure(trajectory)
+        penalty = Penalty(float(found), 0.0, 0) if isinstance(found, int | float) else found
+        if not isinstance(penalty, Penalty):
+            raise UserCodeError(f"{key}={kind.label} returned a {type(found).__name__}; return a number or a Penalty")
+        if not all(math.isfinite(part) and part >= 0 for part in (penalty.error, penalty.answer_format)):
+            raise UserCodeError(f"{key}={kind.label} returned {found}; a penalty is finite and at least 0")
+        return penalty
+
+    return own

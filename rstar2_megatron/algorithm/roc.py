@@ -29,15 +29,16 @@ keys fill the quota. The modes differ only in keys and quotas.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from rstar2_megatron.algorithm.penalty import Penalty, paper_penalty, released_penalty
+from rstar2_megatron.algorithm.penalty import Penalty, load_penalty
 from rstar2_megatron.algorithm.ragged import pad_rows
+from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import Trajectory
 
@@ -48,7 +49,7 @@ class Rejection(StrEnum):
     NONE = ""
     ALL_CORRECT = "all_correct"
     ALL_WRONG = "all_wrong"
-    TOO_FEW = "too_few"  # fewer usable rollouts than G (released), or none at all
+    TOO_FEW = "too_few"  # fewer usable rollouts than G (released), none at all, or none that a rule of the user's keeps
 
 
 @dataclass(slots=True)
@@ -62,31 +63,45 @@ class ResampleResult:
     """One per given trajectory, whether kept or not."""
     num_positive: int = 0
     num_negative: int = 0
+    filtered: dict[str, int] = field(default_factory=dict)
+    """By the name of each filter, how many trajectories it left out (`selection`)."""
 
     @property
     def rejected(self) -> bool:
         return self.reason is not Rejection.NONE
 
     @classmethod
-    def keep_all(cls, trajectories: Sequence[Trajectory]) -> ResampleResult:
-        """The result without down-sampling: every trajectory is kept."""
-        positives = sum(_is_positive(t) for t in trajectories)
+    def keep_all(cls, trajectories: Sequence[Trajectory], wanted: Sequence[bool] | None = None) -> ResampleResult:
+        """The result without down-sampling: every trajectory that is `wanted` (None: all) is kept."""
+        indices = [i for i in range(len(trajectories)) if wanted is None or wanted[i]]
+        kept = [trajectories[i] for i in indices]
+        positives = sum(_is_positive(t) for t in kept)
         return cls(
-            kept=list(trajectories),
-            indices=list(range(len(trajectories))),
-            reason=Rejection.NONE if trajectories else Rejection.TOO_FEW,
+            kept=kept,
+            indices=indices,
+            reason=Rejection.NONE if kept else Rejection.TOO_FEW,
             num_positive=positives,
-            num_negative=len(trajectories) - positives,
+            num_negative=len(kept) - positives,
         )
 
 
+Rule = Callable[[int, list[int]], list[int]]
+"""(number of a group, indices of its candidates) -> which of these indices are kept."""
+
+
 def resample_on_correct(
-    groups: Sequence[Sequence[Trajectory]], config: DownSamplingConfig, seeds: Sequence[str]
+    groups: Sequence[Sequence[Trajectory]],
+    config: DownSamplingConfig,
+    seeds: Sequence[str],
+    wanted: Sequence[Sequence[bool]] | None = None,
+    rule: Rule | None = None,
 ) -> list[ResampleResult]:
     """Choose `config.down_sample_to_n` of the graded, usable trajectories of each problem, in rollout order.
 
     seeds: one text per group, for the draws of `paper` mode. The same group with the same seed keeps the same rollouts,
         independently of the other groups of the step.
+    wanted: False for trajectories that a filter leaves out; None: all are wanted. rule: in place of resample-on-correct, for
+        the groups that are not rejected.
     Raises ValueError for a trajectory that is not graded or that infrastructure spoiled, and for minimum counts that
     exceed the target.
     """
@@ -99,16 +114,25 @@ def resample_on_correct(
             f"down_sample_to_n={config.down_sample_to_n}; lower them"
         )
     rewards, valid = pad_rows([[_reward(t) for t in group] for group in groups])
-    measure = paper_penalty if config.mode == "paper" else released_penalty
+    measure = load_penalty(config.penalty or ("paper" if isinstance(config.mode, UserCode) else config.mode))
     penalties = [[measure(t) for t in group] for group in groups]
     errors, _ = pad_rows([[p.error for p in row] for row in penalties])
     formats, _ = pad_rows([[p.answer_format for p in row] for row in penalties])
     totals = errors * config.roc_error_ratio + formats * config.roc_answer_format
     draws = exponential_draws(valid, seeds) if config.mode == "paper" else None
+    if wanted is not None:
+        valid = valid & pad_rows(wanted)[0].bool()
 
-    positive = pad_rows([[_is_positive(t) for t in group] for group in groups])[0].bool()
+    positive = pad_rows([[_is_positive(t) for t in group] for group in groups])[0].bool() & valid
     reasons = rejections(rewards, positive, valid, config)
-    kept = choose(positive, totals, valid, config, draws)
+    if rule is None:
+        kept = choose(positive, totals, valid, config, draws)
+    else:
+        kept = torch.zeros_like(valid)
+        for number, reason in enumerate(reasons):
+            if reason is Rejection.NONE:
+                kept[number, rule(number, valid[number].nonzero().flatten().tolist())] = True
+                reasons[number] = reason if kept[number].any() else Rejection.TOO_FEW
     kept &= torch.tensor([reason is Rejection.NONE for reason in reasons], dtype=torch.bool)[:, None]
 
     counts = [mask.sum(1).tolist() for mask in (positive, valid & ~positive)]
@@ -132,7 +156,8 @@ def rejections(rewards: Tensor, positive: Tensor, valid: Tensor, config: DownSam
     """The Rejection of each group of `[groups, rollouts]`; `Rejection.NONE` for groups that are trained on."""
     size = valid.sum(1)
     # isclose has the tolerance of torch.allclose, which the public code uses.
-    equal = (torch.isclose(rewards[:, :1], rewards) | ~valid).all(1) & config.reject_equal_reward
+    first = rewards.gather(1, valid.int().argmax(1, keepdim=True)) if rewards.numel() else rewards[:, :1]
+    equal = (torch.isclose(first, rewards) | ~valid).all(1) & config.reject_equal_reward
     correct = positive.any(1)
     too_few = (size < config.down_sample_to_n) & (config.mode == "released")
     reasons = []

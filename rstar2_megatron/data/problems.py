@@ -1,7 +1,9 @@
-"""Problems from jsonl.
+"""Problems from jsonl, json, parquet or csv files, from a directory that `datasets` reads, or from the hub.
 
 A row is `{"prompt": [{"role": ..., "content": ...}, ...], "solutions": [...], "query_id": ..., "task": ...}`.
-`prompt` may also be a string (one user message); `query_id` and `task` may be absent.
+`prompt` may also be a string (one user message); `query_id` and `task` may be absent. A row of verl's form has its answer in
+`reward_model.ground_truth` and its task in `data_source`. `data.rows` names a function that makes such a row of any other.
+Every column that is none of these is in `Problem.extra`.
 """
 
 from __future__ import annotations
@@ -9,60 +11,159 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.conversation import role_and_text
 from rstar2_megatron.data.json_text import exact_number, unreadable
-from rstar2_megatron.data.rows import DataError, json_line, text_lines
+from rstar2_megatron.data.rows import DataError, Input, data_input
+from rstar2_megatron.extension.choice import own_function
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError
+from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
 _IN_ANSWER = re.compile(_CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
+# Names that published sets use, the likeliest first; short answers before worked solutions.
+_PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
+_ANSWERS = (
+    "solutions", "answer", "answers", "final_answer", "expected_answer", "ground_truth", "target", "label", "solution",
+    "output", "response",
+)  # fmt: skip
 
 
-def read_problems(paths: Iterable[str | Path], prompt_key: str = "prompt", answer_key: str = "solutions") -> list[Problem]:
-    """All problems of the jsonl files, in order. Raises DataError with file and line number.
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How rows become problems: the keys of `data`, or a function of the user's."""
+
+    prompt: str = "prompt"
+    answer: str = "solutions"
+    rows: UserCode | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.prompt, self.answer, self.rows and self.rows.sha256))
+
+
+_DEFAULT = Columns()
+
+
+def read_problems(
+    paths: Iterable[str | Path], data: DataSettings | Columns = _DEFAULT, say: Callable[[str], None] = lambda line: None
+) -> list[Problem]:
+    """All problems that `paths` name (`rows.data_input`), in order. Raises DataError with file and line or row.
 
     A row without `query_id` gets `{file stem}-{line}`; a `query_id` that occurs twice is an error, because
     it names a group. A file that has not changed is parsed once in a process.
+    data: its keys name the columns. say: gets a line when `data.rows` drops rows.
     """
     problems: list[Problem] = []
     seen: dict[str, str] = {}
-    paths = list(paths)
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise DataError(f"data file {path} does not exist")
-        stat = path.stat()
-        for where, problem in _read_file(path, stat.st_mtime_ns, stat.st_size, prompt_key, answer_key):
+    inputs = [data_input(path) for path in paths]
+    columns = data if isinstance(data, Columns) else Columns(data.prompt_key, data.answer_key, data.rows)
+    left_out = 0
+    for one, stem in zip(inputs, _stems(inputs)):
+        read, dropped = _read(one, stem, _state(one), columns)
+        left_out += dropped
+        for where, problem in read:
             if problem.query_id in seen:
                 raise DataError(
                     f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; make them unique"
                 )
             seen[problem.query_id] = where
             problems.append(problem)
+    dropped_by = f"; data.rows={columns.rows.label} dropped {left_out} rows" if columns.rows and left_out else ""
     if not problems:
-        raise DataError(
-            f"no problems in {', '.join(map(str, paths)) or '(no files)'}; give jsonl files with one problem a line"
-        )
+        names = ", ".join(one.label for one in inputs) or "(no files)"
+        raise DataError(f"no problems in {names}{dropped_by}; give files with one problem a row")
+    if dropped_by:
+        say(f"{len(problems)} problems{dropped_by}")
     return problems
+
+
+def _stems(inputs: Sequence[Input]) -> list[str]:
+    """Short names of the inputs, with the directory's where two files have the same: `gsm8k-train` and `math-train`."""
+    paths = [_place(one) for one in inputs]
+    times = Counter(path.stem for path in paths)
+    return [path.stem if times[path.stem] == 1 else f"{path.absolute().parent.name}-{path.stem}" for path in paths]
+
+
+def _place(one: Input) -> Path:
+    return Path(one.hub.repo if one.hub else one.path)
+
+
+def _state(one: Input) -> tuple[int, ...]:
+    """Times and sizes that tell whether a file has changed since it was parsed; the hub is asked once."""
+    path = _place(one)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
+    return tuple(number for file in files for number in (file.stat().st_mtime_ns, file.stat().st_size))
 
 
 @functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
-def _read_file(path: Path, mtime_ns: int, size: int, prompt_key: str, answer_key: str) -> list[tuple[str, Problem]]:
-    """(file:line, problem) of each row. Time and size tell whether the file has changed since it was parsed."""
-    problems = []
-    for number, line in text_lines(path):
-        if line.strip():
-            where = f"{path}:{number}"
-            row = json_line(line, where)
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
-            if missing := [key for key in (prompt_key, answer_key) if key not in row]:
-                raise DataError(f"{where}: row without {missing[0]!r}; it has {', '.join(sorted(row)) or 'nothing'}")
-            problems.append((where, problem_of(row, where, prompt_key, answer_key, f"{path.stem}-{number}")))
-    return problems
+def _read(one: Input, stem: str, state: tuple[int, ...], columns: Columns) -> tuple[list[tuple[str, Problem]], int]:
+    """(place, problem) of each row, and the number of those that `data.rows` dropped."""
+    problems, dropped = [], 0
+    own = None if columns.rows is None else own_function("data.rows", columns.rows, "row")
+    for row in one.rows():
+        values: Any = row.values
+        if own is not None:
+            try:
+                values = own(values)
+            except UserCodeError as error:
+                raise DataError(f"{row.where}: {error}") from error
+            if isinstance(values, Problem):
+                values = _row_of(values, columns)
+            if values is None:
+                dropped += 1
+                continue
+            if not isinstance(values, dict):
+                raise DataError(
+                    f"{row.where}: data.rows={columns.rows.label if columns.rows else ''} returned a "
+                    f"{type(values).__name__}; return a dict, a Problem, or None to drop the row"
+                )
+        values = _with_answer(values, columns)
+        if missing := [key for key in (columns.prompt, columns.answer) if key not in values]:
+            words = [f"data.{key}={name}" for key, name in proposed_keys(values, columns).items()]
+            remedy = f"set {' '.join(words)}" if words else "map it by data.rows=my_data.py:row (docs/extend.md)"
+            has = ", ".join(sorted(values)) or "nothing"
+            raise DataError(f"{row.where}: row without {missing[0]!r}; it has {has}; {remedy}")
+        problem = problem_of(values, row.where, columns.prompt, columns.answer, f"{stem}-{row.number}")
+        problems.append((row.where, problem))
+    return problems, dropped
+
+
+def _row_of(problem: Problem, columns: Columns) -> dict[str, Any]:
+    own = {"query_id": problem.query_id or None, "task": problem.task}
+    return {**problem.extra, columns.prompt: problem.prompt, columns.answer: problem.solutions, **own}
+
+
+def _with_answer(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    """A row of verl's form with its answer under the answer's key. A truth that is no text or number becomes JSON."""
+    rule = row.get("reward_model")
+    truth = rule.get("ground_truth") if isinstance(rule, dict) else None
+    if columns.answer in row or truth is None:
+        return row
+    answers = truth if isinstance(truth, list) else [truth]
+    if not all(isinstance(answer, str) or exact_number(answer) for answer in answers):
+        answers = [json.dumps(truth, ensure_ascii=False)]
+    return {**row, columns.answer: answers, "task": row.get("task") or row.get("data_source")}
+
+
+def proposed_keys(row: Mapping[str, Any], columns: Columns = _DEFAULT) -> dict[str, str]:
+    """Keys of `data` under which the row is read, by the names of its columns; empty when there is none to propose."""
+    row = _with_answer(dict(row), columns)
+    by_lower = {name.lower(): name for name in reversed(row)}
+
+    def find(key: str, names: tuple[str, ...]) -> str | None:
+        return key if key in row else next((by_lower[name] for name in names if name in by_lower), None)
+
+    prompt, answer = find(columns.prompt, _PROMPTS), find(columns.answer, _ANSWERS)
+    if prompt is None or answer is None:
+        return {}
+    found = {"prompt_key": (prompt, columns.prompt), "answer_key": (answer, columns.answer)}
+    return {key: name for key, (name, set_now) in found.items() if name != set_now}
 
 
 def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
@@ -71,7 +172,11 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
     given = {key: value for key, value in row.items() if value is not None}
     solutions = row[answer_key] if isinstance(row[answer_key], list) else [row[answer_key]]
     extra = {key: value for key, value in row.items() if key not in known}
-    if fault := unreadable(json.dumps(extra, ensure_ascii=False)):
+    try:
+        fault = unreadable(json.dumps(extra, ensure_ascii=False))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: a column is no JSON ({error}); leave it out, or map it by data.rows") from None
+    if fault:
         raise DataError(f"{where}: the row has {fault}")
     return Problem(
         query_id=_text(given.get("query_id", default_id), where, "query_id"),

@@ -1,12 +1,14 @@
-"""Rows of a public data set, one at a time: from jsonl, json or parquet files, or from the Hugging Face hub.
+"""Rows of a data set, one at a time: from jsonl, json, parquet or csv files, from directories of `datasets`, or from the hub.
 
 Every row comes with the place it was read from, so that an error can name file and row.
 """
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +17,9 @@ from typing import Any
 
 from rstar2_megatron.data.json_text import json_fault
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+HUB = "hf:"
+"""Begins the name of a set on the hub: `hf:OWNER/NAME[:CONFIG][:SPLIT][@REVISION]`."""
 _BATCH_ROWS = 1024  # of parquet decoded at a time
 
 
@@ -34,15 +38,27 @@ class Row:
     where: str
     values: dict[str, Any]
 
+    @property
+    def number(self) -> int:
+        """Line or row, from 1."""
+        return int(re.split(r"\D", self.where)[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A data set on the hub. `revision` pins the version that a report describes."""
+    """A data set on the hub, or a directory that `datasets` reads. `revision` pins the version that a report describes."""
 
     repo: str
     config: str | None = None
     split: str = "train"
     revision: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> HubName:
+        """Of REPO, REPO:SPLIT or REPO:CONFIG:SPLIT, each with @REVISION behind it or not."""
+        name, _, revision = text.partition("@")
+        repo, *rest = name.split(":")
+        return cls(repo, rest[0] if rest[1:] else None, rest[-1] if rest else "train", revision or None)
 
     def __str__(self) -> str:
         parts = [self.repo, *([self.config] if self.config else []), self.split]
@@ -110,12 +126,28 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
 
     columns: of a parquet file, the columns to read if it has them, so that long solutions of a reasoning set are not loaded.
     """
-    if path.suffix == ".jsonl":
-        yield from _jsonl_rows(path, skip)
-    elif path.suffix == ".json":
-        yield from _json_rows(path, skip)
-    else:
-        yield from _parquet_rows(path, columns, skip)
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, columns, skip)
+    if path.suffix == ".csv":
+        return _csv_rows(path, skip)
+    return _json_rows(path, skip) if path.suffix == ".json" and _is_array(path) else _jsonl_rows(path, skip)
+
+
+def _is_array(path: Path) -> bool:
+    """Sets are published as .json in both forms: an array, and an object a line."""
+    return next((line.lstrip() for _, line in text_lines(path) if line.strip()), "").startswith("[")
+
+
+def _csv_rows(path: Path, skip: int) -> Iterator[Row]:
+    lines = csv.DictReader((line for _, line in text_lines(path)), strict=True)
+    try:
+        for number, values in enumerate(lines, 1):
+            if None in values or None in values.values():
+                raise DataError(f"{path} row {number}: {len(lines.fieldnames or [])} columns are named, the row has others")
+            if number > skip:
+                yield Row(f"{path} row {number}", values)
+    except csv.Error as error:
+        raise DataError(f"{path}:{lines.line_num}: not a row of a table ({error})") from None
 
 
 def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
@@ -176,6 +208,12 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
     import datasets  # here, as pyarrow above
 
     try:
+        if any((Path(name.repo) / file).is_file() for file in ("state.json", "dataset_dict.json")):  # of save_to_disk
+            saved = datasets.load_from_disk(name.repo)
+            saved = saved[name.split] if isinstance(saved, datasets.DatasetDict) else saved
+            for number, values in enumerate(saved.skip(skip), skip + 1):
+                yield Row(f"{name} row {number}", values)
+            return
         builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)
         published = builder.info.features
         if columns is not None and published is not None and hasattr(builder.config, "columns"):
@@ -190,10 +228,12 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
             yield Row(f"{name} row {number}", values)
     except DataError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
+    except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
+        if Path(name.repo).is_dir():
+            raise DataError(f"{name}: cannot be read by datasets ({type(error).__name__}: {str(error)[:300]})") from error
         raise DataError(
             f"{name}: cannot be read from the hub ({type(error).__name__}: {str(error)[:300]}); download it and give "
-            "its files instead, NAME=PATH"
+            "its files instead"
         ) from error
 
 
@@ -209,11 +249,11 @@ class Input:
     def label(self) -> str:
         return self.path or str(self.hub)
 
-    def rows(self, columns: Sequence[str], skip: int) -> Iterator[Row]:
-        """Rows after the first `skip`, under the names of `columns`. Raises DataError."""
+    def rows(self, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
+        """Rows after the first `skip`, under the names of `columns` (None: all, as they are). Raises DataError."""
         hub, path = self.hub, Path(self.path)
         rows = file_rows(path, columns=columns, skip=skip) if hub is None else hub_rows(hub, columns=columns, skip=skip)
-        return (Row(row.where, with_names(row.values, columns)) for row in rows)
+        return (Row(row.where, with_names(row.values, columns or ())) for row in rows)
 
     def count(self) -> int | None:
         """Number of rows for a progress bar; None when counting would take long."""
@@ -226,6 +266,23 @@ class Input:
             with path.open("rb") as file:
                 return sum(1 for line in file if line.strip())
         return None
+
+
+def data_input(path: str | Path) -> Input:
+    """What an entry of `data.train_data_paths` names: a file, a directory that `datasets` reads, or a set on the hub.
+
+    Raises DataError when there is no such file.
+    """
+    text = str(path)
+    if text.startswith(HUB):
+        return Input(text, hub=HubName.of(text.removeprefix(HUB)))
+    place = Path(text).expanduser()
+    if place.is_dir():
+        return Input(text, hub=HubName(str(place)))
+    if not place.is_file():
+        hub = f"; of the hub it is {HUB}{text}" if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not place.suffix else ""
+        raise DataError(f"data file {text} does not exist{hub}")
+    return Input(text, str(place))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
@@ -57,8 +58,10 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, pos
 def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings) -> dict[str, list[Problem]]:
     """Problems by file name without suffix. Raises DataError, also when two files share a query_id."""
     data = settings.data
-    read_problems(paths, data.prompt_key, data.answer_key)  # raises when two files share a query_id
-    return {path.stem: read_problems([path], data.prompt_key, data.answer_key)[:limit] for path in paths}
+    read_problems(paths, data)  # raises when two files share a query_id
+    if len({path.stem for path in paths}) < len(paths):
+        raise DataError(f"two of {', '.join(map(str, paths))} have one name, by which their scores are told apart; rename one")
+    return {path.stem: read_problems([path], data)[:limit] for path in paths}
 
 
 def default_out(model: Path) -> Path:

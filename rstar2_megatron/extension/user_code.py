@@ -109,6 +109,9 @@ class UserCode(BaseModel):
         """Short, for people: `file.py:name`."""
         return f"{Path(self._where).name}:{self.name}" if self.is_file else self.reference
 
+    def __str__(self) -> str:
+        return self.label
+
     @property
     def paths(self) -> list[str]:
         """Of the file and of those beside it that it imports; of a package, its module's file."""

@@ -82,7 +82,7 @@ def write_problems(path: Path, problems: Sequence[Problem], data: DataSettings) 
 def short_problems(settings: Settings, limit: int) -> list[Problem]:
     """The problems that training would use; of the first `limit` (-1: of all)."""
     data = settings.data
-    problems: Sequence[Problem] = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
+    problems: Sequence[Problem] = read_problems(data.train_data_paths, data)
     problems = problems[:limit] if limit >= 0 else problems
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
     template = ChatTemplate(tokenizer, settings.agentloop)

@@ -16,7 +16,7 @@ import psutil
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.extension.user_code import UserCodeError, all_user_code
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_user_code
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
@@ -33,7 +33,7 @@ from rstar2_megatron.settings.placement import Slots, component_slots, gpu_probl
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
 from rstar2_megatron.settings.planning.plan import GB, model_of, remedy
 from rstar2_megatron.settings.planning.transport import object_store_problems
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import AlgorithmSettings, Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
 
@@ -87,6 +87,7 @@ def check_before_start(
         memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
         problems = object_store_problems(settings, memory, shared, gpus=not slots.is_cpu)
         _raise_or_warn(list(problems), dry_run, warnings)
+    _raise(algorithm_code_problems(settings.algorithm))
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(data_problems(settings, later)), dry_run, warnings)
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
@@ -198,6 +199,31 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             f"rollout.max_total_tokens={rollout.max_total_tokens} cannot hold one trajectory of "
             f"runner.seq_length={runner.seq_length} tokens; raise it"
         )
+
+
+def algorithm_code_problems(algorithm: AlgorithmSettings) -> Iterator[str]:
+    """Functions of the user's that cannot be loaded, or fail on a few tokens and rewards."""
+    if not any(True for _ in all_user_code(algorithm)):
+        return
+    # here, because torch takes seconds, which most runs need not wait for
+    from rstar2_megatron.algorithm.advantage import group_advantages
+    from rstar2_megatron.algorithm.layout_check import check_layouts, load_policy_loss
+    from rstar2_megatron.algorithm.penalty import load_penalty
+    from rstar2_megatron.algorithm.selection import Selection
+
+    try:
+        Selection(algorithm)
+        load_penalty(algorithm.down_sampling.down_sampling_config.penalty or "paper")
+        group_advantages([[1.0, 0.0, 0.5], [0.0, 1.0]], algorithm.adv_type)
+        loss, _ = load_policy_loss(algorithm)
+    except UserCodeError as error:
+        yield str(error)
+        return
+    if isinstance(algorithm.policy_loss, UserCode):
+        try:
+            check_layouts(loss, algorithm)
+        except ValueError as error:
+            yield f"algorithm.policy_loss={algorithm.policy_loss.label}: {error}"
 
 
 def sampling_problems(settings: Settings) -> Iterator[str]:
@@ -387,7 +413,7 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[s
                 )
             continue
         try:
-            problems = read_problems(paths, data.prompt_key, data.answer_key)
+            problems = read_problems(paths, data)
         except DataError as error:
             yield f"data.{key}: {error}"
             continue

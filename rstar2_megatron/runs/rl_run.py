@@ -121,7 +121,7 @@ class RLRun(ClusterRun):
             self.actor.call("offload", timeout_s=timeout)
         engines = self.rollout.start_engines(model, judge_url)
         template = self._template()
-        problems = read_problems(data.train_data_paths, data.prompt_key, data.answer_key)
+        problems = read_problems(data.train_data_paths, data, self._say)
         check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
         if data.filter_prompt_by_length:
             problems, dropped = drop_long_prompts(
@@ -130,7 +130,7 @@ class RLRun(ClusterRun):
             if dropped:
                 self._say(f"{dropped} problems left out: longer than data.max_prompt_length")
         self.loader = ProblemLoader(problems, data, max_epochs=settings.runner.max_epochs)
-        self.held_out = read_problems(data.val_data_paths, data.prompt_key, data.answer_key) if data.val_data_paths else []
+        self.held_out = read_problems(data.val_data_paths, data) if data.val_data_paths else []
         engine_figures = engines.result(timeout)
         actor_figures = actors.result(timeout)[0]
         self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)

@@ -249,6 +249,7 @@ class StagePlan:
         if stage.problems_from:
             problems = self.directory(stage.problems_from) / "train.jsonl"
             words.append(override_word("data.train_data_paths", [str(problems)]))
+            words.append("data.rows=null")  # they are mapped already
         if stage.trees_from:
             file = "mcts.jsonl" if stage.task == "preference" else "mcts.sft.jsonl"
             trees = [str(self.directory(name) / file) for name in stage.trees_from]

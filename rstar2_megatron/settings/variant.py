@@ -133,4 +133,6 @@ def algorithm_rows(settings: Settings, origins: Origins) -> list[tuple[str, str]
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):  # code of the user
+        value = value["reference"]
     return "null" if value is None else str(value)

@@ -109,6 +109,8 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
     metrics["rollout/dropped_infrastructure"] = reasons.total()
     metrics["rollout/generated_tokens"] = sum(t.num_trained_tokens for t in every)
     metrics.update(_group_metrics(groups, resampled))
+    for name in dict.fromkeys(name for result in resampled for name in result.filtered):
+        metrics[f"rollout/filtered/{name}"] = sum(result.filtered[name] for result in resampled)
     metrics.update(_ending_metrics(every, usable))
     metrics.update(_tool_metrics(usable))
     metrics.update(_time_metrics(usable))

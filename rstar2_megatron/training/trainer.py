@@ -11,7 +11,8 @@ import numpy as np
 
 from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence, train_sequence
-from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
+from rstar2_megatron.algorithm.roc import ResampleResult
+from rstar2_megatron.algorithm.selection import Selection
 from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup, WorkerLost
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
@@ -64,6 +65,7 @@ class Trainer:
         self.rollout = rollout
         self.coordinator = coordinator
         self.timeout_s = settings.runner.step_timeout_s
+        self._selection = Selection(settings.algorithm)
         self.source = make_source(settings, coordinator, self._is_rejected)
         self._device = device
         self._weight_sync = WeightSync(settings, actor, rollout, device)
@@ -140,13 +142,9 @@ class Trainer:
                 check_dropped(groups, self.settings.rollout.max_dropped_share)
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[ResampleResult]:
-        """Resample-on-correct of every group, under seeds of step and problem (exact on resume)."""
-        config = self.settings.algorithm.down_sampling
-        usable = [group.usable for group in groups]
-        if not config.do_down_sampling:
-            return [ResampleResult.keep_all(trajectories) for trajectories in usable]
+        """Filter and resample every group, under seeds of step and problem (exact on resume)."""
         seeds = [f"{self.settings.data.seed}-{step}-{group.problem.query_id}" for group in groups]
-        return resample_on_correct(usable, config.down_sampling_config, seeds)
+        return self._selection.resample(groups, seeds)
 
     def _is_rejected(self, group: Group) -> bool:
         return self.resample(0, [group])[0].rejected  # rejection does not depend on the seed

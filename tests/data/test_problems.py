@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.data.loader import ProblemLoader
-from rstar2_megatron.data.problems import drop_long_prompts, read_problems
+from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
@@ -96,14 +96,14 @@ def test_rows_of_the_public_schema(tmp_path: Path) -> None:
 
 def test_other_keys_by_the_yaml(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"question": "x", "answer": ["1"], "prompt": "y"})
-    assert read_problems([path], "question", "answer")[0].prompt[0]["content"] == "x"
+    assert read_problems([path], Columns("question", "answer"))[0].prompt[0]["content"] == "x"
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ('{"prompt": ', r"a.jsonl:2: not JSON"),
-        ("[1]", r"a.jsonl:2: expected a JSON object, got list"),
+        ("[1]", r"a.jsonl:2: expected an object, got list"),
         ({"prompt": MESSAGES}, r"a.jsonl:2: row without 'solutions'; it has prompt"),
         ({"solutions": ["1"]}, r"a.jsonl:2: row without 'prompt'"),
         ({"prompt": MESSAGES, "solutions": []}, r"a.jsonl:2: 'solutions' must be a non-empty list .* \[\]"),

@@ -68,7 +68,7 @@ def trained_once(directory: Path, steps: int) -> list[tuple[int, Trajectory]]:
     trained = [group.problem.query_id for _, group in groups]
     assert len(trained) == len(set(trained))
     settings = load_settings(str(directory / "config.yaml"))
-    problems = read_problems(settings.data.train_data_paths, settings.data.prompt_key, settings.data.answer_key)
+    problems = read_problems(settings.data.train_data_paths, settings.data)
     given = ProblemLoader(problems, settings.data).take(len(trained))
     assert set(trained) == {problem.query_id for problem in given}
     every = [(step, t) for step, group in groups for t in group.trajectories]

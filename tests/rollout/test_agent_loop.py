@@ -181,7 +181,7 @@ async def test_a_server_that_takes_the_call_and_never_answers(tokenizer) -> None
         retries = judge.counters["retries"]
     server.close()
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and "no result" in trajectory.error
-    assert trajectory.num_tool_errors == 0 and retries >= 2
+    assert trajectory.num_tool_errors == 0 and retries >= 1
     assert loop.stats.endings == {"infrastructure": 1}
 
 

@@ -56,6 +56,34 @@ def test_an_allocator_that_moves_memory_is_refused(model: Path, data: Path, monk
     assert check_before_start(tiny(model, data)) == []
 
 
+OWN = """
+def advantage(rewards, valid): return rewards
+def keep(problem, trajectory): return True
+def of_the_batch(tokens): return -tokens.advantages * tokens.ratio / tokens.ratio.mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adv_type=advantages"], r"own.py has no 'advantages'; did you mean advantage\?"),
+        (["adv_type=keep"], r"algorithm.adv_type=own.py:keep returned a bool; return a tensor \[groups, G\]"),
+        (
+            ["policy_loss=of_the_batch"],
+            r"policy_loss=own.py:of_the_batch: the loss of a token .* depend on its own sequence only",
+        ),
+        (["policy_loss=keep"], r"policy_loss=own.py:keep takes \(problem, trajectory\), .*; write def keep\(tokens\)"),
+    ],
+)
+def test_own_rules_of_the_algorithm(model: Path, data: Path, words: list[str], message: str) -> None:
+    path = model.parent / "own.py"
+    path.write_text(OWN)
+    with pytest.raises(ConfigError, match=message):
+        check_before_start(tiny(model, data, *(f"algorithm.{word.replace('=', f'={path}:')}" for word in words)))
+    path.write_text("def advantage(rewards, valid): return rewards - 0.5")
+    assert check_before_start(tiny(model, data, f"algorithm.adv_type={path}:advantage")) == []
+
+
 def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
     assert check_before_start(tiny(model, data)) == []
 

@@ -37,7 +37,7 @@ def test_problems_are_kept_by_the_pass_rates_of_their_trees(tmp_path: Path, word
     line = write_harder(settings, PROBLEMS, counts, tmp_path / "train.jsonl")
     assert line.startswith(f"{len(kept)} of 4 problems")
     assert ("1 always solved" in line) == ("always" not in kept)
-    read = read_problems([tmp_path / "train.jsonl"], settings.data.prompt_key, settings.data.answer_key)
+    read = read_problems([tmp_path / "train.jsonl"], settings.data)
     assert read == [problem for problem in PROBLEMS if problem.query_id in kept], "a data file as any other"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.names import HELD_OUT
@@ -130,6 +131,9 @@ def differences(settings: Settings) -> Iterator[str]:
             f"on all {algorithm.group_size} rollouts and rejects no group. For plain GRPO on both sides, export and train "
             "with algorithm.down_sampling.do_down_sampling=False"
         )
+    for key, code in all_user_code(algorithm, "algorithm."):
+        if "down_sampling" not in key:
+            yield f"{key}={code}: not exported; verl has its own"
     if "released" in algorithm.loss_agg_func:
         yield f"algorithm.loss_agg_func={algorithm.loss_agg_func}: verl {VERSION} has the global token-mean"
     if algorithm.clip_ratio_c is None:
@@ -236,7 +240,7 @@ def export(settings: Settings, directory: Path) -> list[str]:
     directory.mkdir(parents=True, exist_ok=True)
     data = settings.data
     for name, paths in (("train", data.train_data_paths), ("val", data.val_data_paths or data.train_data_paths)):
-        problems = read_problems(paths, data.prompt_key, data.answer_key)
+        problems = read_problems(paths, data)
         rows = verl_rows(problems, settings)
         if name == "val":  # verl logs the mean of each data source, and none of all
             rows = [row | {"data_source": HELD_OUT} for row in rows]

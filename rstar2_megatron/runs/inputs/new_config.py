@@ -5,12 +5,14 @@ Everything that the YAML needs is read from the model's directory, the data and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
-from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.data.problems import Columns, proposed_keys, read_problems
+from rstar2_megatron.data.rows import HUB, data_input
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.settings.load import ConfigError, load, users_path
@@ -32,17 +34,25 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
     if path.exists():
         raise ConfigError(f"{path} is there already; give another name or remove it")
     directory = users_path(model).absolute()
-    files = [str(users_path(file).absolute()) for file in data]
+    files = [file if file.startswith(HUB) else str(users_path(file).absolute()) for file in data]
     try:
         shape = ModelConfig.from_directory(directory)
-        problems = read_problems(files)
+        first = next(data_input(files[0]).rows(), None)
+        keys = proposed_keys(first.values) if first else {}
+        problems = read_problems(files, Columns(keys.get("prompt_key", "prompt"), keys.get("answer_key", "solutions")))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if "answer_key" in keys and any("\n" in answer for problem in problems[:_SAMPLED] for answer in problem.solutions):
+        print(
+            f"note: column {keys['answer_key']!r} holds worked solutions, to which no answer is equal; a function of yours, "
+            "data.rows=my_data.py:row, can take the answers out of them (docs/extend.md)",
+            file=sys.stderr,
+        )
     if wrong := directory_problems(directory, shape, None):
         raise ConfigError("\n".join(wrong))
     prompt = _longest_prompt(directory, problems[:_SAMPLED])
     refused = ""
-    for config in _candidates(path.stem, directory, files, shape, len(problems), prompt):
+    for config in _candidates(path.stem, directory, files, keys, shape, len(problems), prompt):
         path.write_text(_text(config, len(problems), shape))
         try:
             settings = load(str(path), []).settings
@@ -81,7 +91,7 @@ def _longest_prompt(directory: Path, problems: list[Problem]) -> int:
 
 
 def _candidates(
-    name: str, model: Path, files: list[str], shape: ModelConfig, problems: int, prompt: int
+    name: str, model: Path, files: list[str], keys: dict[str, str], shape: ModelConfig, problems: int, prompt: int
 ) -> Iterator[dict[str, object]]:
     """Configurations, the fastest first."""
     gpus, _ = visible_gpus()
@@ -94,7 +104,7 @@ def _candidates(
     shared: dict[str, object] = {
         "runner": {"experiment_name": name},
         "rollout": {"model": {"model_path": str(model)}},
-        "data": {"train_data_paths": files, "val_data_paths": [], "max_prompt_length": prompt},
+        "data": {"train_data_paths": files, "val_data_paths": [], **keys, "max_prompt_length": prompt},
     }
     if gpus:
         few = ["few_gpus"] if gpus <= _FEW else []

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from rstar2_megatron.extension.choice import name_or_code
+from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.settings.sections.base import Section
 
 KL_ESTIMATORS = ("low_var_kl", "k3", "mse", "k2")
@@ -32,8 +34,12 @@ class DownSamplingConfig(Section):
     min_non_zero_reward_trace_num: int = Field(2, ge=0)
     down_sample_to_n: int = Field(ge=1)
     """G: trajectories kept of each group of `algorithm.group_size`."""
-    mode: Literal["paper", "released"] = "paper"
-    """paper: positives sampled with probability inverse to penalty; released: lowest penalty first."""
+    mode: Annotated[str | UserCode, name_or_code("paper", "released")] = "paper"
+    """paper: positives sampled with probability inverse to penalty; released: lowest penalty first. Your own:
+    path/to/file.py:name of a function rule(group, count, rng) -> indices of the kept trajectories (docs/extend.md).
+    """
+    penalty: Annotated[str | UserCode, name_or_code("paper", "released")] | None = None
+    """What a trajectory's penalty is; null: as `mode`. Your own: penalty(trajectory) -> float | Penalty, at least 0."""
     penalty_epsilon: float = Field(0.01, gt=0)
     """Added to the penalty in `paper` mode, so that a clean trajectory has a finite weight."""
 
@@ -72,10 +78,14 @@ class AlgorithmSettings(Section):
     """Optimizer steps per training step."""
     training_batch_size_per_gpu: int = Field(1, ge=1)
     """Sequences per micro-batch when runner.enable_dynamic_batch_size is off."""
-    adv_type: Literal["grpo", "grpo-no-std", "leave-one-out"] = "grpo"
+    adv_type: Annotated[str | UserCode, name_or_code("grpo", "grpo-no-std", "leave-one-out")] = "grpo"
     """grpo: (r - mean) / std over the kept group (the paper); grpo-no-std: without the std.
-    leave-one-out: the mean is over the other trajectories.
+    leave-one-out: the mean is over the other trajectories. Your own: advantage(rewards, valid) (docs/extend.md).
     """
+    policy_loss: Annotated[str | UserCode, name_or_code("clipped")] = "clipped"
+    """clipped: with clip_ratio_low, clip_ratio_high, clip_ratio_c. Your own: loss(tokens) -> losses (docs/extend.md)."""
+    trajectory_filters: list[Annotated[str | UserCode, name_or_code()]] = []
+    """Paths of functions keep(problem, trajectory) -> bool. What one does not keep is counted and not resampled."""
     max_staleness: int = Field(0, ge=0)
     """S: engines go on while the actor trains, which at weight version v trains tokens of version v - S or newer. 0: every
     step waits for its rollouts. S > 0 needs engines on other slots than the actor (docs/asynchronous.md).

@@ -13,9 +13,14 @@ from rstar2_megatron.settings.sections.base import Section
 class DataSettings(Section):
     type: Literal["math"] = "math"
     train_data_paths: list[str]
+    """Files (jsonl, json, parquet, csv), directories that `datasets` reads, or hf:OWNER/NAME[:CONFIG][:SPLIT][@REVISION]."""
     val_data_paths: list[str] = []
     prompt_key: str = "prompt"
+    """Column of the problem: a text, or a list of messages."""
     answer_key: str = "solutions"
+    """Column of the accepted answers. Rows of verl's form have reward_model.ground_truth in its place."""
+    rows: UserCode | None = None
+    """path/to/file.py:name of a function row(dict) -> dict | Problem | None that maps any other row; None drops it."""
     max_prompt_length: int = Field(ge=1)
     filter_prompt_by_length: bool = True
     rollout_batch_size: int = Field(ge=1)

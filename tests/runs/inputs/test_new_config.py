@@ -121,3 +121,13 @@ def test_a_layout_for_the_gpus_of_the_machine(
     plan = capfd.readouterr().out
     assert f"{gpus} GPUs of {gb} GB on 1 node" in plan and plan.endswith("fits\n")
     assert {key: get(data, key) for key in written} == written
+
+
+def test_columns_of_other_names_are_written(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": f"How much is {i} and 2?", "answer": f"add\n#### {i + 2}"} for i in range(5)]
+    (here / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(ARGUMENTS) == 0
+    assert "column 'answer' holds worked solutions" in capfd.readouterr().err
+    data = load(str(here / "mine.yaml"), []).settings.data
+    assert (data.prompt_key, data.answer_key) == ("question", "answer")
+    assert main(["mine.yaml", "--dry-run"]) == 0

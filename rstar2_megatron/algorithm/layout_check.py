@@ -1,0 +1,171 @@
+"""The policy loss that `algorithm.policy_loss` names, and a check that it gives the same on every layout.
+
+Authors call it in a test of their own: `check_layouts(my_loss)`. The check before a run does so too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rstar2_megatron.algorithm.loss import POLICY_LOSSES, PolicyLoss, Tokens
+from rstar2_megatron.extension.choice import resolve
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError
+from rstar2_megatron.settings.schema import AlgorithmSettings
+
+KEY = "algorithm.policy_loss"
+_LENGTHS = (5, 1, 8, 3)  # of the sequences of the trial batch
+_PATIENCE_S = 20.0  # for a rank that calls `sequence_sum` less often than another
+
+
+def load_policy_loss(algorithm: AlgorithmSettings) -> tuple[PolicyLoss, list[str]]:
+    """(the loss, the names of its values). A loss of the user's is tried on a few tokens, and checked at every call.
+
+    Raises UserCodeError.
+    """
+    loss = resolve(KEY, algorithm.policy_loss, POLICY_LOSSES, "tokens")
+    if isinstance(algorithm.policy_loss, UserCode):
+        loss = functools.partial(_checked, loss, f"{KEY}={algorithm.policy_loss.label}")
+    batch = _trial()
+    batch["logprobs"].requires_grad_()
+    _, values = loss(_part(batch, algorithm, range(len(_LENGTHS)), torch.arange(sum(_LENGTHS))))
+    return loss, sorted(values)
+
+
+def _checked(loss: Callable[[Tokens], object], shown: str, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    found = loss(tokens)
+    losses, values = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    expected = f"a tensor [n] of shape {tuple(tokens.logprobs.shape)}"
+    if not isinstance(values, dict):
+        raise UserCodeError(f"{shown} returned a {type(values).__name__} as second value; return a dict of tensors [n]")
+    for name, tensor in {"": losses, **values}.items():
+        what = f"{name!r}, " if name else ""
+        if not isinstance(tensor, Tensor):
+            raise UserCodeError(f"{shown} returned {what}a {type(tensor).__name__}; return {expected}")
+        if tensor.shape != tokens.logprobs.shape:
+            raise UserCodeError(f"{shown} returned {what}the shape {tuple(tensor.shape)}; return {expected}, one loss a token")
+        wrong = ~torch.isfinite(tensor)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            seen = ", ".join(f"{key} {getattr(tokens, key)[at].item():g}" for key in ("logprobs", "old_logprobs", "advantages"))
+            raise UserCodeError(f"{shown} returned {what}{tensor[at].item()} for a token of {seen}")
+    assert isinstance(losses, Tensor)
+    if tokens.logprobs.requires_grad and not losses.requires_grad:
+        raise UserCodeError(f"{shown} returned losses without a gradient; compute them from tokens.logprobs or tokens.ratio")
+    return losses, values
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) -> None:
+    """Compare losses and gradients of one batch, whole and split into micro-batches and over context-parallel ranks.
+
+    loss: a function as `algorithm.policy_loss` names it. algorithm: its settings; None: the defaults.
+    Raises ValueError with the first layout that differs, in float64 by more than rounding.
+    """
+    settings = algorithm or AlgorithmSettings.model_validate(
+        {
+            "group_size": 1,
+            "down_sampling": {"down_sampling_config": {"down_sample_to_n": 1}},
+            "sampling_params": {"max_new_tokens": 1},
+        }
+    )
+    everything = list(range(len(_LENGTHS)))
+    whole = _run(loss, settings, [everything], 1)
+    for microbatches, ranks in (([everything[::-1]], 1), ([[2], [0, 3], [1]], 1), ([everything], 2), ([[3, 0], [1], [2]], 4)):
+        try:
+            split = _run(loss, settings, microbatches, ranks)
+        except threading.BrokenBarrierError:
+            raise ValueError(
+                "tokens.sequence_sum is called on one context-parallel rank and not on another; call it whatever the tokens are"
+            ) from None
+        for what, ours, theirs in zip(("loss", "gradient"), whole, split, strict=True):
+            if not torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12):
+                token = int((ours - theirs).abs().argmax())
+                raise ValueError(
+                    f"the {what} of a token is {ours[token]:.6g} with all sequences in one micro-batch, {theirs[token]:.6g} in "
+                    f"micro-batches {microbatches} over {ranks} context-parallel ranks: it must depend on its own sequence "
+                    "only; sum over a sequence by tokens.sequence_sum, and leave means over tokens to algorithm.loss_agg_func"
+                )
+
+
+def _trial() -> dict[str, Tensor]:
+    """Tensors of a batch that has ratios on both sides of the clips."""
+    generator, lengths = torch.Generator().manual_seed(0), torch.tensor(_LENGTHS)
+    old = -3 * torch.rand(sum(_LENGTHS), generator=generator, dtype=torch.float64) - 0.1
+    signs = torch.tensor([1.0, -1.0, -0.5, 0.7], dtype=torch.float64)
+    return {
+        "logprobs": old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64),
+        "old_logprobs": old,
+        "rollout_logprobs": old + 0.01,
+        "advantages": signs.repeat_interleave(lengths),
+        "entropy": -old,
+        "sequence": torch.arange(len(_LENGTHS)).repeat_interleave(lengths),
+        "position": torch.cat([torch.arange(4, 4 + length) for length in _LENGTHS]),  # behind a prompt of 4
+    }
+
+
+def _part(
+    batch: dict[str, Tensor],
+    algorithm: AlgorithmSettings,
+    members: Sequence[int],
+    places: Tensor,
+    across_ranks: Callable[[Tensor], Tensor] = lambda values: values,
+) -> Tokens:
+    local = torch.zeros(len(_LENGTHS), dtype=torch.long)
+    local[list(members)] = torch.arange(len(members))
+    tensors = {name: tensor[places] for name, tensor in batch.items()}
+    tensors["sequence"] = local[tensors["sequence"]]
+    return Tokens(**tensors, num_sequences=len(members), settings=algorithm, across_ranks=across_ranks)
+
+
+def _run(
+    loss: PolicyLoss, algorithm: AlgorithmSettings, microbatches: Sequence[Sequence[int]], ranks: int
+) -> tuple[Tensor, Tensor]:
+    """(losses, gradients of their weighted sum) of all tokens, in the order of the trial batch."""
+    batch = _trial()
+    logprobs = batch["logprobs"].requires_grad_()
+    losses = torch.zeros_like(batch["old_logprobs"])
+    for members in microbatches:
+        own_rank = torch.where(torch.isin(batch["sequence"], torch.tensor(members)), batch["position"] % ranks, -1)
+        places = [torch.nonzero(own_rank == rank).squeeze(1) for rank in range(ranks)]
+        meeting = _Meeting(ranks)
+        parts = [_part(batch, algorithm, members, own, functools.partial(meeting.sum, rank)) for rank, own in enumerate(places)]
+        with ThreadPoolExecutor(ranks) as pool:
+            running = [pool.submit(meeting.run, loss, part) for part in parts]
+        if failed := [error for one in running if (error := one.exception())]:  # the cause rather than what it broke
+            raise min(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        found = [one.result() for one in running]
+        losses = losses.index_add(0, torch.cat(places), torch.cat([x[0] if isinstance(x, tuple) else x for x in found]))
+    weights = torch.linspace(1.0, 2.0, len(losses), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), logprobs)
+    return losses.detach(), gradient
+
+
+class _Meeting:
+    """Sums what the ranks, which are threads here, bring to the same call."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=_PATIENCE_S)
+        self.brought: list[Tensor | None] = [None] * ranks
+
+    def run(self, loss: PolicyLoss, tokens: Tokens) -> Any:
+        try:
+            return loss(tokens)
+        except BaseException:
+            self.barrier.abort()
+            raise
+
+    def sum(self, rank: int, values: Tensor) -> Tensor:
+        self.brought[rank] = values
+        self.barrier.wait()
+        total = torch.stack([one for one in self.brought if one is not None]).sum(0)
+        self.barrier.wait()
+        return total

@@ -1,0 +1,201 @@
+"""Data of other forms: verl's columns, other files, other names of columns, rows mapped by the user's function."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rstar2_megatron.data.problems import Columns, read_problems
+from rstar2_megatron.data.rows import DataError, HubName
+from rstar2_megatron.evaluation.configure import read_benchmarks
+from rstar2_megatron.extension.user_code import FOLDERS, UserCode
+from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.schema import DataSettings
+from rstar2_megatron.trajectory import Problem
+
+ROWS: list[dict[str, Any]] = [{"question": f"How much is {i} and 2?", "answer": str(i + 2), "level": "easy"} for i in range(3)]
+KEYS = Columns("question", "answer")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    else:
+        path.write_text(json.dumps(rows) if path.name == "array.json" else "".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def own(folder: Path, text: str, name: str = "row") -> Columns:
+    (folder / "my_data.py").write_text(text)
+    return Columns(rows=UserCode.model_validate(f"my_data.py:{name}", context={FOLDERS: [folder]}))
+
+
+def contents(problems: list[Problem]) -> list[tuple[str, list[str], dict[str, Any]]]:
+    return [(problem.prompt[0]["content"], problem.solutions, problem.extra) for problem in problems]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "array.json", "a.parquet", "a.csv"])
+def test_every_kind_of_file_gives_the_same_problems(tmp_path: Path, name: str) -> None:
+    problems = read_problems([write_rows(tmp_path / name, ROWS)], KEYS)
+    assert contents(problems) == [(row["question"], [row["answer"]], {"level": "easy"}) for row in ROWS]
+    assert len({problem.query_id for problem in problems}) == 3
+
+
+@pytest.mark.ci
+def test_directories_that_datasets_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a directory the split train: its test set is not trained on."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    published = tmp_path / "published"
+    write_rows(published / "data" / "train-00000-of-00001.parquet", ROWS)
+    write_rows(published / "data" / "test-00000-of-00001.parquet", ROWS[:1])
+    expected = [(row["question"], [row["answer"]], {"level": "easy"}) for row in ROWS]
+    assert contents(read_problems([published], KEYS)) == expected
+    assert contents(read_problems([f"hf:{published}:test"], KEYS)) == expected[:1]
+    with pytest.raises(DataError, match=r"published:tset: cannot be read by datasets"):
+        read_problems([f"hf:{published}:tset"], KEYS)
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert contents(read_problems([tmp_path / "saved"], KEYS)) == expected
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "dict")
+    assert contents(read_problems([tmp_path / "dict"], KEYS)) == expected
+
+
+def test_names_of_the_hub() -> None:
+    assert HubName.of("openai/gsm8k:main:test@v1") == HubName("openai/gsm8k", "main", "test", "v1")
+    assert HubName.of("owner/name") == HubName("owner/name", None, "train", None)
+    assert HubName.of("owner/name:test") == HubName("owner/name", None, "test", None)
+    with pytest.raises(DataError, match=r"openai/gsm8k does not exist; of the hub it is hf:openai/gsm8k"):
+        read_problems(["openai/gsm8k"])
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "split": "train"},
+}
+
+
+def test_verls_columns_without_a_key(tmp_path: Path) -> None:
+    (problem,) = read_problems([write_rows(tmp_path / "train.parquet", [VERL])])
+    assert problem == Problem(
+        "train-1", VERL["prompt"], ["2"], "openai/gsm8k", {k: v for k, v in VERL.items() if k != "prompt"}
+    )
+
+
+def test_a_ground_truth_of_another_type_is_json(tmp_path: Path) -> None:
+    truths: list[Any] = [{"target": 24, "numbers": [4, 6]}, ["2", "two"], 2, True]
+    rows = [{**VERL, "reward_model": {"style": "rule", "ground_truth": truth}} for truth in truths]
+    problems = read_problems([write_rows(tmp_path / "a.jsonl", rows)])
+    assert [p.solutions for p in problems] == [['{"target": 24, "numbers": [4, 6]}'], ["2", "two"], ["2"], ["true"]]
+    assert [p.extra["reward_model"]["ground_truth"] for p in problems] == truths
+
+
+def test_files_of_one_name_in_two_directories(tmp_path: Path) -> None:
+    """As verl's sets are: data/gsm8k/train.parquet and data/math/train.parquet."""
+    paths = [write_rows(tmp_path / name / "train.parquet", [VERL]) for name in ("gsm8k", "math")]
+    assert [p.query_id for p in read_problems(paths)] == ["gsm8k-train-1", "math-train-1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "q", "answer": "1"}, "it has answer, question; set data.prompt_key=question data.answer_key=answer"),
+        ({"Problem": "q", "solution": "s", "answer": "1"}, "set data.prompt_key=Problem data.answer_key=answer"),
+        ({"problem": "q", "solution": "s"}, "set data.prompt_key=problem data.answer_key=solution"),
+        ({"prompt": "q", "ground_truth": "1"}, "row without 'solutions'; .*; set data.answer_key=ground_truth"),
+        ({"question": "q", "reward_model": {"ground_truth": "1"}}, "set data.prompt_key=question$"),
+        ({"story": "q", "answer": "1"}, r"it has answer, story; map it by data.rows=my_data.py:row \(docs/extend.md\)"),
+    ],
+)
+def test_the_keys_are_proposed_by_the_names_of_the_columns(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_problems([write_rows(tmp_path / "a.jsonl", [row])])
+
+
+def test_a_column_without_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a.parquet row 1: a column is no JSON \(Object of type bytes.* map it by data.rows"):
+        read_problems([write_rows(tmp_path / "a.parquet", [{**ROWS[0], "image": b"\x89PNG"}])], KEYS)
+
+
+def test_a_table_with_a_cell_too_many(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer\n1+1?,2,3\n")
+    with pytest.raises(DataError, match=r"a.csv row 1: 2 columns are named, the row has others"):
+        read_problems([tmp_path / "a.csv"], KEYS)
+
+
+OWN = """
+from rstar2_megatron.trajectory import Problem
+
+def row(row):
+    if row["level"] == "hard":
+        return None
+    if row["level"] == "whole":
+        return Problem("", [{"role": "user", "content": row["question"]}], [row["answer"]], "sums", {"level": "whole"})
+    return {"prompt": row["question"], "solutions": row["answer"].split("#### ")[1], "level": row["level"]}
+"""
+
+
+def test_rows_are_mapped_by_the_users_function(tmp_path: Path) -> None:
+    rows = [
+        {"question": "1+1?", "answer": "one more\n#### 2", "level": "easy"},
+        {"question": "2+2?", "answer": "", "level": "hard"},
+        {"question": "3+3?", "answer": "6", "level": "whole"},
+    ]
+    said: list[str] = []
+    path = write_rows(tmp_path / "a.parquet", rows)
+    columns = own(tmp_path, OWN)
+    data = DataSettings(train_data_paths=[], max_prompt_length=8, rollout_batch_size=1, rows=columns.rows)
+    assert read_problems([path], data, said.append) == [
+        Problem("a-1", [{"role": "user", "content": "1+1?"}], ["2"], "math", {"level": "easy"}),
+        Problem("a-3", [{"role": "user", "content": "3+3?"}], ["6"], "sums", {"level": "whole"}),
+    ]
+    assert said == ["2 problems; data.rows=my_data.py:row dropped 1 rows"]
+    changed = own(tmp_path, OWN.replace('"hard"', '"whole"').replace("sums", "never"))
+    with pytest.raises(DataError, match="IndexError"):  # a changed function reads the file again
+        read_problems([path], changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "def row(row):\n    return row['no']",
+            r"a.jsonl:1: data.rows=my_data.py:row failed: .*my_data.py:2, in row: KeyError",
+        ),
+        (
+            "def row(row): return [row]",
+            r"a.jsonl:1: data.rows=my_data.py:row returned a list; return a dict, a Problem, or None",
+        ),
+        ("def row(row): return {}", r"a.jsonl:1: row without 'prompt'; it has nothing; map it by data.rows"),
+        ("def row(row): return {'prompt': '', 'solutions': '1'}", r"a.jsonl:1: 'prompt' is empty"),
+        ("def row(row): return None", r"no problems in .*a.jsonl; data.rows=my_data.py:row dropped 3 rows"),
+        ("def row(a, b): ...", r"takes \(a, b\), but is called by \(row\): missing .*'b'; write def row\(row\)"),
+        ("row = 3", r"data.rows=my_data.py:row is of type int; write def row\(row\)"),
+        ("def rows(row): ...", r"my_data.py has no 'row'; did you mean rows\?"),
+    ],
+)
+def test_bad_functions_are_told_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        read_problems([write_rows(tmp_path / "a.jsonl", ROWS)], own(tmp_path, text))
+    assert "\n" not in str(refused.value)
+
+
+def test_scores_of_two_files_of_one_name_are_not_mixed(tmp_path: Path) -> None:
+    paths = [write_rows(tmp_path / name / "test.parquet", [VERL]) for name in ("gsm8k", "math")]
+    settings = load("rstar2-tiny-cpu", []).settings
+    with pytest.raises(DataError, match="have one name, by which their scores are told apart; rename one"):
+        read_benchmarks(paths, None, settings)

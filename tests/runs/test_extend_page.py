@@ -1,0 +1,42 @@
+"""What docs/extend.md shows is pasted into files, loaded as a run would, and tried."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.runs.preflight import algorithm_code_problems
+from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.schema import Settings
+from tests.e2e.runs import ROOT
+
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+
+
+def paste(section: str, folder: Path) -> Settings:
+    """The files of a section, whose first line names them; returns the settings of its YAML."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    for kind, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        named = re.match(r"# (\S+)\n", block)
+        (folder / (named[1] if named else {"jsonl": "problems.jsonl"}.get(kind, "check.py"))).write_text(block)
+    (path,) = folder.glob("*.yaml")
+    return load(str(path), []).settings
+
+
+def test_the_data_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = paste("Data", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (problem,) = read_problems(settings.data.train_data_paths, settings.data)
+    assert problem.prompt[0]["content"] == "Ann has 17 boxes of 12 pens. How many pens?"
+    assert (problem.solutions, problem.extra) == (["204"], {"level": 2})
+
+
+def test_the_algorithm_section(tmp_path: Path) -> None:
+    settings = paste("Algorithm", tmp_path)
+    assert list(algorithm_code_problems(settings.algorithm)) == []
+    subprocess.run([sys.executable, "check.py"], cwd=tmp_path, check=True, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
