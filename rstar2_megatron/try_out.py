@@ -1,8 +1,11 @@
-"""Tries a tool of yours without a model: its schema, calls with their times, and what a model reads when it calls it wrongly.
+"""Tries a tool or a reward of yours without a model, in seconds.
 
     python -m rstar2_megatron.try_out my_tools.py:search --args '{"query": "x"}'
+    python -m rstar2_megatron.try_out my_reward.py:score --answer '\\boxed{42}' --solution 42
 
-Further `--args` are further calls of the same trajectory. Exit code 1: a call failed by the tool's fault; 2: it is no tool.
+Of a tool: its schema, the calls with their times, and what a model reads when it calls it wrongly. Further `--args` are further
+calls of the same trajectory. Of a reward: what it gives for the answer, and for none, in the process that a run has for it.
+Exit code 1: a call failed by your code's fault; 2: it is no tool or reward.
 """
 
 from __future__ import annotations
@@ -18,15 +21,16 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from rstar2_megatron.extension.user_code import FOLDERS
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.load import users_path
-from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
+from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
 from rstar2_megatron.tools import required_parameters
-from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
 _DEADLINE_S = 3600.0
 _LATE_S = 0.2  # for which an async tool may hold up the loop
@@ -35,13 +39,19 @@ _WRONG: dict[str, Any] = {"string": 1, "integer": "x", "number": "x", "boolean":
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rstar2_megatron.try_out", description=__doc__.partition("\n")[0])
-    parser.add_argument("tool", help="path/to/file.py:name or package.module:name")
+    parser.add_argument("code", help="path/to/file.py:name or package.module:name")
+    parser.add_argument("--answer", metavar="TEXT", help="of a reward: the model's last turn")
+    parser.add_argument("--solution", default="42", metavar="TEXT", help="of a reward: the known answer")
     parser.add_argument("--args", type=_object, action="append", default=[], metavar="JSON", help="arguments of a call")
-    parser.add_argument("--settings", type=_object, default={}, metavar="JSON", help="as in the YAML's entry")
+    parser.add_argument(
+        "--settings", type=_object, default={}, metavar="JSON", help="as in the YAML's entry; of a reward: reward.arguments"
+    )
     parser.add_argument("--extra", type=_object, default={}, metavar="JSON", help="own columns of the problem")
     parser.add_argument("--timeout-s", type=float, default=30.0)
     words = parser.parse_args(argv)
-    entry = {"use": words.tool, "settings": words.settings, "timeout_s": words.timeout_s}
+    if words.answer is not None:
+        return _try_reward(words.code, words.answer, words.solution, words.extra, words.settings, words.timeout_s)
+    entry = {"use": words.code, "settings": words.settings, "timeout_s": words.timeout_s}
     try:
         settings = OwnToolSettings.model_validate(entry, context={FOLDERS: [users_path(".").resolve()]})
         tool = OwnTool(settings, AgentLoopSettings())
@@ -53,6 +63,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(json.dumps(tool.schema, indent=2, ensure_ascii=False))
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
+
+
+def _try_reward(
+    code: str, answer: str, solution: str, extra: dict[str, Any], arguments: dict[str, Any], timeout_s: float
+) -> int:
+    values = {"function": code, "arguments": arguments, "function_timeout_s": timeout_s, "function_retries": 0}
+    try:
+        settings = RewardSettings.model_validate(values, context={FOLDERS: [users_path(".").resolve()]})
+        rewards = Rewards(settings)
+    except ValidationError as error:
+        print(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    problem = Problem("try_out", [{"role": "user", "content": ""}], [solution], extra=extra)
+    failed = False
+    with rewards:
+        for text in (answer, ""):
+            t = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
+            asyncio.run(rewards.grade([(problem, t)]))  # the first call waits for the process
+            begun = time.perf_counter()
+            t.finish_reason = FinishReason.ANSWERED
+            asyncio.run(rewards.grade([(problem, t)]))
+            milliseconds = 1000 * (time.perf_counter() - begun)
+            failed |= not t.usable
+            print(f"answer {text!r}, solution {solution!r}: ", end="")
+            if not t.usable:
+                print(f"the trajectory is dropped: {t.error}")
+                continue
+            terms = ", ".join(f"{name}={value:g}" for name, value in t.reward_terms.items())
+            print(f"reward {t.reward:g} ({'right' if t.positive else 'wrong'}; {terms}) in {milliseconds:.1f} ms")
+    return int(failed)
 
 
 def _object(text: str) -> dict[str, Any]:

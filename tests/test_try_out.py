@@ -68,3 +68,17 @@ def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_tool(reference: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([reference]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(problem, trajectory):\n    if not trajectory.assistant_texts[0]:\n        raise ValueError('no text')\n"
+        "    return float(problem.solutions[0] in trajectory.assistant_texts[0])\n"
+    )
+    assert main([f"{tmp_path}/mine.py:score", "--answer", "it is 42", "--solution", "42"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("answer 'it is 42', solution '42': reward 1 (right; score=1) in ")
+    assert out[1].startswith("answer '', solution '42': the trajectory is dropped: reward mine.py:score failed: ")
+    assert out[1].endswith("mine.py:3, in score: ValueError: no text")
+    assert main([f"{tmp_path}/mine.py:missing", "--answer", "x"]) == 2
+    assert "has no 'missing'; it has score" in capsys.readouterr().err

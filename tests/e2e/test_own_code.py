@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,18 @@ def test_an_exception_ends_the_run_where_that_is_asked_for_and_a_resume_says_tha
     assert "reward.function mine.py:score is not the code of the checkpoint: sha256 " in run.text()
     assert f"error: reward mine.py:score failed: {mine}:2, in score: KeyError: 'weight' (problem " in run.text()
     assert "Traceback" not in run.text()
+
+
+def test_an_environment_trains(cache: Path, tmp_path: Path) -> None:
+    run = RunProcess(example("game", cache, tmp_path), tmp_path / "run.log").start()
+    assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
+    run.assert_nothing_left()
+    rows = read_jsonl(tmp_path / "game/metrics.jsonl")
+    assert len(rows) == 2 and all(1 < row["rollout/num_turns"] <= 4 for row in rows)
+    assert all(not row["rollout/dropped_infrastructure"] for row in rows)
+    trajectories = read_jsonl(tmp_path / "game/trajectories.jsonl")
+    assert {t["reward"] for t in trajectories} <= {0.0, 1.0} and trajectories
+    for t in trajectories:
+        assert set(t["observations"]) <= {"higher", "lower", "no number"} and t["positive"] == (t["reward"] == 1)
+        guesses = [int(numbers[-1][:6]) for turn in t["turns"] if (numbers := re.findall(r"\d+", turn))]
+        assert (t["reward"] == 1) == (int(t["solutions"][0]) in guesses)

@@ -13,13 +13,17 @@ from rstar2_megatron.extension.user_code import FOLDERS
 from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_set import tools_of
+from rstar2_megatron.runs.preflight import tool_problems
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem
 from rstar2_megatron.try_out import main
+from tests.rollout.written import PROBLEM, make_loop
 
 PAGE = (Path(__file__).parents[2] / "docs/extend.md").read_text()
-TOOLS, FORMATS = (PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0] for name in ("Tools", "Tool-call formats"))
+TOOLS, FORMATS, DIALOGUE = (
+    PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0] for name in ("Tools", "Tool-call formats", "Environment and loop")
+)
 
 
 def blocks(section: str, language: str) -> list[str]:
@@ -64,3 +68,20 @@ def test_the_formats() -> None:
                 assert call.valid and call.arguments == {"x": 1}, text
     written = yaml.safe_load(blocks(FORMATS, "yaml")[0])["agentloop"]
     assert AgentLoopSettings.model_validate(written).tool_call_format == "auto"
+
+
+async def test_environment_and_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer) -> None:
+    for text in blocks(DIALOGUE, "python"):
+        (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    done = []
+    for command, turns in zip(blocks(DIALOGUE, "bash"), (["8", "16", "32"], ["5", "4"])):
+        words = shlex.split(command.replace("\\\n", " "))
+        settings = load(words[2], words[3:]).settings
+        assert list(tool_problems(settings)) == []
+        chosen = {name: getattr(settings.agentloop, name) for name in ("environment", "environment_settings", "loop")}
+        done.append(await make_loop(tokenizer, turns, **chosen).run(PROBLEM, 0))
+    assert [(t.environment_reward, t.observations) for t in done] == [
+        (1.0, ["now 4", "now 8", "now 16"]),
+        (0.5, ["That is wrong. Try again."]),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.runs.preflight import algorithm_code_problems
+from rstar2_megatron.runs.preflight import algorithm_code_problems, user_code_problems
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.try_out import main
 from tests.e2e.runs import ROOT
 
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -40,3 +42,22 @@ def test_the_algorithm_section(tmp_path: Path) -> None:
     settings = paste("Algorithm", tmp_path)
     assert list(algorithm_code_problems(settings.algorithm)) == []
     subprocess.run([sys.executable, "check.py"], cwd=tmp_path, check=True, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+
+
+def test_the_reward_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = PAGE.split("\n## Reward\n")[1].split("\n## ")[0]
+    function, grader = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(function + "\n\ndef tool_use(problem, trajectory):\n    return 0.0\n")
+    monkeypatch.chdir(tmp_path)
+    (commands,) = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    try_out, run = (shlex.split(line) for line in commands.splitlines())
+    assert main(try_out[3:]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "reward 1.1 (right;" in shown[0] and "reward 0.1 (right;" in shown[1]
+    settings = load(run[2], run[3:]).settings
+    assert list(user_code_problems(settings)) == [] and settings.reward.positive_above == 0.5
+    (terms,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "own.yaml").write_text(f"defaults: [rstar2-tiny-cpu, _self_]\n{terms}")
+    assert list(user_code_problems(load("own.yaml", []).settings)) == []
+    exec(grader.replace("grade_answer(", "print(grade_answer(").replace(")  #", "))  #"), {})
+    assert "correct" in capsys.readouterr().out
