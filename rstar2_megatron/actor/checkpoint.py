@@ -6,12 +6,13 @@ generator states per rank. The generator states are loaded only when the number 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import random
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,7 +42,7 @@ from rstar2_megatron.actor.optimizer_state import (
     states_without_data,
     take_held_states,
 )
-from rstar2_megatron.records.checkpoint import not_written
+from rstar2_megatron.records.disk import not_written, writing
 from rstar2_megatron.settings.planning.host_memory import LOAD_PIECE_BYTES
 from rstar2_megatron.settings.schema import ActorSettings
 
@@ -107,6 +110,7 @@ class PendingSave:
     def __init__(self, request: AsyncRequest, partial: Path, final: Path, live: set[int]) -> None:
         """live: addresses of the storages that training changes while the files are written."""
         self._request, self._partial, self._final = request, partial, final
+        self._random_states = _random_states()
         self._failure: BaseException | None = None
         arguments = list(request.async_fn_args)
         if request.async_fn is not None:
@@ -121,6 +125,7 @@ class PendingSave:
 
     def _write(self, arguments: list[Any]) -> None:
         try:
+            torch.save(self._random_states, self._partial / _RANDOM / _random_file())
             if self._request.async_fn is not None:
                 self._request.async_fn(*arguments)
         except BaseException as error:
@@ -133,14 +138,12 @@ class PendingSave:
         return not int(waiting)
 
     def finish(self) -> None:
-        """Wait for the files and rename the directory to its final name; collective. Raises OSError for a failed write."""
+        """Wait for the files and rename the directory to its final name; collective. Raises NotWritten."""
         self._thread.join()
         failed = torch.tensor([int(self._failure is not None)])
         dist.all_reduce(failed, group=_host_group())
-        if self._failure is not None:
-            raise not_written(self._final) from self._failure
         if int(failed):
-            raise OSError(f"another rank could not write its part of {self._final}; is the disk full?")
+            raise not_written(self._final) from self._failure
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
@@ -210,7 +213,8 @@ def start_save(directory: str | Path, chunks: list[Any], optimizer: Any, counter
     partial = final.with_name(final.name + ".tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / _RANDOM).mkdir(parents=True)
+        with writing(partial):
+            (partial / _RANDOM).mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
     state[_COUNTERS] = counters
@@ -221,7 +225,6 @@ def start_save(directory: str | Path, chunks: list[Any], optimizer: Any, counter
         state, str(partial), _ThreadedSave(), async_sharded_save=True, content_metadata=dict(_METADATA)
     )
     assert request is not None
-    torch.save(_random_states(), partial / _RANDOM / _random_file())
     return PendingSave(request, partial, final, live)
 
 
@@ -254,26 +257,40 @@ def check_format(directory: str | Path, counters: dict[str, Any], actor: ActorSe
             )
 
 
+@contextlib.contextmanager
+def _metadata_read_once(path: Path) -> Iterator[Path]:
+    """megatron-core would read the metadata of all tensors for each piece: minutes for a model of many experts."""
+    reader, plain = CachedMetadataFileSystemReader(path), torch_strategy._get_filesystem_reader
+    torch_strategy._get_filesystem_reader = lambda *_, **__: reader
+    try:
+        yield path
+    finally:
+        torch_strategy._get_filesystem_reader = plain
+
+
 def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     """Restore model and optimizer in place, piece by piece; collective.
 
     A rank reads the optimizer state of those parameters of which it updates a part. Raises ValueError when the optimizer
     state does not match the weights. Random states are restored only when the number of ranks is that of the save.
     """
-    path = Path(directory)
-    state = _sharded_state(chunks, optimizer, loading=True)
-    _spell_as_saved(state, set(dist_checkpointing.load_tensors_metadata(str(path))))
-    for number, chunk in enumerate(chunks):
-        weights = state.pop(_model_key(chunks, number))
-        _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
-    loaded = local_checksums(chunks)
-    held = take_held_states(optimizer, state["optimizer"])
-    optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
-    _load_in_pieces(path, held)
-    check_state_fits_weights(str(path), chunks, optimizer, loaded)
-    file = path / _RANDOM / _random_file()
-    if file.exists():
-        _restore_random_states(torch.load(file, weights_only=False))
+    with _metadata_read_once(Path(directory)) as path:
+        for part in optimizer.chained_optimizers:  # TransformerEngine's own load copies all moments, 8 bytes a parameter
+            if type(part.optimizer).__module__.startswith("transformer_engine."):
+                part.optimizer.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, part.optimizer)
+        state = _sharded_state(chunks, optimizer, loading=True)
+        _spell_as_saved(state, set(dist_checkpointing.load_tensors_metadata(str(path))))
+        for number, chunk in enumerate(chunks):
+            weights = state.pop(_model_key(chunks, number))
+            _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
+        loaded = local_checksums(chunks)
+        held = take_held_states(optimizer, state["optimizer"])
+        optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
+        _load_in_pieces(path, held)
+        check_state_fits_weights(str(path), chunks, optimizer, loaded)
+        file = path / _RANDOM / _random_file()
+        if file.exists():
+            _restore_random_states(torch.load(file, weights_only=False))
 
 
 def _spell_as_saved(state: dict[str, Any], saved: set[str]) -> None:

@@ -17,8 +17,10 @@ import ray
 from rlinf.scheduler import Channel
 
 from rstar2_megatron.extension.user_code import UserCodeError
+from rstar2_megatron.records.disk import NotWritten
 
 _LOW_MEMORY = "running low on memory"
+_NOT_SAID = re.compile(r"(?s)^.*Worker exit detail: |Some common causes.*")  # of a death, in Ray's ten lines
 _NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 
 
@@ -119,13 +121,15 @@ class PendingCall:
             except ray.exceptions.RayTaskError as e:
                 if isinstance(e.cause, UserCodeError):  # it names the user's file and line
                     raise UserCodeError(str(e.cause)) from e
+                if isinstance(e.cause, NotWritten):
+                    raise e.cause from None
                 raise WorkerFailed(f"{self.name} failed:\n{e}") from e
             except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as e:
                 rank = self._ranks[self.refs.index(ref)]
                 reason = (
                     _out_of_memory(self.name, str(e))
                     if isinstance(e, ray.exceptions.OutOfMemoryError) or _LOW_MEMORY in str(e)
-                    else f"{self.name}, rank {rank}: the worker process died: {e}"
+                    else f"{self.name}, rank {rank}: the worker process died: {' '.join(_NOT_SAID.sub('', str(e)).split())}"
                 )
                 if self._on_lost is None:
                     raise WorkerLost(reason, rank) from e

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from rstar2_megatron.records.disk import writing
 from rstar2_megatron.records.whole_file import replacement, replacing
 
 Row = dict[str, Any]
@@ -31,7 +32,7 @@ class JsonlFile:
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Write rows. A float of a row that is not finite is written as null, because JSON has no such number."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps({k: _finite(v) for k, v in row.items()}, ensure_ascii=False) + "\n")
             file.flush()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 import yaml
 
 from rstar2_megatron.records.trajectory_row import unpack_floats, unpack_ints
+from rstar2_megatron.records.whole_file import write_text
 from rstar2_megatron.report.page.trees import find_trees, tree_groups
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
@@ -85,7 +87,7 @@ def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
 
 
 def build_page(path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, max_bytes: int = 20_000_000) -> Page:
-    """Groups of the page, oldest step first; evenly thinned out over the steps to about `max_bytes`.
+    """Groups of the page, by step or else by problem; evenly thinned out over the steps to about `max_bytes`.
 
     tokenizer: decodes single tokens for the shading; None: no shading.
     """
@@ -93,7 +95,9 @@ def build_page(path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, m
     groups: dict[tuple[Any, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.step, entry.query_id), []).append(entry)
-    keys = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0))
+    # A step keeps its order, in which trained groups come first; an evaluation's attempts lie as they ended.
+    by_problem = lambda name: re.sub(r"\d+", lambda number: number[0].zfill(12), name)  # noqa: E731
+    keys = sorted(groups, key=lambda key: (-1, by_problem(key[1])) if key[0] is None else (key[0], ""))
     chosen = _thin_out(keys, [sum(entry.size for entry in groups[key]) for key in keys], max_bytes)
     if len(chosen) < len(keys):
         page.messages.append(f"{len(keys) - len(chosen)} of {len(keys)} groups left out to keep the page small")
@@ -159,7 +163,7 @@ def _call(call: Row) -> dict[str, Any]:
         "kind": "tool",
         "name": call["name"],
         "outcome": call["outcome"],
-        "seconds": call["seconds"],
+        "seconds": round(call["seconds"], 3),
         "code": str(arguments.get("code") or ""),
         "input": str(arguments.get("input") or ""),
         "response": call["response"] if "response" in call else call["response_text"],
@@ -276,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     out = arguments.out or directory / "trajectories.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render(page, directory.resolve().name), encoding="utf-8")
+    write_text(out, render(page, directory.resolve().name))
     for message in page.messages:
         print(f"note: {message}", file=sys.stderr)
     print(f"wrote {out}: {len(page.groups)} groups, {out.stat().st_size / 1e6:.1f} MB")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings
+from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings, Settings
 
 COMPONENTS = ("actor", "rollout", "reward")
 
@@ -144,6 +144,14 @@ def collocated(cluster: ClusterSettings, slots: Slots) -> bool:
     """True when an engine is on a slot of the actor, so that both share its memory."""
     places = component_slots(cluster, slots.count)
     return bool(set(places.get("actor", [])) & set(places.get("rollout", [])))
+
+
+def first_engine(settings: Settings, slots: Slots) -> tuple[int, ...]:
+    """Slots of the first engine by their numbers on its node: every n-th of the actor's where its TP is n times as large."""
+    first = component_slots(settings.cluster, slots.count).get("rollout", [0])[0]
+    size, on_node = settings.rollout.tensor_parallel_size, slots.count // settings.cluster.num_nodes
+    actor_size = settings.actor.model.tensor_model_parallel_size if collocated(settings.cluster, slots) else 1
+    return tuple((first + number * max(1, actor_size // size)) % on_node for number in range(size))
 
 
 def parse_slots(component: str, value: str | int, total: int) -> list[int]:

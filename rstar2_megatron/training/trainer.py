@@ -217,14 +217,20 @@ class Trainer:
         return metrics
 
     def _restart_workers(self) -> list[int]:
-        """Start lost rollout workers again. They get their weights by the sync that follows."""
-        self.rollout.call("place", timeout_s=self.timeout_s)  # notes those that died since the last call
-        if not self.rollout.restartable:
+        """Start lost workers again, and engines that would find the actor's weights in the sync, which loads theirs."""
+        asked = self.rollout.start("engine_lost")  # notes workers that died since the last call
+        told = asked.result(self.timeout_s)
+        lost = [rank for rank, is_lost in zip(asked.ranks, told, strict=True) if is_lost and self._colocation is not None]
+        if not (lost or self.rollout.restartable):
             return []
         self.source.pause()
+        timeout_s = self.settings.rollout.engine_start_timeout_s
         if self._colocation is not None:
             self._colocation.clear()
-        restarted = self.rollout.restart(self.settings.rollout.engine_start_timeout_s)
+            for rank in lost:
+                if reason := self.rollout.call("restart_engine", ranks=[rank], timeout_s=timeout_s)[0]:
+                    self.rollout.lose(rank, reason)
+        restarted = [rank for rank in lost if rank not in self.rollout.lost] + self.rollout.restart(timeout_s)
         if self._colocation is not None and restarted:
             self._colocation.join(restarted)
         return restarted

@@ -20,6 +20,7 @@ from rstar2_megatron.settings.schema import LrSchedSettings
 from tests.actor.programs import checkpoints, training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
+from tests.small_disk import small_disk
 
 BATCHES = [sequences(6, seed=20 + i) for i in range(5)]
 TP2 = {"tensor_model_parallel_size": 2}
@@ -169,6 +170,20 @@ def test_killed_while_saving_keeps_the_previous(
     assert _curve(resumed) == _curve(expected)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2)])
+def test_a_full_disk_is_told_by_every_rank(
+    models: dict[str, Path], tmp_path: Path, pool: RankPool, ranks: int, model: dict[str, Any]
+) -> None:
+    with small_disk(tmp_path, 1):
+        (tmp_path / "filler").write_bytes(bytes(900_000))
+        told = pool.run(checkpoints.save_on_a_full_disk, ranks, settings(model=model), models["qwen2"], tmp_path)
+        lines = [line for rank in told for line in rank]
+        assert len(lines) == 2
+        for line in lines:
+            assert line.startswith(f"could not write {tmp_path}/") and "(0 MB are free there)" in line
+
+
 def test_a_kept_optimizers_schedule_survives_a_resume(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     """Two optimizer steps a training step: the cosine of three training steps is over after six."""
     actor, runner, algorithm = settings(n_minibatches=2, optim={"lr": 1e-3, "min_lr": 1e-5})
@@ -202,7 +217,10 @@ def test_a_save_and_a_load_take_the_bytes_of_the_plan(
     optim: dict[str, Any],
     which: str,
 ) -> None:
-    """Bytes of all tensors that live at once beside model and optimizer: on the first rank, which gathers, and the last."""
+    """Bytes of all tensors that live at once beside model and optimizer: on the first rank, which gathers, and the last.
+
+    However many pieces the load takes, each rank reads once what the files hold: megabytes for many experts.
+    """
     config = settings(model=model, optim=optim)
     piece = 400_000  # a tenth of the state, more than any parameter's
     arguments = (config, models[which], tmp_path / "actor", BATCHES[0], 20_000, piece)
@@ -213,7 +231,8 @@ def test_a_save_and_a_load_take_the_bytes_of_the_plan(
     planned_load = load_bytes(config[0], shape, piece=piece)
     if config[0].optim.use_distributed_optimizer:  # the other one is read into place, but gate and up are joined
         assert planned_load < 1.45 * piece
-        assert all(0.6 * planned_load < loaded <= 1.02 * planned_load for _, loaded in counted), (planned_load, counted)
+        assert all(0.6 * planned_load < loaded <= 1.02 * planned_load for _, loaded, _ in counted), (planned_load, counted)
+    assert {reads for *_, reads in counted} == {1}
     if model == BF16 and not optim:  # two data-parallel ranks: the second one sends its shard and keeps nothing
         last = save_bytes(config[0], shape, ranks, first=False, bucket=20_000)
         assert counted[1][0] <= 1.02 * last < 0.5 * planned

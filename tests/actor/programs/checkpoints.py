@@ -10,10 +10,12 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rstar2_megatron.actor import checkpoint, optimizer_state
+from rstar2_megatron.records.disk import NotWritten
 from tests.actor.programs.training import Batch, open_actor
 
 
@@ -53,6 +55,24 @@ def save_on_a_slow_disk(
         actor.train_step(batches[2])
         os.fsync = lambda fd: time.sleep(600)
         actor.save_checkpoint(directory)
+
+
+def save_on_a_full_disk(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path
+) -> list[str]:
+    """What is raised for a checkpoint, and with one rank for an exported model, that the disk has no room for."""
+    told = []
+    with open_actor(rank, world_size, init_method, config, model_path) as actor:
+        try:
+            actor.save_checkpoint(directory / "actor")
+        except NotWritten as error:
+            told.append(str(error))
+        try:
+            if world_size == 1:
+                actor.export_hf(directory / "model")
+        except NotWritten as error:
+            told.append(str(error))
+    return told
 
 
 def resume(
@@ -153,8 +173,11 @@ def save_and_count(
     batch: Batch,
     bucket_size: int,
     piece_bytes: int,
-) -> tuple[int, int]:
-    """Bytes that a save, and a load in pieces, took at most on this rank, beside model and optimizer."""
+) -> tuple[int, int, int]:
+    """Bytes that a save, and a load in pieces, took at most on this rank, beside model and optimizer.
+
+    And how often the load read what the checkpoint's files hold.
+    """
     buckets = bucket_size if config[0].optim.overlap_grad_reduce else None
     with (
         mock.patch.object(checkpoint, "LOAD_PIECE_BYTES", piece_bytes),
@@ -164,9 +187,13 @@ def save_and_count(
         with _LiveBytes() as count:
             actor.save_checkpoint(directory, wait=False)
         actor.finish_checkpoint()
-        with _LiveBytes() as loading:
+        plain = FileSystemReader.read_metadata
+        with (
+            _LiveBytes() as loading,
+            mock.patch.object(FileSystemReader, "read_metadata", autospec=True, side_effect=plain) as read,
+        ):
             actor.load_checkpoint(directory)
-        return count.peak, loading.peak
+        return count.peak, loading.peak, read.call_count
 
 
 def load_each(
