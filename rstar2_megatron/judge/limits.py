@@ -162,19 +162,16 @@ def check_session_name(name: object) -> str:
 
 
 def check_session(options: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The fields session, session_must_exist and session_replay of a job; none without a session. Raises ValueError."""
+    """The fields session and session_must_exist of a job; none without a session. Raises ValueError."""
     if options.get("session") is None:
         return {}
     name = check_session_name(options["session"])
     if kind != "python":
         raise ValueError(f"session={name!r}: only submissions of type python have sessions, not {kind}")
-    fields: dict[str, Any] = {"session": name}
-    for flag in ("session_must_exist", "session_replay"):
-        given = str(options.get(flag, "false")).lower()
-        if given not in ("true", "false"):
-            raise ValueError(f"{flag}={given!r}: true or false")
-        fields[flag] = given == "true"
-    return fields
+    given = str(options.get("session_must_exist", "false")).lower()
+    if given not in ("true", "false"):
+        raise ValueError(f"session_must_exist={given!r}: true or false")
+    return {"session": name, "session_must_exist": given == "true"}
 
 
 def check_files(options: Mapping[str, Any], kind: str) -> dict[str, dict[str, str]]:
