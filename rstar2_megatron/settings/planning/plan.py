@@ -12,16 +12,16 @@ from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated, component_slots, slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.advice import Change, as_words, fewest_changes
-from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_preference, plan_sft
+from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_supervised
 from rstar2_megatron.settings.planning.cpu_memory import plan_cpu_memory
 from rstar2_megatron.settings.planning.disk import plan_disk
+from rstar2_megatron.settings.planning.estimates import plan_times
 from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memory
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
 from rstar2_megatron.settings.planning.split import plan_split
 from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
-from rstar2_megatron.settings.planning.times import plan_times
 from rstar2_megatron.settings.planning.training import plan_training
 from rstar2_megatron.settings.planning.transport import plan_transport
 from rstar2_megatron.settings.schema import Settings
@@ -74,10 +74,8 @@ def make_plan(
     plan_placement(plan, settings, slots, places)
     world = len(places.get("actor", range(slots.count)))
     task = settings.runner.task_type
-    if task == "sft":
-        plan_sft(plan, settings)
-    elif task == "preference":
-        plan_preference(plan, settings)
+    if task in ("sft", "preference"):
+        plan_supervised(plan, settings)
     else:
         plan_batch(plan, settings, world)
     if model is None:

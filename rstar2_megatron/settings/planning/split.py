@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated
+from rstar2_megatron.settings.planning.estimates import engines_of, handover_s, host_optimizer_s, sync_s, train_s
 from rstar2_megatron.settings.planning.kv_cache import kv_capacity
 from rstar2_megatron.settings.planning.memory import CUDA_OVERHEAD_GB, ENGINE_WORK_GB, engine_residue_gb, training_memory
 from rstar2_megatron.settings.planning.table import RunPlan, ranges_text
-from rstar2_megatron.settings.planning.times import engines_of, handover_s, host_optimizer_s, sync_s, train_s
 from rstar2_megatron.settings.schema import Settings
 
 ALONE_SHARE = 0.85  # rollout.gpu_memory_utilization of engines on GPUs of their own

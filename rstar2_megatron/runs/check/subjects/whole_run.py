@@ -16,8 +16,7 @@ from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import print_config
-from rstar2_megatron.settings.planning.engine_speed import TRAIN_SHARE
-from rstar2_megatron.settings.planning.times import LINK_BYTES_PER_S
+from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, TRAIN_SHARE
 from rstar2_megatron.settings.schema import Settings
 
 PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program"
