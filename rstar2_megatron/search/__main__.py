@@ -30,7 +30,7 @@ from rstar2_megatron.evaluation.configure import check_model, configure, default
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.reward.pool import GraderPool
-from rstar2_megatron.search.table import Result, SearchedSet, read_set, render, results
+from rstar2_megatron.search.table import ChoiceScores, SearchedSet, read_set, render, results
 from rstar2_megatron.settings.sections.search import SearchSettings
 from rstar2_megatron.trajectory import Problem
 
@@ -164,7 +164,7 @@ def _read(name: str, problems: Sequence[Problem], out: Path, budget: Mapping[str
 
 def _results(
     plan: Plan, problems: Sequence[Problem], out: Path, grader: GraderPool, budget: Mapping[str, int] | None
-) -> list[Result]:
+) -> list[ChoiceScores]:
     """The rows of one search. `budget`: of the asked search, for the attempts that it is compared with."""
     searched = _read(plan.name, problems, out, budget)
     if not searched.found:

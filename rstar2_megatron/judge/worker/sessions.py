@@ -41,7 +41,7 @@ class _Session:
 
 
 @dataclass
-class _Turns:
+class _CallOrder:
     """Runs the calls of one session one after another, in the order of their arrival."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -57,7 +57,7 @@ class Sessions:
         self.pool = pool
         self.time_to_live_s = time_to_live_s
         self._open: dict[str, _Session] = {}
-        self._turns: dict[str, _Turns] = {}
+        self._turns: dict[str, _CallOrder] = {}
         self._waited: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Sessions:
     @contextlib.asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
         """Wait until the earlier calls of this session have ended."""
-        turns = self._turns.setdefault(name, _Turns())
+        turns = self._turns.setdefault(name, _CallOrder())
         turns.waiting += 1
         try:
             async with turns.lock:
