@@ -61,11 +61,7 @@ def nodes(context: Context) -> Finding:
     """Ray reaches every node, and each tells about itself."""
     wanted = context.settings.cluster.num_nodes
     addresses = context.nodes.start_ray(wanted, context.settings.cluster.node_wait_timeout_s)
-    paths = [str(context.scratch.parent), str(PROJECT)]
-    pins = read_pins(_REQUIREMENTS, gpu=not context.slots.is_cpu)
-    answers = context.nodes.everywhere(SURVEY, 60.0, paths=paths, pins=sorted(pins))
-    facts = values(answers)
-    context.found["survey"] = facts
+    facts = _facts(context)
     hosts = ", ".join(f"{fact['host']} at {address}" for fact, address in zip(facts, addresses))
     return Finding(f"{len(facts)} of {wanted}: {hosts}", {"addresses": addresses})
 
