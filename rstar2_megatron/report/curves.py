@@ -18,11 +18,10 @@ from pathlib import Path
 from rstar2_megatron.report.arms import CLOCKS, Arm, check_arms, group_runs
 from rstar2_megatron.report.comparison_files import RunComparison, write_comparison
 from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import DEFAULT_PANELS, PANELS, panel
-from rstar2_megatron.report.read import Log, read_logs
+from rstar2_megatron.report.read import read_logs
 from rstar2_megatron.report.table import render_table
-
-__all__ = ["draw_run", "main"]
 
 
 def _parser() -> argparse.ArgumentParser:

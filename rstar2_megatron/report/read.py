@@ -30,8 +30,6 @@ from rstar2_megatron.report.log_formats import (
 )
 from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, RESAMPLED, REWARD, SECONDS, TO_VERL, ours_from_verl
 
-__all__ = ["Log", "Series", "read_logs"]
-
 LogReader = Callable[[Log], None]
 MOST_RUNS = 32
 """Runs that one path may hold; a directory with more was named by mistake."""

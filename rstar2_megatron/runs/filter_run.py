@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.evaluation.sampling import SamplingSettings, sample
+from rstar2_megatron.evaluation.sampling import sample
+from rstar2_megatron.evaluation.services import SamplingSettings
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.spec import RolloutSpec

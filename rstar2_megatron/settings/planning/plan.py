@@ -16,30 +16,12 @@ from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, 
 from rstar2_megatron.settings.planning.cpu_memory import plan_cpu_memory
 from rstar2_megatron.settings.planning.disk import plan_disk
 from rstar2_megatron.settings.planning.estimates import plan_times
-from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memory
-from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
-from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
 from rstar2_megatron.settings.planning.split import plan_split
 from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
 from rstar2_megatron.settings.planning.training import plan_training
 from rstar2_megatron.settings.planning.transport import plan_transport
 from rstar2_megatron.settings.schema import Settings
-
-__all__ = [
-    "GB",
-    "HostMemory",
-    "Memory",
-    "RunPlan",
-    "host_memory",
-    "kv_bytes_per_token",
-    "kv_capacity",
-    "make_plan",
-    "model_of",
-    "remedy",
-    "training_memory",
-    "what_fits",
-]
 
 
 def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:

@@ -14,7 +14,8 @@ from rstar2_megatron.runs.check.subjects.thin_model import thin_parameters
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.process import PROJECT
 from rstar2_megatron.settings.load import ConfigError
-from rstar2_megatron.settings.planning.plan import host_memory, make_plan, model_of
+from rstar2_megatron.settings.planning.host_memory import host_memory
+from rstar2_megatron.settings.planning.plan import make_plan, model_of
 
 SURVEY = "rstar2_megatron.runs.check.programs.survey:survey"
 LEAST_DRIVER = 580  # CUDA 13
