@@ -21,6 +21,9 @@ from rstar2_megatron.rollout.scheduling.length_estimate import Array, LengthSurv
 _FEW_LENGTHS = 512
 _LONG_WAIT = 3  # engine reports after which a tool wait counts as long
 _CROWDED = 0.8  # share of the capacity above which long tool waits are preempted
+# Standard deviations that are kept free: at the start, at most, more after evictions, less after a report without any.
+_FIRST_Z, _MOST_Z, _RAISE_BY, _LOWER_BY = 0.5, 1.5, 0.1, 0.01
+_LEARN_EVERY = 16  # lengths
 
 
 class AdaptiveBudget(KVBudget):
@@ -36,23 +39,9 @@ class AdaptiveBudget(KVBudget):
     so that a wrong first estimate does not fill the engine.
     """
 
-    def __init__(
-        self,
-        capacity_tokens: int,
-        max_requests: int,
-        *,
-        z: float = 0.5,
-        z_range: tuple[float, float] = (0.0, 1.5),
-        raise_by: float = 0.1,
-        lower_by: float = 0.01,
-        learn_every: int = 16,
-    ) -> None:
+    def __init__(self, capacity_tokens: int, max_requests: int) -> None:
         super().__init__(capacity_tokens, max_requests)
-        self.z = z
-        self._z_range = z_range
-        self._raise_by = raise_by
-        self._lower_by = lower_by
-        self._learn_every = learn_every
+        self.z = _FIRST_Z
         self._learnt = 0
         self._ceiling = float("inf")  # most trajectories that may run until the next report
         self._waits: Counter[Hashable] = Counter()  # reports in a row during one tool wait
@@ -72,10 +61,10 @@ class AdaptiveBudget(KVBudget):
         super().observe(evictions, lengths, engine_tokens)
         self._waits = Counter({key: self._waits[key] + 1 for key in at_tools if key in self._reservations})
         too_many = evictions or self.used_tokens > self.capacity_tokens
-        step = self._raise_by if too_many else -self._lower_by
+        step = _RAISE_BY if too_many else -_LOWER_BY
         young = 0 < self._learnt < _FEW_LENGTHS and self.running
         self._ceiling = self.running * 1.1 + 4 if young else float("inf")
-        self.z = min(self._z_range[1], max(self._z_range[0], self.z + step))
+        self.z = min(_MOST_Z, max(0.0, self.z + step))
         self._project()
 
     def preempt(self) -> list[Hashable]:
@@ -105,7 +94,7 @@ class AdaptiveBudget(KVBudget):
             chosen.append(key)
         self._leaving.update(chosen)
         if chosen:
-            self.z = min(self._z_range[1], self.z + self._raise_by)
+            self.z = min(_MOST_Z, self.z + _RAISE_BY)
         return away + chosen
 
     def _free_waiting(self) -> list[Hashable]:
@@ -154,7 +143,7 @@ class AdaptiveBudget(KVBudget):
             return
         self.lengths.add(reservation.response_tokens)
         self._learnt += 1
-        if self._learnt % self._learn_every == 0:
+        if self._learnt % _LEARN_EVERY == 0:
             self._project()
 
     def _project(self) -> None:
