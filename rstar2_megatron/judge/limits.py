@@ -67,13 +67,13 @@ class CallLimits(NamedTuple):
         return self.time_limit_s + (self.compile_time_s if kind == "cpp" else 0.0)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CallLimits:
+    def from_environment(cls) -> CallLimits:
         """Defaults, overridden by the public server's environment variables. ValueError names a bad one."""
         limits = cls()
         for variable, name in _ENVIRONMENT.items():
-            if variable in environment:
+            if variable in os.environ:
                 try:
-                    limits = limits.with_options({name: environment[variable]}, ceiling=None)
+                    limits = limits.with_options({name: os.environ[variable]}, ceiling=None)
                 except ValueError as error:
                     raise ValueError(f"environment variable {variable}: {error}") from None
         return limits

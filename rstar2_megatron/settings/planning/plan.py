@@ -5,7 +5,6 @@ The other modules of `planning/` have the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rstar2_megatron.model.known_models import known_model
@@ -36,20 +35,14 @@ def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
     return known_model(path), "by the directory's name"
 
 
-def make_plan(
-    settings: Settings,
-    *,
-    slots: Slots | None = None,
-    find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
-    with_remedy: bool = True,
-) -> RunPlan:
+def make_plan(settings: Settings, *, slots: Slots | None = None, with_remedy: bool = True) -> RunPlan:
     """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, `cluster.assumed_node` is taken.
 
     with_remedy: search what would fit, where training does not. Raises ValueError for an invalid placement or an unsupported
     model.
     """
     if slots is None:
-        slots = slots_of(settings.cluster, find_gpus(), visible_host_gb())
+        slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
     plan = RunPlan(f"Plan of {settings.runner.experiment_name}")
     places = component_slots(settings.cluster, slots.count)
     model, source = model_of(settings)
