@@ -18,7 +18,7 @@ from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.case import random_batch
-from rstar2_megatron.runs.check.subjects.whole_run import CHECKPOINT, ROUTES, START, STEP
+from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.rl_run import RLRun
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import load

@@ -9,19 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rstar2_megatron.runs.check.context import Context
+from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, TRAIN_SHARE
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.weights.route import RouteKind
 
 PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program"
-START, STEP, CHECKPOINT = "start", "step", "checkpoint"
-ROUTES: tuple[str, ...] = get_args(RouteKind)
 _PARTS = (START, *ROUTES, STEP, CHECKPOINT)
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 256
 _TAIL = 6000
