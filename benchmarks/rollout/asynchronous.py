@@ -27,9 +27,8 @@ from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.scheduling.staleness import StalenessSchedule
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.settings.load import load_settings
-from rstar2_megatron.settings.planning.engine_speed import PEAK_FLOPS, TRAIN_SHARE, EngineSpeed
+from rstar2_megatron.settings.planning.estimates import PEAK_FLOPS, TRAIN_SHARE, EngineSpeed, handover_s, sync_s
 from rstar2_megatron.settings.planning.memory import training_memory
-from rstar2_megatron.settings.planning.times import handover_s, sync_s
 from rstar2_megatron.trajectory import Problem
 
 NODE, GPU_BYTES = 8, 80e9

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.settings.planning.engine_speed import EngineSpeed
+from rstar2_megatron.settings.planning.estimates import EngineSpeed
 
 _PREFILL = ((1, 64), (1, 512), (8, 64), (8, 256))  # requests, tokens of each
 _DECODE = ((1, 64), (1, 512), (8, 64), (8, 384), (24, 64), (24, 192))

@@ -12,7 +12,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from rstar2_megatron.settings.planning.engine_speed import EngineSpeed
+from rstar2_megatron.settings.planning.estimates import EngineSpeed
 
 _RATIO_START, _RATIO_END, _RATIO_STEPS = 0.7, 0.098, 600
 _RETRACT_STEPS = 20  # decode steps a running request counts with after an eviction

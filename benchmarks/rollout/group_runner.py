@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.trajectory import Group, Problem, Trajectory

@@ -36,7 +36,7 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
+from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES, make_budget
 from rstar2_megatron.settings.schema import AgentLoopSettings, RolloutModelSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem

@@ -25,7 +25,7 @@ from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import GenerateResult
 from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.rollout.stats import combine
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.records import keep_rows
 from benchmarks.rollout.simulator import Cluster, Result, Simulator, make_budgets
 from benchmarks.rollout.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
-from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
-from rstar2_megatron.settings.planning.engine_speed import EngineSpeed
+from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES
+from rstar2_megatron.settings.planning.estimates import EngineSpeed
 
 
 def gpu_cluster(name: str, max_requests: int) -> Cluster:

@@ -13,11 +13,11 @@ import numpy as np
 from benchmarks.rollout.engine_model import EngineModel, Request
 from benchmarks.rollout.traces import Trace
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
+from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
-from rstar2_megatron.settings.planning.engine_speed import EngineSpeed
+from rstar2_megatron.settings.planning.estimates import EngineSpeed
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
 
 _REPORT_S = 1.0  # between an engine's reports, as in production

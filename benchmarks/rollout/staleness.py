@@ -30,8 +30,8 @@ import psutil
 from benchmarks.records import write_result
 from benchmarks.rollout.slow_judge import slow_judge
 from benchmarks.step_cpu import ratio_of
+from benchmarks.verl.beside import Beside, seed_words
 from rstar2_megatron.report.curves import main as draw
-from rstar2_megatron.runs.verl.beside import Beside, seed_words
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
 

@@ -28,7 +28,7 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records.trace import TRACE, engine_row, read_trace
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
+from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.settings.schema import AgentLoopSettings, RolloutModelSettings, RolloutSettings
 from rstar2_megatron.tools import STANDARD_IO
 

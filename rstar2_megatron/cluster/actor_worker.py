@@ -19,7 +19,7 @@ from rstar2_megatron.algorithm.preference import Pairs
 from rstar2_megatron.cluster.tokens import read_batch
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import Sent, WeightSender
-from rstar2_megatron.records.trace import Row, actor_row
+from rstar2_megatron.records.trace import TraceRow, actor_row
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings
 from rstar2_megatron.weights.route import Place, WeightRoute
@@ -42,7 +42,7 @@ class ActorWorker(TracedWorker, Worker):
         host = os.environ["MASTER_ADDR"]
         return f"tcp://{host}:{free_port(host)}"
 
-    def trace_row(self) -> Row:
+    def trace_row(self) -> TraceRow:
         return actor_row(self._rank)
 
     def place(self) -> Place:

@@ -6,9 +6,7 @@ Ray handles instead. The driver gets an exception, which it can report before it
 
 from __future__ import annotations
 
-import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -172,60 +170,28 @@ class WorkerGroup:
             ray.kill(worker)
 
 
-class _LastItem:
-    """The item by which `ChannelReader.close` ends the reading thread."""
-
-
 class ChannelReader:
-    """Reads one key of an RLinf channel from the driver with a deadline.
+    """Reads one key of an RLinf channel from the driver, one item ahead of its caller.
 
-    Cancelling a get on a channel would lose the item. So a thread does the blocking gets and puts the items into a queue.
-    Call `close` before Ray is shut down: Ray ends the whole process, with its own exit code, if a thread is still inside a
-    Ray call.
+    Cancelling a get on a channel would lose the item. So a get whose item has not arrived in time is kept for the next call.
     """
-
-    _END = object()
 
     def __init__(self, channel: Channel, key: str) -> None:
         self._channel = channel
         self._key = key
-        self._items: queue.Queue[Any] = queue.Queue()
-        self._thread = threading.Thread(target=self._read, args=(channel, key), daemon=True)
-        self._thread.start()
+        self._next = self._get()
 
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """End the thread after the items that are already in the channel. False when it has not ended in time."""
-        if self._thread.is_alive():
-            self._channel.put(_LastItem(), key=self._key, async_op=True)
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _read(self, channel: Channel, key: str) -> None:
-        try:
-            while not isinstance(item := channel.get(key=key), _LastItem):
-                self._items.put(item)
-            self._items.put((self._END, "closed"))
-        except BaseException as e:  # the channel or Ray has ended (Ray raises SystemExit): tell the reader
-            self._items.put((self._END, e))
-
-    def get(self, timeout_s: float, while_waiting: Callable[[], None] | None = None) -> Any:
-        """The next item. `while_waiting` is called about once a second and may raise to end the wait."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(f"nothing arrived on the channel within {timeout_s:.0f} s")
-            if (item := self.poll(min(1.0, left))) is not None:
-                return item
-            if while_waiting is not None:
-                while_waiting()
+    def _get(self) -> Any:
+        """Begin a get; its Ray reference, which RLinf's own wait would wait for without a deadline."""
+        return self._channel.get(key=self._key, async_op=True)._ray_object
 
     def poll(self, timeout_s: float) -> Any:
         """The next item, or None when none arrives in time. Raises WorkerLost when the channel is gone."""
         try:
-            item = self._items.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if isinstance(item, tuple) and len(item) == 2 and item[0] is self._END:
-            raise WorkerLost(f"the channel is gone: {item[1]}")
+            if not ray.wait([self._next], timeout=timeout_s)[0]:
+                return None
+            item = ray.get(self._next)
+            self._next = self._get()
+        except ray.exceptions.RayError as error:
+            raise WorkerLost(f"the channel is gone: {error}") from error
         return item

@@ -9,7 +9,7 @@ from rlinf.scheduler import Channel, Worker
 
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, pack, unpack
 from rstar2_megatron.cluster.tracing import TracedWorker
-from rstar2_megatron.records.trace import GRADING, TRACE, Row
+from rstar2_megatron.records.trace import GRADING, TRACE, TraceRow
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.messages import RolloutResult
 from rstar2_megatron.settings.schema import RewardSettings
@@ -20,7 +20,7 @@ class RewardWorker(TracedWorker, Worker):
         super().__init__()
         self._rewards = Rewards(settings)
 
-    def trace_row(self) -> Row:
+    def trace_row(self) -> TraceRow:
         return GRADING
 
     def ready(self) -> bool:

@@ -17,7 +17,7 @@ from rstar2_megatron.cluster.tokens import put_block
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.records.trace import Row, engine_row
+from rstar2_megatron.records.trace import TraceRow, engine_row
 from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
@@ -25,7 +25,7 @@ from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.rollout.messages import EngineGone, RolloutResult, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.progress import EngineLoad
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import RolloutStats
@@ -58,7 +58,7 @@ class RolloutWorker(TracedWorker, Worker):
     def number(self) -> int:
         return self._number
 
-    def trace_row(self) -> Row:
+    def trace_row(self) -> TraceRow:
         return engine_row(self._number)
 
     async def place(self) -> Place:

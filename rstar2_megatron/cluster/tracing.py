@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.cluster.calls import WorkerGroup
-from rstar2_megatron.records.trace import TRACE, Row, clock_offset, trace_path
+from rstar2_megatron.records.trace import TRACE, TraceRow, clock_offset, trace_path
 from rstar2_megatron.settings.schema import ProfilerSettings
 
 _PINGS = 5
@@ -29,7 +29,7 @@ class TracedWorker:
         """This worker among those of its kind."""
         return self._rank
 
-    def trace_row(self) -> Row:
+    def trace_row(self) -> TraceRow:
         raise NotImplementedError
 
     def trace_clock(self) -> tuple[str, float]:

@@ -21,10 +21,11 @@ import ray
 from rlinf.scheduler import Worker
 from torch import Tensor
 
+from rstar2_megatron.weights.bucket import Bucket, Places, buckets
 from rstar2_megatron.weights.checksum import weights_checksum
-from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
+from rstar2_megatron.weights.cuda_ipc import DeviceBucket, handle_of
 from rstar2_megatron.weights.route import WeightRoute
-from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket, group_tensors
+from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket
 
 SENDER_STEPS = 2
 """An engine waits this many `WeightRoute.step_timeout_s` for its next bucket: in one a sender may wait for another engine."""
@@ -67,12 +68,12 @@ class WeightSender:
             targets = _targets(self._worker._rank, route, engines)
         except Exception as error:
             failure = error
-        for number, (tensors, last) in enumerate(group_tensors(named_tensors, route.bucket_bytes)):
+        for number, (bucket, last) in enumerate(buckets(named_tensors, route.bucket_bytes)):
             sent.num_buckets = number + 1
             if failure is not None or not targets:
                 continue
             try:
-                self._send_bucket(tensors, last, number, route, targets, sent)
+                self._send_bucket(bucket, last, number, route, targets, sent)
             except Exception as error:
                 failure = error
         if failure is not None:
@@ -87,28 +88,25 @@ class WeightSender:
         while self._sent:
             self._sent.pop().close()
 
-    def _send_bucket(
-        self, tensors: dict[str, Tensor], last: bool, number: int, route: WeightRoute, targets: list[Any], sent: Sent
-    ) -> None:
-        sent.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    def _send_bucket(self, bucket: Bucket, last: bool, number: int, route: WeightRoute, targets: list[Any], sent: Sent) -> None:
+        sent.num_bytes += bucket.data.nbytes
         if route.kind == "cuda_ipc":
-            flat, places = flatten(tensors)
-            calls = self._deliver(targets, route, number, handle_of(flat, places), last)
-            if route.keeps_host_copy(self._worker._rank, number) and _fits_host(flat.nbytes):
-                self._sent.append(SharedBucket(tensors))  # while the engine reads the buffer
+            calls = self._deliver(targets, route, number, handle_of(bucket), last)
+            if route.keeps_host_copy(self._worker._rank, number) and _fits_host(bucket.data.nbytes):
+                self._sent.append(SharedBucket(bucket))  # while the engine reads the buffer
                 sent.host_copies[number] = self._sent[-1].path
             _demand_loaded(calls, route.step_timeout_s)
             return
         if route.kind == "broadcast":
-            calls = self._deliver(targets, route, number, weights_checksum(tensors.items()), last)
-            work: Any = self._worker.broadcast(tensors, groups=_collective(route), async_op=True)
+            calls = self._deliver(targets, route, number, (bucket.places, weights_checksum(bucket.tensors())), last)
+            work: Any = self._worker.broadcast(bucket.data, groups=_collective(route), async_op=True)
             _within(work.wait, calls, route.step_timeout_s)
         else:
             path = None
             if route.kind == "disk":
                 path = Path(route.directory) / f"weights-{number:05d}.safetensors"
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._sent.append(SharedBucket(tensors, path))
+            self._sent.append(SharedBucket(bucket, path))
             calls = self._deliver(targets, route, number, self._sent[-1].path, last)
         _demand_loaded(calls, route.step_timeout_s)
 
@@ -205,8 +203,8 @@ class WeightReceiver:
     async def deliver(self, route: WeightRoute, sender: int, number: int, item: Any, last: bool, engines: list[Any]) -> str:
         """Take a bucket from actor rank `sender` (-1: from an engine of this node).
 
-        item: a device handle (cuda_ipc), a path, or checksums by name for tensors of a broadcast. Returns "" when the bucket is
-        loaded, otherwise the reason. A failure to load never raises.
+        item: a device handle (cuda_ipc), a path, or for a broadcast places and checksums of the tensors. Returns "" when the
+        bucket is loaded, otherwise the reason. A failure to load never raises.
         """
         transfer = self._transfer_of(route)
         try:
@@ -215,7 +213,7 @@ class WeightReceiver:
                     return transfer.failure
                 if route.kind == "cuda_ipc":
                     return await transfer.add_part(self._engine, sender, number, item, last)
-                if isinstance(item, dict):
+                if isinstance(item, tuple):
                     return await self._receive_broadcast(transfer, number, item, last, engines)
                 return await transfer.put(OpenedBucket(item), last)
         except TimeoutError:
@@ -224,17 +222,18 @@ class WeightReceiver:
             return f"engine {self._engine}, bucket {number}: {type(error).__name__}: {error}"
 
     async def _receive_broadcast(
-        self, transfer: _Transfer, number: int, wanted: dict[str, int], last: bool, engines: list[Any]
+        self, transfer: _Transfer, number: int, sent: tuple[Places, dict[str, int]], last: bool, engines: list[Any]
     ) -> str:
-        """Receive broadcast tensors into shared memory, and pass them to every engine of this node.
+        """Receive a broadcast bucket into shared memory, and pass it to every engine of this node.
 
         RLinf logs an error of the collective and goes on with memory that nothing was written to, so checksums are compared.
         """
         route, rank = transfer.route, self._engine
-        tensors = await self._join_broadcast(route)
-        if weights_checksum(tensors.items()) != wanted:
+        places, sums = sent
+        bucket = Bucket(await self._join_broadcast(route), places)
+        if weights_checksum(bucket.tensors()) != sums:
             raise TransferFailed("the tensors that arrived by broadcast are not those that were sent")
-        shared = SharedBucket(tensors)
+        shared = SharedBucket(bucket)
         try:
             others = [
                 engines[follower].deliver_weights.remote(route, -1, number, shared.path, last)
@@ -245,10 +244,10 @@ class WeightReceiver:
             shared.close()  # all receivers have opened it
         return next((answer for answer in answers if answer), "")
 
-    async def _join_broadcast(self, route: WeightRoute) -> dict[str, Tensor]:
+    async def _join_broadcast(self, route: WeightRoute) -> Tensor:
         work: Any = self._worker.broadcast(None, groups=_collective(route), async_op=True)
-        tensors: dict[str, Tensor] = await work.async_wait()
-        return tensors
+        data: Tensor = await work.async_wait()
+        return data
 
     def _transfer_of(self, route: WeightRoute) -> _Transfer:
         """State of this sync. A delivery may arrive, and create the state, before the driver's call."""

@@ -15,16 +15,22 @@ Writes to --out: trajectories.jsonl (every attempt, whole), scores.json, scores.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rstar2_megatron.evaluation.configure import MAX_TOKENS, check_model, configure, default_out, parse_words, read_benchmarks
+from rstar2_megatron.evaluation.configure import (
+    MAX_TOKENS,
+    check_model,
+    configure,
+    default_out,
+    exit_code,
+    parse_words,
+    read_benchmarks,
+)
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
-from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.records.whole_file import write_json, write_text
 from rstar2_megatron.reward.pool import GraderPool
@@ -78,14 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     out = arguments.out or default_out(arguments.model)
-    try:
-        return run(benchmarks, sampling, out)
-    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
-        print(f"\nstopped; the same command continues from {out}", file=sys.stderr)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"\nerror: {reason_of(error, out, '--out')}", file=sys.stderr)
-        return 1
+    return exit_code(lambda: run(benchmarks, sampling, out), out)
 
 
 def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings, out: Path) -> int:

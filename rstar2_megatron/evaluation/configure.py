@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
+from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.model_format import FILE, read_format
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
@@ -125,6 +127,18 @@ def check_model(sampling: SamplingSettings) -> None:
         raise ValueError("\n".join(problems))
     for note in weight_notes(model, shape, sampling.rollout.model.precision):
         print(f"note: {note}", file=sys.stderr)
+
+
+def exit_code(work: Callable[[], int], out: Path) -> int:
+    """The exit code of `work`, which writes to `out`: its own; 1 for an error, which is printed; 130 or 143 when stopped."""
+    try:
+        return work()
+    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+        print(f"\nstopped; the same command continues from {out}", file=sys.stderr)
+        return 130 if isinstance(stop, KeyboardInterrupt) else 143
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"\nerror: {reason_of(error, out, '--out')}", file=sys.stderr)
+        return 1
 
 
 def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:

@@ -32,8 +32,6 @@ from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.trajectory import Problem, Trajectory
 
-__all__ = ["SamplingSettings", "sample"]
-
 
 def sample(
     problems: Sequence[Problem], settings: SamplingSettings, out: str | Path, *, label: str = "sampling"

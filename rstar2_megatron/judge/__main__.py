@@ -37,7 +37,6 @@ def command_line() -> argparse.ArgumentParser:
     add("--output-chars", type=int, help="output returned (MAX_STDOUT_ERROR_LENGTH; 1000)")
     add("--queue-time-limit-s", type=float, help="MAX_QUEUE_WORK_LIFE_TIME; 50")
     add("--max-queued", type=int, default=100_000, help="jobs that may wait; more get 429")
-    add("--cache", action="store_true", help="identical stateless calls of a client get one result (10 min)")
     level = given("JUDGE_REQUIRE_ISOLATION", "partial")
     isolation = "level below which no worker starts (JUDGE_REQUIRE_ISOLATION; partial)"
     add("--require-isolation", choices=LEVELS, default=level, help=isolation)

@@ -241,9 +241,7 @@ async def _http_server(arguments: argparse.Namespace, limits: CallLimits, uri: s
         def capture_signals(self):  # type: ignore[no-untyped-def]
             yield  # this module handles signals
 
-    app = create_app(
-        uri, limits, queue_time_limit_s=arguments.queue_time_limit_s, max_queued=arguments.max_queued, cache=arguments.cache
-    )
+    app = create_app(uri, limits, queue_time_limit_s=arguments.queue_time_limit_s, max_queued=arguments.max_queued)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75,
         backlog=2048, http=BoundedProtocol,

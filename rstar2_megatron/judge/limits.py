@@ -67,13 +67,13 @@ class CallLimits(NamedTuple):
         return self.time_limit_s + (self.compile_time_s if kind == "cpp" else 0.0)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CallLimits:
+    def from_environment(cls) -> CallLimits:
         """Defaults, overridden by the public server's environment variables. ValueError names a bad one."""
         limits = cls()
         for variable, name in _ENVIRONMENT.items():
-            if variable in environment:
+            if variable in os.environ:
                 try:
-                    limits = limits.with_options({name: environment[variable]}, ceiling=None)
+                    limits = limits.with_options({name: os.environ[variable]}, ceiling=None)
                 except ValueError as error:
                     raise ValueError(f"environment variable {variable}: {error}") from None
         return limits
@@ -162,19 +162,16 @@ def check_session_name(name: object) -> str:
 
 
 def check_session(options: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The fields session, session_must_exist and session_replay of a job; none without a session. Raises ValueError."""
+    """The fields session and session_must_exist of a job; none without a session. Raises ValueError."""
     if options.get("session") is None:
         return {}
     name = check_session_name(options["session"])
     if kind != "python":
         raise ValueError(f"session={name!r}: only submissions of type python have sessions, not {kind}")
-    fields: dict[str, Any] = {"session": name}
-    for flag in ("session_must_exist", "session_replay"):
-        given = str(options.get(flag, "false")).lower()
-        if given not in ("true", "false"):
-            raise ValueError(f"{flag}={given!r}: true or false")
-        fields[flag] = given == "true"
-    return fields
+    given = str(options.get("session_must_exist", "false")).lower()
+    if given not in ("true", "false"):
+        raise ValueError(f"session_must_exist={given!r}: true or false")
+    return {"session": name, "session_must_exist": given == "true"}
 
 
 def check_files(options: Mapping[str, Any], kind: str) -> dict[str, dict[str, str]]:

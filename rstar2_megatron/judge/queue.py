@@ -26,7 +26,6 @@ HEARTBEAT_S = 1.0
 HEARTBEAT_TTL_S = 6  # a worker without a heartbeat for so long has lost its jobs
 MAX_TRIES = 2  # a job whose worker dies runs once more, then fails as poison
 KEEP_ANSWER_S = 600
-_CELLS_BYTES, _CELLS_S = 1 << 20, 3600  # kept of a session that can be rebuilt, after its last call
 _READ_AT_ONCE = 256  # answers
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
@@ -108,7 +107,6 @@ class JobQueue:
 
     async def end_session(self, session: str) -> bool:
         """Ask the worker of a session to end it. False when the session is open nowhere."""
-        await self.redis.delete(f"{self.prefix}cells:{session}")
         holder = await self.redis.hget(f"{self.prefix}sessions", session)
         if holder is not None:
             await self.redis.publish(f"{self.prefix}cancel:{holder.decode()}", f"@{session}")
@@ -126,11 +124,6 @@ class JobQueue:
             key, _, body = item.partition(b"\n")
             answers.append((key.decode(), body))
         return answers, many and len(more) < _READ_AT_ONCE
-
-    async def forget_answers(self, keys: list[str]) -> None:
-        """Drop the kept answers of jobs: the next call with such a key runs."""
-        if keys:
-            await self.redis.delete(*(f"{self.prefix}done:{key}" for key in keys))
 
     async def status(self) -> dict[str, Any]:
         """Number of waiting jobs, and the information that each live worker has published."""
@@ -191,17 +184,6 @@ class JobQueue:
             for client in await self.redis.lrange(f"{self.prefix}sring:{owner.decode()}", 0, -1):
                 openers[client.decode()] = await self.redis.llen(f"{self.prefix}squeue:{client.decode()}")
         return openers
-
-    async def keep_cell(self, session: str, cell: bytes | None) -> None:
-        """Add a call (one line of JSON) to those that a session is rebuilt from; None, or one too many: forget them all."""
-        name = f"{self.prefix}cells:{session}"
-        if cell is None or await self.redis.append(name, cell + b"\n") > _CELLS_BYTES:
-            await self.redis.delete(name)
-        await self.redis.expire(name, _CELLS_S)
-
-    async def cells(self, session: str) -> list[bytes]:
-        """The kept calls of a session, in order; one may be there twice."""
-        return (await self.redis.get(f"{self.prefix}cells:{session}") or b"").splitlines()
 
     async def forget_sessions(self, worker: str, sessions: list[str]) -> None:
         """Record that these sessions have ended at `worker`."""

@@ -7,9 +7,9 @@ served in turn; `ring:OWNER` their clients, likewise (CLIENT is OWNER~NAME, wher
 `waiters` key -> reply lists; `replies:SERVER` answers; `done:KEY` kept answers; `bell` list that wakes an idle worker.
 Sessions: `sessions` name -> worker; `held:WORKER` its sessions; `unknown:WORKER` those of them that it did not know of;
 calls of an open session wait in `pinned:WORKER` (`bell:WORKER` wakes that worker), calls that open a session in
-`squeue:CLIENT`, `sring`, `sring:OWNER`, `sbell`; `cells:NAME` its calls, one JSON line each, when it can be rebuilt.
+`squeue:CLIENT`, `sring`, `sring:OWNER`, `sbell`.
 A job key is CLIENT/k... (its answer is kept for a retry) or CLIENT/u... (not kept). It ends in `@NAME` for a call of
-a session, in `=NAME` when that session must be open already and is not to be rebuilt.
+a session, in `=NAME` when that session must be open already.
 """
 
 # What the scripts share.

@@ -71,7 +71,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def key_problems(raw: dict[str, Any], model_type: str) -> Iterator[str]:
-    """What is wrong with the keys, defaults included. A problem takes it that those before it are not there."""
+    """What is wrong with the keys, defaults included. A problem takes it that those before it are not there.
+
+    Sizes that do not fit each other do not fit the weights either: `weight_files.weight_problems` compares those.
+    """
     needed = f"{_NEEDED} {_EXPERTS if model_type == 'qwen3_moe' else ''}".split()
     for keys, is_valid, expected in _KINDS:
         given = {key: raw.get(key) for key in keys.split() if key in needed or raw.get(key) is not None}
@@ -87,18 +90,10 @@ def key_problems(raw: dict[str, Any], model_type: str) -> Iterator[str]:
             yield f"{key}: quantized weights cannot be trained; take the model in bfloat16"
     if file := raw.get("transformers_weights"):
         yield f"transformers_weights={file}, which engines do not read; name that file model.safetensors and remove the key"
-    hidden, heads, layers = raw["hidden_size"], raw["num_attention_heads"], raw["num_hidden_layers"]
-    kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim")
-    if heads % kv_heads:
-        yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; {TAKE}"
-    if hidden % heads and (head_dim is None or model_type == "llama"):
-        yield f"hidden_size={hidden} is no multiple of num_attention_heads={heads}; {TAKE}"
-    if (head_dim or hidden // heads) % 2:
-        yield f"head_dim={head_dim or hidden // heads} cannot be rotated, expected an even one; {TAKE}"
     experts = raw.get("num_local_experts") or raw.get("num_experts")
     if model_type == "qwen3_moe" and raw["num_experts_per_tok"] > experts:
         yield f"num_experts_per_tok={raw['num_experts_per_tok']} of {experts} experts; {TAKE}"
-    kinds = raw.get("layer_types")
+    layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers == kinds.count("full_attention")):
         words = ", ".join(sorted(set(map(str, kinds)))) if isinstance(kinds, list) else repr(kinds)
         yield f"layer_types names {words}; supported: full_attention for each of num_hidden_layers={layers}"

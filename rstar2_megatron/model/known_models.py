@@ -62,11 +62,17 @@ _FAMILIES: tuple[tuple[str, dict[str, tuple[Any, ...]], dict[str, Any]], ...] = 
 )
 
 
-def known_model(model_path: str) -> ModelConfig | None:
-    """The shape of a model by its directory's name, e.g. Qwen2.5-7B-Instruct, Llama-3.2-1B; None when unknown."""
+def known_config(model_path: str) -> dict[str, Any] | None:
+    """The config.json of a model by its directory's name, e.g. Qwen2.5-7B-Instruct, Llama-3.2-1B; None when unknown."""
     words = {re.sub(r"^a\d+b$", "a*b", word) for word in re.split("[-_]", Path(model_path).name.lower())}
     for family, sizes, keys in _FAMILIES:
         if words >= set(family.split()):
             shape = next((shape for size, shape in sizes.items() if size in words), None)
-            return None if shape is None else ModelConfig.from_dict(dict(zip(_NAMES, shape)) | keys, where=model_path)
+            return None if shape is None else dict(zip(_NAMES, shape)) | keys
     return None
+
+
+def known_model(model_path: str) -> ModelConfig | None:
+    """The shape of a model by its directory's name; None when unknown."""
+    config = known_config(model_path)
+    return None if config is None else ModelConfig.from_dict(config, where=model_path)

@@ -28,7 +28,7 @@ _LANES = 1000  # of one process in a row that several processes share
 _lane: ContextVar[int] = ContextVar("lane", default=0)
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """A row of the picture. `pid` orders the rows; `shared`: several processes write to it."""
 
     pid: int
@@ -36,20 +36,20 @@ class Row(NamedTuple):
     shared: bool = False
 
 
-DRIVER = Row(1, "driver")
-SYNC = Row(2, "weight sync")
-CHECKPOINT = Row(3, "checkpoint")
-GRADING = Row(4, "grading", shared=True)
-TOOLS = Row(5, "tool calls", shared=True)
+DRIVER = TraceRow(1, "driver")
+SYNC = TraceRow(2, "weight sync")
+CHECKPOINT = TraceRow(3, "checkpoint")
+GRADING = TraceRow(4, "grading", shared=True)
+TOOLS = TraceRow(5, "tool calls", shared=True)
 _FIRST_ENGINE, _FIRST_ACTOR = 100, 10_000
 
 
-def engine_row(rank: int) -> Row:
-    return Row(_FIRST_ENGINE + rank, f"engine {rank}")
+def engine_row(rank: int) -> TraceRow:
+    return TraceRow(_FIRST_ENGINE + rank, f"engine {rank}")
 
 
-def actor_row(rank: int) -> Row:
-    return Row(_FIRST_ACTOR + rank, f"actor rank {rank}")
+def actor_row(rank: int) -> TraceRow:
+    return TraceRow(_FIRST_ACTOR + rank, f"actor rank {rank}")
 
 
 def engine_of(pid: int) -> int | None:
@@ -101,7 +101,7 @@ class Recorder:
         self._free: dict[int, list[int]] = {}  # by pid: lanes that are free again
         self._named: set[tuple[int, int]] = set()
 
-    def open(self, path: Path, origin: float, row: Row = DRIVER, *, index: int = 0, offset_s: float = 0.0) -> None:
+    def open(self, path: Path, origin: float, row: TraceRow = DRIVER, *, index: int = 0, offset_s: float = 0.0) -> None:
         """Record into `path` until `close`; the driver opens it first. `row`: of this process, its rank is `index`.
 
         origin: wall clock of the driver in seconds; offset_s: by which this process's wall clock is ahead of it.
@@ -134,7 +134,7 @@ class Recorder:
     def on(self) -> bool:
         return self._file is not None
 
-    def span(self, name: str, row: Row | None = None, **args: Any) -> contextlib.AbstractContextManager[Args]:
+    def span(self, name: str, row: TraceRow | None = None, **args: Any) -> contextlib.AbstractContextManager[Args]:
         """A span from entering to leaving; entering gives its arguments, which may be changed until then.
 
         It is drawn in this process's row, within the `task` around it if there is one. In another `row` it gets a free lane.
@@ -148,7 +148,7 @@ class Recorder:
         """
         return _OFF if self._file is None else self._task(name, args)
 
-    def add(self, name: str, start: float, end: float, row: Row | None = None, **args: Any) -> None:
+    def add(self, name: str, start: float, end: float, row: TraceRow | None = None, **args: Any) -> None:
         """A span between two times of `time.monotonic()`. Spans of a lane may touch or hold each other, not overlap."""
         if self._file is not None:
             self._complete(row or self._row, 0, name, start, end, args)
@@ -159,7 +159,7 @@ class Recorder:
             self._add({"name": name, "ph": "C", "pid": self._row.pid, "ts": self._now(), "args": values})
 
     @contextlib.contextmanager
-    def _span(self, name: str, row: Row | None, args: Args) -> Iterator[Args]:
+    def _span(self, name: str, row: TraceRow | None, args: Args) -> Iterator[Args]:
         lane = _lane.get() if row is None else self._take_lane(row)
         start = time.monotonic()
         try:
@@ -182,7 +182,7 @@ class Recorder:
             _lane.reset(outer)
             self._release_lane(self._row, lane)
 
-    def _complete(self, row: Row, lane: int, name: str, start: float, end: float, args: Args) -> None:
+    def _complete(self, row: TraceRow, lane: int, name: str, start: float, end: float, args: Args) -> None:
         self._lane_name(row, lane)
         begun = self._at(start)
         self._add(
@@ -206,10 +206,10 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------- lanes
 
-    def _tid(self, row: Row, lane: int) -> int:
+    def _tid(self, row: TraceRow, lane: int) -> int:
         return self._index * _LANES + lane if row.shared else lane
 
-    def _take_lane(self, row: Row) -> int:
+    def _take_lane(self, row: TraceRow) -> int:
         free = self._free.setdefault(row.pid, [1])
         lane = heapq.heappop(free)
         if not free:
@@ -217,10 +217,10 @@ class Recorder:
         self._lane_name(row, lane)
         return lane
 
-    def _release_lane(self, row: Row, lane: int) -> None:
+    def _release_lane(self, row: TraceRow, lane: int) -> None:
         heapq.heappush(self._free.setdefault(row.pid, [1]), lane)
 
-    def _lane_name(self, row: Row, lane: int) -> None:
+    def _lane_name(self, row: TraceRow, lane: int) -> None:
         if (row.pid, lane) in self._named:
             return
         if not any(pid == row.pid for pid, _ in self._named):

@@ -20,7 +20,7 @@ _NOTES_IN_FIGURE = 24  # lines; the text file holds all
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """What a comparison shows."""
 
     arms: Sequence[Arm]
@@ -53,7 +53,7 @@ class Comparison:
         return "\n".join([aligned([heads, *rows], len(heads)), "", *notes]) + "\n"
 
 
-def draw_comparison(comparison: Comparison) -> Any:
+def draw_comparison(comparison: RunComparison) -> Any:
     """A matplotlib figure: a panel a metric, raw and smoothed means, bands over seeds; conclusions and notes below."""
     # Here: matplotlib takes a second, which tables do not need.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,7 +89,7 @@ def draw_comparison(comparison: Comparison) -> Any:
     return figure
 
 
-def _draw_arm(axes: Any, arm: Arm, panel: Panel, comparison: Comparison, colour: str) -> None:
+def _draw_arm(axes: Any, arm: Arm, panel: Panel, comparison: RunComparison, colour: str) -> None:
     spent = arm.clock(comparison.x)
     for log in arm.logs:  # a point that is no number is shown, not skipped
         steps = [step + 1 - log.first_step for step in sorted(log.not_finite.get(panel.metric, ()))]
@@ -110,7 +110,7 @@ def _draw_arm(axes: Any, arm: Arm, panel: Panel, comparison: Comparison, colour:
         axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
-def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
+def write_comparison(comparison: RunComparison, out: Path) -> list[Path]:
     """Write the three files; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     figure = draw_comparison(comparison)
@@ -123,7 +123,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     return [png, page, text]
 
 
-def _page(svg: bytes, comparison: Comparison) -> str:
+def _page(svg: bytes, comparison: RunComparison) -> str:
     def cells(tag: str, row: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
 

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rstar2_megatron.report.arms import CLOCKS, Arm, check_arms, group_runs
-from rstar2_megatron.report.comparison_files import Comparison, write_comparison
+from rstar2_megatron.report.comparison_files import RunComparison, write_comparison
 from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import DEFAULT_PANELS, PANELS, panel
-from rstar2_megatron.report.read import Log, read_logs
+from rstar2_megatron.report.read import read_logs
 from rstar2_megatron.report.table import render_table
-
-__all__ = ["draw_run", "main"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if comparison.messages else 0
 
 
-def _compare(arguments: argparse.Namespace) -> Comparison:
+def _compare(arguments: argparse.Namespace) -> RunComparison:
     """Reads the logs and groups them. Raises ValueError."""
     arms = []
     for word in arguments.arm:
@@ -108,7 +107,7 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
     for arm in with_curves:
         if not arm.clock(arguments.x):
             raise ValueError(f"{arm.label} does not log what --x {arguments.x} needs; --x step always works")
-    return Comparison(with_curves, panels, arguments.x, arguments.last, arguments.levels, empty)
+    return RunComparison(with_curves, panels, arguments.x, arguments.last, arguments.levels, empty)
 
 
 def _default_out(log: Log) -> Path:

@@ -12,8 +12,8 @@ from rstar2_megatron.records.whole_file import replacement
 from rstar2_megatron.report.table import WEIGHTS, held_out
 
 # panel: (title, y label, y limits, [(metric, label)])
-Panel = tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]]
-PANELS: tuple[Panel, ...] = (
+RunPanel = tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]]
+PANELS: tuple[RunPanel, ...] = (
     (
         "Reward",
         "mean reward",
@@ -54,12 +54,12 @@ PANELS: tuple[Panel, ...] = (
 )
 
 
-SFT_PANELS: tuple[Panel, ...] = (
+SFT_PANELS: tuple[RunPanel, ...] = (
     ("Loss", "nats a trained token", None, (("train/sft/token_loss", "training"), ("eval/sft_loss", "validation"))),
     ("Learning rate", "", None, (("train/sft/lr", "learning rate"),)),
 )
 
-PREFERENCE_PANELS: tuple[Panel, ...] = (
+PREFERENCE_PANELS: tuple[RunPanel, ...] = (
     ("Loss", "nats a pair", None, (("train/preference/loss", "training"), ("eval/preference_loss", "validation"))),
     (
         "Pairs in the right order",
@@ -104,7 +104,7 @@ def stage_borders(directory: Path) -> list[tuple[int, str]]:
 def _draw(
     directory: Path,
     out: str | Path | None,
-    panels: Sequence[Panel],
+    panels: Sequence[RunPanel],
     shape: tuple[int, int],
     heading: str,
     borders: Sequence[tuple[int, str]],

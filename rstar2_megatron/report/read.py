@@ -30,9 +30,7 @@ from rstar2_megatron.report.log_formats import (
 )
 from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, RESAMPLED, REWARD, SECONDS, TO_VERL, ours_from_verl
 
-__all__ = ["Log", "Series", "read_logs"]
-
-Reader = Callable[[Log], None]
+LogReader = Callable[[Log], None]
 MOST_RUNS = 32
 """Runs that one path may hold; a directory with more was named by mistake."""
 _VERL_NAMES = ("critic/", "timing_s/", "response_length/", "actor/", "val-core/")
@@ -66,7 +64,7 @@ def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
     return logs
 
 
-def _finish(log: Log, reader: Reader, verl: bool) -> Log:
+def _finish(log: Log, reader: LogReader, verl: bool) -> Log:
     try:
         reader(log)
     except (OSError, ValueError) as error:
@@ -124,7 +122,7 @@ def _saved_settings(log: Log) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------- runs of a path
 
 
-def _sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
+def _sources(path: Path) -> Iterator[tuple[Path, str, LogReader]]:
     """(place, name inside it, reader) of each run. A directory of one run is that run's place."""
     if not path.is_dir():
         yield from _file_sources(path)
@@ -132,7 +130,7 @@ def _sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
     if (path / "metrics.jsonl").is_file():
         yield path, "", partial(read_jsonl, path=path / "metrics.jsonl")
         return
-    found: list[tuple[Path, str, Reader]] = [
+    found: list[tuple[Path, str, LogReader]] = [
         (place, "", partial(read_jsonl, path=place / "metrics.jsonl")) for place in _topmost(path.rglob("metrics.jsonl"))
     ]
     if not found:
@@ -166,7 +164,7 @@ def _all_wandb(log: Log, files: Sequence[Path]) -> None:
         read_wandb(log, file)
 
 
-def _file_sources(path: Path) -> Iterator[tuple[Path, str, Reader]]:
+def _file_sources(path: Path) -> Iterator[tuple[Path, str, LogReader]]:
     if EVENT_FILE in path.name:
         yield path, "", partial(read_tensorboard, files=[path])
     elif path.suffix.lower() in TABLES:

@@ -43,7 +43,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RowPlace:
     """Place of a row in the file. Rows are read when they are shown, because a long run's file does not fit into memory."""
 
     step: int | None
@@ -52,11 +52,11 @@ class Entry:
     size: int
 
 
-def read_index(path: Path) -> tuple[list[Entry], list[str]]:
+def read_index(path: Path) -> tuple[list[RowPlace], list[str]]:
     """Entries of a trajectories.jsonl and messages about lines that could not be read. Raises ValueError for none."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give a run's directory (runner.save_trajectories_per_step > 0)")
-    entries: list[Entry] = []
+    entries: list[RowPlace] = []
     bad: list[int] = []
     offset = 0
     with path.open("rb") as file:
@@ -67,7 +67,7 @@ def read_index(path: Path) -> tuple[list[Entry], list[str]]:
             except (ValueError, TypeError, AttributeError):
                 whole = False
             if whole:
-                entries.append(Entry(row.get("step"), str(row["query_id"]), offset, len(line)))
+                entries.append(RowPlace(row.get("step"), str(row["query_id"]), offset, len(line)))
             else:
                 bad.append(number)
             offset += len(line)
@@ -77,7 +77,7 @@ def read_index(path: Path) -> tuple[list[Entry], list[str]]:
     return entries, messages
 
 
-def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
+def load_rows(path: Path, entries: Sequence[RowPlace]) -> list[Row]:
     rows = []
     with path.open("rb") as file:
         for entry in entries:
@@ -86,13 +86,13 @@ def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
     return rows
 
 
-def build_page(path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, max_bytes: int = 20_000_000) -> Page:
+def build_page(path: Path, entries: Sequence[RowPlace], tokenizer: Any = None, *, max_bytes: int = 20_000_000) -> Page:
     """Groups of the page, by step or else by problem; evenly thinned out over the steps to about `max_bytes`.
 
     tokenizer: decodes single tokens for the shading; None: no shading.
     """
     page = Page(num_rows=len(entries))
-    groups: dict[tuple[Any, str], list[Entry]] = {}
+    groups: dict[tuple[Any, str], list[RowPlace]] = {}
     for entry in entries:
         groups.setdefault((entry.step, entry.query_id), []).append(entry)
     # A step keeps its order, in which trained groups come first; an evaluation's attempts lie as they ended.
@@ -240,7 +240,7 @@ def find_tokenizer(directory: Path) -> Any:
     return None
 
 
-def select_steps(entries: Sequence[Entry], steps: str | None) -> list[Entry]:
+def select_steps(entries: Sequence[RowPlace], steps: str | None) -> list[RowPlace]:
     """Entries of "3", "1-20" or all steps. Raises ValueError for another text or no entries."""
     if steps is None:
         return list(entries)

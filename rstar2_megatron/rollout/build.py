@@ -5,8 +5,8 @@ from __future__ import annotations
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.settings.schema import RolloutSettings, SamplingParams

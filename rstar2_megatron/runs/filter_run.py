@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.evaluation.sampling import SamplingSettings, sample
+from rstar2_megatron.evaluation.sampling import sample
+from rstar2_megatron.evaluation.services import SamplingSettings
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.spec import RolloutSpec
@@ -28,19 +29,27 @@ from rstar2_megatron.settings.schema import DataSettings, DifficultyFilterSettin
 from rstar2_megatron.trajectory import Problem
 
 
-class FilterRun(BaseRun):
-    """Engines and judge on this node, without Ray. `sample` stops what it starts."""
+class SamplingRun(BaseRun):
+    """Engines and judge on this node, without Ray; `work` stops what it starts."""
 
     def train(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.signals.restore()  # sampling stops its services itself, see `sample`
+        self.signals.restore()  # see `evaluation.services.running_services`
         try:
-            filter_problems(self.settings, self.directory)
+            self.work()
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT) from None
         except asyncio.CancelledError:
             raise Stopped(signal.SIGTERM) from None
         self.mark_finished(0)
+
+    def work(self) -> None:
+        raise NotImplementedError
+
+
+class FilterRun(SamplingRun):
+    def work(self) -> None:
+        filter_problems(self.settings, self.directory)
 
 
 def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rstar2_megatron.runs.stages import MODEL_TASKS, Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
 from rstar2_megatron.services.process import kill_tree
 from rstar2_megatron.settings.load import ConfigError, print_config
-from rstar2_megatron.settings.planning.hours import preference_hours, search_hours, sft_hours
+from rstar2_megatron.settings.planning.estimates import preference_hours, search_hours, sft_hours
 from rstar2_megatron.settings.planning.plan import make_plan, model_of
 
 STATE = "recipe.json"

@@ -6,8 +6,6 @@ kill the same command continues.
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,29 +15,15 @@ from rstar2_megatron.data.difficulty import PassCount
 from rstar2_megatron.evaluation.services import SamplingSettings
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.runs.base_run import BaseRun, Stopped
-from rstar2_megatron.runs.filter_run import dropped_problems, num_engines, short_problems, write_problems
+from rstar2_megatron.runs.filter_run import SamplingRun, dropped_problems, num_engines, short_problems, write_problems
 from rstar2_megatron.search.__main__ import guided, run
 from rstar2_megatron.search.preference.reward_model import check_reward_model
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Problem
 
 
-class SearchRun(BaseRun):
-    """Engines and judge on this node, without Ray. The search stops what it starts."""
-
-    def train(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.signals.restore()  # a search stops its services itself
-        try:
-            self._search()
-        except KeyboardInterrupt:
-            raise Stopped(signal.SIGINT) from None
-        except asyncio.CancelledError:
-            raise Stopped(signal.SIGTERM) from None
-        self.mark_finished(0)
-
-    def _search(self) -> None:
+class SearchRun(SamplingRun):
+    def work(self) -> None:
         settings, search = self.settings, guided(self.settings.search)
         model = settings.rollout.model.model_path
         if search.reward_model is not None:

@@ -17,7 +17,6 @@ sft.train_data_paths). Show the trees with `python -m rstar2_megatron.report.tra
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,12 +25,11 @@ from typing import TYPE_CHECKING
 
 from rstar2_megatron.data.difficulty import pass_counts
 from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.evaluation.configure import check_model, configure, default_out, parse_words
-from rstar2_megatron.records.disk import reason_of
+from rstar2_megatron.evaluation.configure import check_model, configure, default_out, exit_code, parse_words
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.reward.pool import GraderPool
-from rstar2_megatron.search.table import Result, SearchedSet, read_set, render, results
+from rstar2_megatron.search.table import ChoiceScores, SearchedSet, read_set, render, results
 from rstar2_megatron.settings.sections.search import SearchSettings
 from rstar2_megatron.trajectory import Problem
 
@@ -106,14 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        return run(problems, sampling, search, out, compare=arguments.compare)
-    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
-        print(f"\nstopped; the same command continues from {out}", file=sys.stderr)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"\nerror: {reason_of(error, out, '--out')}", file=sys.stderr)
-        return 1
+    return exit_code(lambda: run(problems, sampling, search, out, compare=arguments.compare), out)
 
 
 def _default_out(model: Path) -> Path:
@@ -165,7 +156,7 @@ def _read(name: str, problems: Sequence[Problem], out: Path, budget: Mapping[str
 
 def _results(
     plan: Plan, problems: Sequence[Problem], out: Path, grader: GraderPool, budget: Mapping[str, int] | None
-) -> list[Result]:
+) -> list[ChoiceScores]:
     """The rows of one search. `budget`: of the asked search, for the attempts that it is compared with."""
     searched = _read(plan.name, problems, out, budget)
     if not searched.found:

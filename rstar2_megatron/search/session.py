@@ -17,7 +17,7 @@ from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.preference.reward_model import RewardModelScorer, identity_of, policy_rollout, running_scorers
-from rstar2_megatron.search.solver import Progress, Solver
+from rstar2_megatron.search.solver import SearchProgress, Solver
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Scorer, Values
@@ -160,7 +160,7 @@ class _Session:
                 planned.append(self._equal(search))
                 await self._search(planned[-1], services, scorers)
 
-    async def _search(self, plan: Plan, services: Services, reward_models: Sequence[RewardModelScorer]) -> Progress:
+    async def _search(self, plan: Plan, services: Services, reward_models: Sequence[RewardModelScorer]) -> SearchProgress:
         settings = plan.settings
         file = self._file(plan)
         finished, recorded = file.open(self.problems)
@@ -176,7 +176,7 @@ class _Session:
         left = [problem for problem in self.problems if problem.query_id not in finished]
         with tqdm(total=len(self.problems), initial=len(finished), desc=plan.name, unit="problem", disable=None) as bar:
 
-            def show(progress: Progress, ended: bool) -> None:
+            def show(progress: SearchProgress, ended: bool) -> None:
                 bar.update(int(ended))
                 bar.set_postfix_str(
                     f"{progress.solved} solved, {progress.nodes} nodes, {progress.tokens_per_s:.0f} tokens/s", refresh=ended

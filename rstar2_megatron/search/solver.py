@@ -28,7 +28,7 @@ SEARCHES: dict[str, type[Search]] = {"mcts": MCTS, "beam": Beam, "sampling": Att
 
 
 @dataclass(slots=True)
-class Progress:
+class SearchProgress:
     """Counters of a running search; tokens of resumed expansions are not counted again."""
 
     problems: int = 0
@@ -53,7 +53,7 @@ class Solver:
         settings: SearchSettings,
         file: TreeFile,
         recorded: dict[str, Recorded],
-        on_change: Callable[[Progress, bool], None] = lambda progress, finished: None,
+        on_change: Callable[[SearchProgress, bool], None] = lambda progress, finished: None,
     ) -> None:
         self._waiting = deque(problems)
         self._settings = settings
@@ -61,9 +61,9 @@ class Solver:
         self._recorded = recorded
         self._on_change = on_change
         self._under_way = 0
-        self.progress = Progress()
+        self.progress = SearchProgress()
 
-    async def run(self, expanders: Sequence[Expander], trees: int) -> Progress:
+    async def run(self, expanders: Sequence[Expander], trees: int) -> SearchProgress:
         """Search with `trees` problems under way on each engine.
 
         A problem that infrastructure spoils is left unfinished in the file, and the others go on. Raises EngineLost when

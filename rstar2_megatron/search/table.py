@@ -16,7 +16,7 @@ from rstar2_megatron.search.tree_file import tree_of
 
 
 @dataclass(slots=True)
-class Result:
+class ChoiceScores:
     """One choice of one search: a score in [0, 1] for each problem."""
 
     name: str
@@ -73,7 +73,7 @@ def _affordable(tree: Tree, budget: int | None) -> dict[str, int]:
     return used
 
 
-def results(name: str, searched: SearchedSet, equal: Equal, *, valued: bool, by_answers: bool) -> list[Result]:
+def results(name: str, searched: SearchedSet, equal: Equal, *, valued: bool, by_answers: bool) -> list[ChoiceScores]:
     """Every choice of a search. valued: leaves have values; by_answers: those are the answers'."""
     found, tokens = searched.found, searched.tokens
 
@@ -87,20 +87,20 @@ def results(name: str, searched: SearchedSet, equal: Equal, *, valued: bool, by_
         one = {q: n // attempts[q] for q, n in tokens.items()}
         mean = round(sum(attempts.values()) / len(attempts))
         if mean == 1:
-            return [Result(name, average, one)]
-        rows = [Result(f"{name}, avg@1", average, one)]
+            return [ChoiceScores(name, average, one)]
+        rows = [ChoiceScores(f"{name}, avg@1", average, one)]
         votes = {q: majority(leaves, equal) for q, leaves in found.items()}
-        rows.append(Result(f"{name}, majority@{mean}", votes, tokens))
+        rows.append(ChoiceScores(f"{name}, majority@{mean}", votes, tokens))
         if valued and not by_answers:
-            rows.append(Result(f"{name}, best of {mean}", of(best_value), tokens))
-        return [*rows, Result(f"{name}, any of {mean}", any_right, tokens, ceiling=True)]
+            rows.append(ChoiceScores(f"{name}, best of {mean}", of(best_value), tokens))
+        return [*rows, ChoiceScores(f"{name}, any of {mean}", any_right, tokens, ceiling=True)]
     rows = []
     if valued:
-        rows.append(Result(f"{name}, best value", of(best_value), tokens, ceiling=by_answers))
-    rows.append(Result(f"{name}, majority", of(lambda s: most_frequent(s, equal)), tokens))
+        rows.append(ChoiceScores(f"{name}, best value", of(best_value), tokens, ceiling=by_answers))
+    rows.append(ChoiceScores(f"{name}, majority", of(lambda s: most_frequent(s, equal)), tokens))
     if valued:
-        rows.append(Result(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers))
-    return [*rows, Result(f"{name}, any right", any_right, tokens, ceiling=True)]
+        rows.append(ChoiceScores(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers))
+    return [*rows, ChoiceScores(f"{name}, any right", any_right, tokens, ceiling=True)]
 
 
 def _right(chosen: Solution | None) -> float:
@@ -118,7 +118,7 @@ def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -
     return Estimate(float(differences.mean()), float(low), float(high))
 
 
-def render(rows: Sequence[Result], num_problems: int) -> str:
+def render(rows: Sequence[ChoiceScores], num_problems: int) -> str:
     """An aligned table: right answers in per cent with intervals, generated tokens a problem, distance to greedy."""
     greedy = next((row for row in rows if row.name == "greedy"), None)
     table = [("", f"right of {num_problems}, %", "tokens a problem", "against greedy")]

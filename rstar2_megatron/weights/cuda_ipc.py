@@ -1,8 +1,7 @@
 """Sends weights from an actor to an engine on the same GPU by CUDA IPC: the engine reads the actor's buffer in place.
 
-A bucket is one flat buffer. The message holds its IPC handle and the position of each tensor in it. A buffer in host memory
-is shared by its file descriptor instead; the tests run that way. Sharing device memory itself is untested: no GPU was
-available.
+The message holds the buffer's IPC handle and the position of each tensor in it. A buffer in host memory is shared by its file
+descriptor instead; the tests run that way. Sharing device memory itself is untested: no GPU was available.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
+
+from rstar2_megatron.weights.bucket import Bucket
 
 _DEVICE_ARGUMENT = 6  # storage_device among the arguments of torch's rebuild_cuda_tensor
 
@@ -36,44 +37,24 @@ class DeviceBucket:
         """Does nothing: the actor owns the memory."""
 
 
-def flatten(tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[int, tuple[int, ...], torch.dtype]]]:
-    """One uint8 buffer on the tensors' device, and (offset, shape, dtype) of each tensor, aligned to 16 bytes."""
-    places: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        places[name] = (size, tuple(tensor.shape), tensor.dtype)
-        size += -(-tensor.nbytes // 16) * 16
-    flat = torch.empty(size, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    for (offset, shape, dtype), tensor in zip(places.values(), tensors.values()):
-        flat[offset : offset + tensor.nbytes].view(dtype).view(shape).copy_(tensor)
-    return flat, places
-
-
-def unflatten(flat: Tensor, places: dict[str, tuple[int, tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of `flatten`, as views."""
-    for name, (offset, shape, dtype) in places.items():
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        yield name, flat[offset : offset + num_bytes].view(dtype).view(shape)
-
-
-def handle_of(flat: Tensor, places: dict[str, Any]) -> bytes:
+def handle_of(bucket: Bucket) -> bytes:
     """Message by which another process on the same GPU reads the buffer. Keep the buffer until that process has finished."""
-    if flat.device.type == "cpu":
-        descriptor, size = flat.untyped_storage()._share_fd_cpu_()
-        return pickle.dumps((f"/proc/{os.getpid()}/fd/{descriptor}", size, places))
+    if bucket.data.device.type == "cpu":
+        descriptor, size = bucket.data.untyped_storage()._share_fd_cpu_()
+        return pickle.dumps((f"/proc/{os.getpid()}/fd/{descriptor}", size, bucket.places))
     torch.cuda.synchronize()  # the copies into the buffer must end before the other process reads it
-    rebuild, arguments = reduce_tensor(flat)
-    return bytes(ForkingPickler.dumps((rebuild, arguments, places)))
+    rebuild, arguments = reduce_tensor(bucket.data)
+    return bytes(ForkingPickler.dumps((rebuild, arguments, bucket.places)))
 
 
 def open_device_bucket(handle: bytes) -> Iterator[tuple[str, Tensor]]:
     """The named tensors of a handle, in the actor's memory, on the current device of this process."""
     rebuild, arguments, places = pickle.loads(handle)
     if isinstance(rebuild, str):
-        yield from unflatten(torch.from_file(rebuild, True, arguments, dtype=torch.uint8), places)
+        yield from Bucket(torch.from_file(rebuild, True, arguments, dtype=torch.uint8), places).tensors()
         return
     # CUDA_VISIBLE_DEVICES differs between processes, so the actor's device number is not valid here.
     arguments = list(arguments)
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
-    yield from unflatten(rebuild(*arguments), places)
+    yield from Bucket(rebuild(*arguments), places).tensors()
     torch.cuda.synchronize()  # the engine's copies must end before the actor gets the answer

@@ -12,13 +12,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 _attempts = itertools.count(1)  # only the driver makes routes
 
 STEP_TIMEOUT_S = 25.0  # of one bucket: the next route begins within 30 s
 
 RouteKind = Literal["cuda_ipc", "shared_memory", "broadcast", "disk"]
+"""The cheapest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,8 @@ def possible_routes(
     apart = sorted({place.node for place in rollout} - {actor[0].node})
     if apart:
         obstacles["shared_memory"] = f"there are engines on node {apart[0]}, the actor's first is {actor[0].node}"
-    everything: tuple[RouteKind, ...] = ("cuda_ipc", "shared_memory", "broadcast", "disk")
     if wanted == "auto":
-        return [route for route in everything if route not in obstacles]
+        return [route for route in get_args(RouteKind) if route not in obstacles]
     if wanted in obstacles:
         raise ValueError(f"actor.weight_sync.route={wanted} is not possible here: {obstacles[wanted]}; set it to auto")
     return [wanted]

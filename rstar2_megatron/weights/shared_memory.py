@@ -11,12 +11,12 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+
+from rstar2_megatron.weights.bucket import Bucket, Places
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -42,24 +42,21 @@ class WeightBucket(Protocol):
 
 
 class SharedBucket:
-    """Tensors in one memfd (or in the file `path`). Close it when the other process has opened it."""
+    """A copy of a bucket in a memfd (or in the file `path`). Close it when the other process has opened it."""
 
     keepable = True
 
-    def __init__(self, tensors: dict[str, Tensor], path: Path | None = None) -> None:
-        header, offsets, self.num_bytes = _layout(tensors)
+    def __init__(self, bucket: Bucket, path: Path | None = None) -> None:
+        header = _header(bucket.places)
+        self.num_bytes = len(header) + bucket.data.nbytes
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         self._fd = os.memfd_create("rstar2-weights", os.MFD_CLOEXEC) if path is None else os.open(path, flags)
         self._file = path
         os.truncate(self._fd, self.num_bytes)
         with mmap.mmap(self._fd, self.num_bytes) as memory:
             memory[: len(header)] = header
-            whole = torch.frombuffer(memory, dtype=torch.uint8)
-            for name, tensor in tensors.items():
-                # Copied directly from its device, without an intermediate copy of the bucket.
-                end = offsets[name] + tensor.nbytes
-                whole[offsets[name] : end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            del whole  # otherwise the memory cannot be unmapped
+            # The view lives for this line only, because mapped memory that is in use cannot be unmapped.
+            torch.frombuffer(memory, dtype=torch.uint8, offset=len(header)).copy_(bucket.data)
 
     @property
     def path(self) -> str:
@@ -96,43 +93,16 @@ class OpenedBucket:
             self._fd = -1
 
 
-def _layout(tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
-    """Header of a safetensors file, offset of each tensor in the file, size of the file in bytes."""
-    entries: dict[str, Any] = {}
-    place = 0
-    # Wide types first, so that every tensor is aligned.
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        entries[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [place, place + tensor.nbytes],
+def _header(places: Places) -> bytes:
+    """The header of a safetensors file with these tensors."""
+    entries = {
+        name: {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + torch.Size(shape).numel() * dtype.itemsize],
         }
-        place += tensor.nbytes
+        for name, (offset, shape, dtype) in places.items()
+    }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    offsets = {name: start + entry["data_offsets"][0] for name, entry in entries.items()}
-    return struct.pack("<Q", len(text)) + text, offsets, start + place
-
-
-def group_tensors(named_tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Group a stream of tensors into dicts of at most `max_bytes`. The flag marks the last group.
-
-    A larger tensor forms its own group. Tensors are copied on their device, because the stream may reuse one buffer for
-    all of them. The stream is consumed one group ahead. Raises ValueError for an empty stream.
-    """
-    waiting: dict[str, Tensor] = {}
-    current: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in named_tensors:
-        if current and size + tensor.nbytes > max_bytes:
-            if waiting:
-                yield waiting, False
-            waiting, current, size = current, {}, 0
-        current[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        size += tensor.nbytes
-    if not current:
-        raise ValueError("no weights to send: the stream of named tensors is empty")
-    if waiting:
-        yield waiting, False
-    yield current, True
+    return struct.pack("<Q", len(text)) + text

@@ -12,13 +12,13 @@ import pytest
 
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.tracing import StepTraces, TracedWorker, traced
-from rstar2_megatron.records.trace import TRACE, Row, engine_row, read_trace, trace_path
+from rstar2_megatron.records.trace import TRACE, TraceRow, engine_row, read_trace, trace_path
 
 
 class Here(TracedWorker):
     _rank = 0
 
-    def trace_row(self) -> Row:
+    def trace_row(self) -> TraceRow:
         return engine_row(0)
 
 

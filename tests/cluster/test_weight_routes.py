@@ -98,7 +98,6 @@ SENDER_STEPS: dict[RouteKind, list[str]] = {
     "cuda_ipc": [
         "_targets",
         "WeightSender._send_bucket",
-        "flatten",
         "handle_of",
         "WeightSender._deliver",
         "_fits_host",

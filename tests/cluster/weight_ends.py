@@ -42,7 +42,7 @@ class Fault:
     """Call number `at` (from 0) of `name` in the module `cluster.weights` fails, once.
 
     how: "raise"; "hang": a coroutine that never ends; "stick": a call that blocks its thread; "die": the process is killed;
-    "blank": the tensors that the coroutine returns hold nothing, as after an error that RLinf only logs.
+    "blank": the tensor that the coroutine returns holds nothing, as after an error that RLinf only logs.
     """
 
     name: str
@@ -82,8 +82,8 @@ def planted(module: Any, fault: Fault | None) -> Iterator[None]:
         setattr(holder, name, original)
 
 
-async def _blank(received: Awaitable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in (await received).items()}
+async def _blank(received: Awaitable[torch.Tensor]) -> torch.Tensor:
+    return torch.zeros_like(await received)
 
 
 class Sender(Worker):

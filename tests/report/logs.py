@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import LENGTH, REWARD
-from rstar2_megatron.report.read import Log, read_logs
+from rstar2_megatron.report.read import read_logs
 
 
 def write_run(directory: Path, rewards: list[float], first_step: int = 1) -> Path:

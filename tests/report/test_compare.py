@@ -23,7 +23,7 @@ from rstar2_megatron.report.compare import (
     not_comparable,
     steps_to_reach,
 )
-from rstar2_megatron.report.comparison_files import Comparison, draw_comparison
+from rstar2_megatron.report.comparison_files import RunComparison, draw_comparison
 from rstar2_megatron.report.curves import main
 from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, REWARD, panel
@@ -208,7 +208,7 @@ def test_a_verl_log_without_resampling_is_set_against_the_pass_rate(tmp_path: Pa
     assert not_comparable(arms[0], arms[1], PASS_RATE) is None
     assert not_comparable(arms[0], arms[2], REWARD) is None
     assert not_comparable(arms[0], arms[2], "rollout/tool_error_ratio") is not None
-    comparison = Comparison(arms, [panel("reward"), panel("pass-rate")])
+    comparison = RunComparison(arms, [panel("reward"), panel("pass-rate")])
     (note,) = [line for line in comparison.conclusions if "NOT COMPARABLE" in line]
     figure = draw_comparison(comparison)
     assert note in " ".join(figure.texts[0].get_text().split())
@@ -290,7 +290,7 @@ def test_points_that_are_no_numbers_and_empty_logs_are_named(tmp_path: Path, cap
     assert f"{run}: 1 steps are logged more than once (3); the last counts" in errors
     assert "empty.log: no training curves found" in errors
     arms = group_runs([*read_logs(run), *read_logs(console, verl=True)])
-    axes = draw_comparison(Comparison(arms, REWARD_PANEL)).axes[0]
+    axes = draw_comparison(RunComparison(arms, REWARD_PANEL)).axes[0]
     crosses = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "x"]
     assert crosses == [[2.0], [1.0, 2.0]]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.report.curves import main
+from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import LENGTH, REWARD
-from rstar2_megatron.report.read import Log, read_logs
+from rstar2_megatron.report.read import read_logs
 from tests.report.test_report import write_run
 from tests.runs.inputs.documented import answers, is_answer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.report.curves import draw_run, main
-from rstar2_megatron.report.draw import points
+from rstar2_megatron.report.curves import main
+from rstar2_megatron.report.draw import draw_run, points
 from rstar2_megatron.report.names import COMPARABLE, LENGTH, REWARD, TO_VERL, ours_from_verl
 from rstar2_megatron.report.table import mean_of, render_table
 from tests.report.logs import write_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.records.trace import CHECKPOINT, DRIVER, GRADING, SYNC, TOOLS, Event, Row, actor_row, engine_row
+from rstar2_megatron.records.trace import CHECKPOINT, DRIVER, GRADING, SYNC, TOOLS, Event, TraceRow, actor_row, engine_row
 from rstar2_megatron.report.step_bound import (
     GRADING_WAIT,
     Span,
@@ -21,7 +21,7 @@ from rstar2_megatron.report.step_bound import (
 from rstar2_megatron.report.timeline import main
 
 
-def span(row: Row, name: str, start: float, end: float, lane: int = 0) -> Event:
+def span(row: TraceRow, name: str, start: float, end: float, lane: int = 0) -> Event:
     times = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
     return {"name": name, "ph": "X", "pid": row.pid, "tid": lane, "args": {}, **times}
 

@@ -17,7 +17,7 @@ from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.samples import choose_shown, group_rows
 from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, unpack_floats, unpack_ints
 from rstar2_megatron.report.trajectories import (
-    Entry,
+    RowPlace,
     build_page,
     load_rows,
     main,
@@ -281,7 +281,7 @@ def test_large_runs_are_thinned_out_evenly(run: Path, tmp_path: Path) -> None:
 
 def test_steps_and_bad_lines(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = read_rows(run)
-    entries = [Entry(step, "q", 0, 0) for step in (1, 2, 2, 3, None)]
+    entries = [RowPlace(step, "q", 0, 0) for step in (1, 2, 2, 3, None)]
     assert [entry.step for entry in select_steps(entries, "2")] == [2, 2]
     assert len(select_steps(entries, "1-2")) == 3 and len(select_steps(entries, None)) == 5
     with pytest.raises(ValueError, match="--steps x"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase, Tail, problems_to_refill
-from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
+from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.settings.schema import DownSamplingConfig, DownSamplingSettings
 from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, Trajectory

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.rollout.group_runner import run_groups
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
+from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, make_budget
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget, KVReservation
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget, KVReservation
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory, VersionSpan

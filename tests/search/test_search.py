@@ -21,7 +21,7 @@ from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.search.expand import Expander
-from rstar2_megatron.search.solver import Progress, Solver
+from rstar2_megatron.search.solver import SearchProgress, Solver
 from rstar2_megatron.search.step import trajectory_of
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Values
@@ -51,7 +51,7 @@ def searching(**values: Any) -> SearchSettings:
     return SearchSettings.model_validate({**defaults, **values})
 
 
-async def search(engine: EngineClient, judge: JudgeClient, path: Path, settings: SearchSettings) -> Progress:
+async def search(engine: EngineClient, judge: JudgeClient, path: Path, settings: SearchSettings) -> SearchProgress:
     """Search all problems into `path`."""
     file = TreeFile(path, settings.model_dump())
     _, recorded = file.open(PROBLEMS)

@@ -10,7 +10,8 @@ import yaml
 
 from rstar2_megatron.settings.load import Loaded, load
 from rstar2_megatron.settings.placement import Slots
-from rstar2_megatron.settings.planning.plan import RunPlan, make_plan
+from rstar2_megatron.settings.planning.plan import make_plan
+from rstar2_megatron.settings.planning.table import RunPlan
 
 H100 = Slots(8, 80.0)
 

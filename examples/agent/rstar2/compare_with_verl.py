@@ -10,8 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from rstar2_megatron.report.verl.export import export
-from rstar2_megatron.runs.verl.beside import ARMS, Beside
+from benchmarks.verl.beside import ARMS, Beside
+from benchmarks.verl.export import export
 from rstar2_megatron.settings.load import CONFIG_DIR, load_settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
 

@@ -54,10 +54,9 @@ class DriverEnd:
             logger.warning("dropped a trajectory of problem %s: %s", trajectory.query_id, trajectory.error)
 
     def close(self) -> None:
-        """End the loops of the reward workers and the reading thread of this process."""
+        """End the loops of the reward workers."""
         for _ in range(self._num_reward_workers):
             self.channel.put(None, key=ENDED)
-        self.inbox.close()
 
 
 class PhaseEvents:

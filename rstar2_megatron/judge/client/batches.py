@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-Waiting = tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]
+Submitted = tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]
 _NO_SUCH_ROUTE = (404, 405)
 _NOT_VALID = 422
 
@@ -40,7 +40,7 @@ class Batches:
         self._url = url
         self._size = size
         self._window_s = window_s
-        self._waiting: list[Waiting] = []
+        self._waiting: list[Submitted] = []
         self._under_way = 0
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
@@ -79,7 +79,7 @@ class Batches:
         for _, result in batch:
             result.add_done_callback(end_if_nobody_waits)
 
-    async def _send(self, batch: list[Waiting]) -> None:
+    async def _send(self, batch: list[Submitted]) -> None:
         error: Exception = BrokenBatch("the answer ended early")
         try:
             if len(batch) == 1:
@@ -100,7 +100,7 @@ class Batches:
         if not result.done():
             result.set_result(fields)
 
-    async def _send_together(self, batch: list[Waiting]) -> bool:
+    async def _send_together(self, batch: list[Submitted]) -> bool:
         """False when each call has to be sent alone."""
         body = {"type": "batch", "submissions": [submission for submission, _ in batch]}
         async with self._open_session().post(f"{self._url}/run/stream", json=body) as response:

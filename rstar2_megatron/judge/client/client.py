@@ -105,15 +105,13 @@ class JudgeClient:
         options: Mapping[str, Any] | None = None,
         files: Mapping[str, str | bytes] | None = None,
         session: str | None = None,
-        replay: bool = False,
     ) -> JudgeResult:
         """Run a program. Raises JudgeUnavailable after `max_outage_s` without an answer, JudgeRejected.
 
         `files` are written to its working directory. Calls with the same `session` (choose a unique name) share one live
         interpreter until `close_session`, and run in the order they are sent. When the judge has lost the interpreter, the
-        next call ends as SESSION_LOST, an infrastructure outcome, and its program does not run. With `replay` at every call
-        the judge first tries to rebuild it from the earlier calls (docs/judge.md). When a program ends its own interpreter
-        (memory, os._exit), `result.session` is "lost" and the next call opens a new one.
+        next call ends as SESSION_LOST, an infrastructure outcome, and its program does not run. When a program ends its own
+        interpreter (memory, os._exit), `result.session` is "lost" and the next call opens a new one.
         """
         self._counts["calls"] += 1
         try:
@@ -127,8 +125,6 @@ class JudgeClient:
         if session is not None:
             is_open = self._sessions.setdefault(session, False)
             asked |= {"session": session, "session_must_exist": str(is_open).lower()}
-            if replay:
-                asked["session_replay"] = "true"
         submission = {"sub_id": uuid.uuid4().hex, "type": kind, "solution": code, "input": stdin, "options": asked}
         if expected_output is not None:
             submission["expected_output"] = expected_output

@@ -23,8 +23,8 @@ from rstar2_megatron.judge.libraries import LIBRARIES
 from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.sandbox import isolation, linux
-from rstar2_megatron.judge.sandbox.call_parent import CallParent, End
-from rstar2_megatron.judge.sandbox.cgroup import Share, SlotGroup
+from rstar2_megatron.judge.sandbox.call_parent import CallEnd, CallParent
+from rstar2_megatron.judge.sandbox.cgroup import CpuShare, SlotGroup
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.output import Output, shorten
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, family, resident_bytes
@@ -77,19 +77,19 @@ class Runner:
         self.scratch = scratch
         self.worker = worker
         if group is not None:
-            group.set_share(Share.NO_CALL)  # its slot may have died in the middle of a call
+            group.set_share(CpuShare.NO_CALL)  # its slot may have died in the middle of a call
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """Run `job` (type, solution, input, expected_output, files, limits) and return a SubmissionResult."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End processes that live on between calls."""
+        """CallEnd processes that live on between calls."""
 
     def _prepare_group(self) -> None:
         """Give the control group the call's limit and share."""
         if self.group is not None:
-            self.group.set_share(Share.NEW)
+            self.group.set_share(CpuShare.NEW)
             self.group.set_limit((self.limits.memory_mb + self.limits.disk_mb + 32) * MEGABYTE)
             self.shortage_before = self.group.shortage()
 
@@ -184,7 +184,7 @@ class Runner:
                 self.worker.sendall(DEMOTED)
 
     def _result(
-        self, job: dict[str, Any], verdict: Outcome | None, end: End, cost: float, session: str | None = None
+        self, job: dict[str, Any], verdict: Outcome | None, end: CallEnd, cost: float, session: str | None = None
     ) -> dict[str, Any]:
         """A SubmissionResult. `verdict` is the reason why the call was ended, `cost` its wall time in seconds."""
         stdout, stderr = self.out.text(), self.err.text()
@@ -279,7 +279,7 @@ class CallRunner(Runner):
         finally:
             self._remove_directory()
         if self.group is not None:
-            self.group.set_share(Share.NO_CALL)
+            self.group.set_share(CpuShare.NO_CALL)
         self.out.close()
         self.err.close()
         return self._result(job, verdict, end, cost)

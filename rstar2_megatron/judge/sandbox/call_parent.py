@@ -33,7 +33,7 @@ _LAST_WORDS_S = 0.2  # for a program that is not in the middle of a C function
 _HAS_ENDED = "the call parent has ended"
 
 
-class End(NamedTuple):
+class CallEnd(NamedTuple):
     """How a call's process ended."""
 
     code: int  # exit code, negative for a signal
@@ -155,12 +155,12 @@ class CallParent:
             (self._pid,) = _PID.unpack(told)
         return self._pid
 
-    def take_end(self) -> End:
+    def take_end(self) -> CallEnd:
         """Wait for the call's end."""
         told = self._receive()
         _ = self.pid  # read it, or the next call would get this id
         status, peak_kb = _END.unpack_from(told)
-        return End(os.waitstatus_to_exitcode(status), peak_kb * 1024, told[_END.size :].decode())
+        return CallEnd(os.waitstatus_to_exitcode(status), peak_kb * 1024, told[_END.size :].decode())
 
     def end_call(self) -> None:
         """Let the call's process write what it has printed (SIGXCPU), and kill it and its process group.

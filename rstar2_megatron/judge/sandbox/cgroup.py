@@ -77,7 +77,7 @@ def _remove_tree(path: Path) -> None:
             child.rmdir()
 
 
-class Share(IntEnum):
+class CpuShare(IntEnum):
     """What a slot's call gets of the CPU."""
 
     NO_CALL = 0
@@ -86,7 +86,7 @@ class Share(IntEnum):
     IDLE = 3  # what others leave; it gives way at once
 
 
-_WEIGHTS = {Share.NO_CALL: 100, Share.NEW: 100, Share.DEMOTED: 25, Share.IDLE: 0}
+_WEIGHTS = {CpuShare.NO_CALL: 100, CpuShare.NEW: 100, CpuShare.DEMOTED: 25, CpuShare.IDLE: 0}
 
 
 class CpuParent:
@@ -107,7 +107,7 @@ class CpuParent:
         self.descriptors = {self._directory, self._states}
         self.has_idle = (directory / _IDLE).exists()  # Linux 5.15
 
-    def tell(self, slot: int, share: Share) -> None:
+    def tell(self, slot: int, share: CpuShare) -> None:
         """Record the share of a slot's call. The end of a call changes the group's weight only when all others are idle.
 
         The next call may be as new as the last: setting the weight at both ends of each would cost 0.15 ms a call.
@@ -117,10 +117,10 @@ class CpuParent:
             os.pwrite(self._states, bytes((share,)), slot)
             told = os.pread(self._states, self._slots + 1, 0)
             shares, before = told[:-1], told[-1]
-            calls = self._most if Share.DEMOTED in shares else min(self._most, shares.count(Share.NEW))
-            all_idle = not calls and Share.IDLE in shares
-            if calls != before and (all_idle or share is not Share.NO_CALL):
-                _set_weight(self._directory, calls * _WEIGHTS[Share.NEW], before, self._version)
+            calls = self._most if CpuShare.DEMOTED in shares else min(self._most, shares.count(CpuShare.NEW))
+            all_idle = not calls and CpuShare.IDLE in shares
+            if calls != before and (all_idle or share is not CpuShare.NO_CALL):
+                _set_weight(self._directory, calls * _WEIGHTS[CpuShare.NEW], before, self._version)
                 os.pwrite(self._states, bytes((calls,)), self._slots)
         finally:
             os.lockf(self._states, os.F_ULOCK, 0)
@@ -142,7 +142,7 @@ class SlotGroup:
         self.descriptors: set[int] = set() if parent is None else set(parent.descriptors)
         self._version, self._slot, self._parent = version, slot, parent
         self._size = 0
-        self._share: Share | None = None
+        self._share: CpuShare | None = None
         self._is_paused: bool | None = None
         opened: dict[Path | None, int] = {None: -1}
         for path in (memory, cpu, freezer):  # of version 2 they are one
@@ -182,12 +182,12 @@ class SlotGroup:
         reached = told.get(b"max", words[-1])  # version 1: the other file's only number
         return int(told.get(b"oom_kill", 0)), int(reached)
 
-    def set_share(self, share: Share) -> bool:
+    def set_share(self, share: CpuShare) -> bool:
         """Give the group's call a share of the CPU. False without CPU groups; IDLE is DEMOTED where the kernel has none."""
         if self._parent is None:
             return False
-        if share is Share.IDLE and not self._parent.has_idle:
-            share = Share.DEMOTED
+        if share is CpuShare.IDLE and not self._parent.has_idle:
+            share = CpuShare.DEMOTED
         if share is not self._share:
             before = 0 if self._share is None else _WEIGHTS[self._share]
             if _WEIGHTS[share] != before or self._share is None:

@@ -20,7 +20,7 @@ from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.call import Runner
-from rstar2_megatron.judge.sandbox.call_parent import End
+from rstar2_megatron.judge.sandbox.call_parent import CallEnd
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, end_group, family, leave_priority, resident_bytes, usage_of
 from rstar2_megatron.judge.sandbox.sandbox import Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
@@ -70,7 +70,7 @@ class SessionRunner(Runner):
             session = "lost"
             code = self._finish() or 1  # 0: after os._exit(0), or bytes on the channel that the program wrote
             failure = self.sandbox.failure()
-        return self._result(job, verdict, End(code, peak_memory_bytes, failure), cost, session)
+        return self._result(job, verdict, CallEnd(code, peak_memory_bytes, failure), cost, session)
 
     def _open(self, job: dict[str, Any]) -> None:
         self._make_directory()
@@ -158,7 +158,7 @@ class SessionRunner(Runner):
         return len(members)
 
     def _finish(self, wait_s: float = 0.1) -> int:
-        """End the session's processes. Returns the interpreter's exit code, negative for a signal.
+        """CallEnd the session's processes. Returns the interpreter's exit code, negative for a signal.
 
         An interpreter that is ending closes its descriptors before it is gone: `wait_s` lets it finish.
         """

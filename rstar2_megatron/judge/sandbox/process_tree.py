@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rstar2_megatron.judge.limits import WALL_FACTOR
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import linux
-from rstar2_megatron.judge.sandbox.cgroup import Share, SlotGroup
+from rstar2_megatron.judge.sandbox.cgroup import CpuShare, SlotGroup
 
 SLICE_S = 0.03  # CPU time after which a call is demoted
 _PERMIT_S = 0.1  # wall time after which another call may begin: a call that gets so little CPU must not hold others back
@@ -159,7 +159,7 @@ class Supervision:
         if self.cpu_s >= SLICE_S:
             self.niceness = NICENESS
             has_enough = self.cpu_s * WALL_FACTOR >= now - self.started
-            share = Share.IDLE if has_enough else Share.DEMOTED
+            share = CpuShare.IDLE if has_enough else CpuShare.DEMOTED
             if self.group is None or not self.group.set_share(share):
                 for member in usage.members:  # includes processes that were started since the last look
                     with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ class Supervision:
 
     def promote(self) -> None:
         """At the end of a session's call: the next one begins with a full share. Without CPU groups that needs root."""
-        has_cpu_group = self.group is not None and self.group.set_share(Share.NO_CALL)
+        has_cpu_group = self.group is not None and self.group.set_share(CpuShare.NO_CALL)
         if self.niceness and not has_cpu_group:
             for member in family(self.find_pid()):
                 with contextlib.suppress(OSError):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import re
 import time
 import uuid
 from collections import Counter
@@ -27,7 +26,6 @@ log = logging.getLogger(__name__)
 _GRACE_S = 15.0 + 2 * HEARTBEAT_TTL_S  # beyond the time limits of a call that runs twice
 _PREPARED_AT_ONCE = 64  # submissions of a batch between two turns of the event loop
 LONG_QUEUE_TIME_LIMIT_S = 3600.0  # of the long-batch routes, as the public server's
-_CACHED = (Outcome.OK, Outcome.ERROR)  # the others are no property of the program
 _OUTCOME_MARK = b'"outcome":'  # cannot occur inside a JSON string, where quotes are escaped
 
 
@@ -48,15 +46,11 @@ class Ticket:
 class Broker:
     """Submits jobs and waits for their answers."""
 
-    def __init__(
-        self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, cache: bool = False, check_s: float = 5.0
-    ) -> None:
-        """With `cache`, identical stateless calls of a client are one job while its answer is kept. Every `check_s` the broker
-        looks whether Redis knows the pending jobs."""
+    def __init__(self, queue: JobQueue, limits: CallLimits, *, queue_time_limit_s: float, check_s: float = 5.0) -> None:
+        """Every `check_s` the broker looks whether Redis knows the pending jobs."""
         self.queue = queue
         self.limits = limits
         self._ceiling = limits._replace(output_chars=MEGABYTE)
-        self.cache = cache
         self.queue_time_limit_s = queue_time_limit_s
         self.check_s = check_s
         self.name = uuid.uuid4().hex
@@ -130,13 +124,10 @@ class Broker:
         """Calls with the same name are the same job while its answer is kept (see scripts.py)."""
         place = ""
         if "session" in request:
-            must_be_open = request["session_must_exist"] and not request["session_replay"]
-            place = f"{'=' if must_be_open else '@'}{request['session']}"
-        is_cached = self.cache and not place
-        if given_id is None and not is_cached:
+            place = f"{'=' if request['session_must_exist'] else '@'}{request['session']}"
+        if given_id is None:
             return f"u{request['sub_id']}{place}"
-        content = {**request, "sub_id": None} if is_cached else request
-        return f"k{hashlib.blake2b(orjson.dumps(content), digest_size=16).hexdigest()}{place}"
+        return f"k{hashlib.blake2b(orjson.dumps(request), digest_size=16).hexdigest()}{place}"
 
     async def _grade(self, ticket: Ticket, solution: str, expected: str) -> None:
         """Settle a submission of type math: `success` is the verdict, `stdout` its reason (correct, wrong, ungradable, ...).
@@ -166,10 +157,7 @@ class Broker:
                 await asyncio.wait([ticket.answer], timeout=2 * ticket.longest_s + _GRACE_S)
         if not ticket.answer.done():
             self._fail(ticket.key, Outcome.INTERNAL_ERROR, "no answer from any worker within the call's limits")
-        answer = ticket.answer.result()
-        if self.cache and ticket.payload:  # the job may be that of an identical call
-            return orjson.dumps(orjson.loads(answer) | {"sub_id": ticket.sub_id})
-        return answer
+        return ticket.answer.result()
 
     async def _withdraw(self, key: str) -> bool:
         """Take a job out of the queue, in one request with all others whose time is over now. False when it has started."""
@@ -228,9 +216,6 @@ class Broker:
             try:
                 answers, are_all = await self.queue.replies(self.name, many=len(self.waiting) > 1)
                 rate.add(len(answers), time.monotonic())
-                if self.cache:
-                    stateless = [(k, a) for k, a in answers if not re.search("[@=]", k)]
-                    await self.queue.forget_answers([k for k, a in stateless if outcome_of(a) not in _CACHED])
             except Exception as error:  # of any kind: all requests depend on this loop
                 log.warning("reading answers failed (%s), waiting for Redis", error)
                 await asyncio.sleep(0.05)

@@ -8,12 +8,10 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
 
-from rstar2_megatron.judge.queue import JobQueue, until_redis_answers
 from rstar2_megatron.judge.worker.slots import Slot, SlotPool
 
 
@@ -21,10 +19,7 @@ class SessionGone(Exception):
     """The call needs the interpreter of a session that is not open at this worker; the text says why."""
 
 
-_REPLAY_S = 20.0  # all cells together
 _KEPT_ANSWERS = 4
-_REPLAYED = ("ok", "error")
-_SAME_AGAIN = ("outcome", "stdout", "stderr")  # what a cell must answer when it is replayed
 
 
 class Call(NamedTuple):
@@ -41,13 +36,12 @@ class _Session:
     slot: Slot
     used_at: float
     client: str
-    calls: int = 0
     # Job key and answer of the last calls: a restarted Redis may send a finished job again.
     answers: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=_KEPT_ANSWERS))
 
 
 @dataclass
-class _Turns:
+class _CallOrder:
     """Runs the calls of one session one after another, in the order of their arrival."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -59,12 +53,11 @@ class Sessions:
 
     evictable_after_s = 20.0  # a session that was unused for so long makes room for a client with fewer
 
-    def __init__(self, pool: SlotPool, time_to_live_s: float, queue: JobQueue) -> None:
+    def __init__(self, pool: SlotPool, time_to_live_s: float) -> None:
         self.pool = pool
-        self.queue = queue
         self.time_to_live_s = time_to_live_s
         self._open: dict[str, _Session] = {}
-        self._turns: dict[str, _Turns] = {}
+        self._turns: dict[str, _CallOrder] = {}
         self._waited: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -85,7 +78,7 @@ class Sessions:
     @contextlib.asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
         """Wait until the earlier calls of this session have ended."""
-        turns = self._turns.setdefault(name, _Turns())
+        turns = self._turns.setdefault(name, _CallOrder())
         turns.waiting += 1
         try:
             async with turns.lock:
@@ -98,9 +91,9 @@ class Sessions:
     async def run(self, call: Call, on_demotion: Callable[[], None]) -> bytes:
         """Run a cell in its turn. Returns the result (JSON).
 
-        A session that is not open is opened, unless the request has session_must_exist. With session_replay its calls are
-        kept in Redis, and a session that is not open is rebuilt from them. A job that has run before is not run again: its
-        kept result is returned. Raises SessionGone, SlotDied, TimeoutError; after the last two the session has ended.
+        A session that is not open is opened, unless the request has session_must_exist. A job that has run before is not run
+        again: its kept result is returned. Raises SessionGone, SlotDied, TimeoutError; after the last two the session has
+        ended.
         """
         key, request, job, deadline_s = call
         name = request["session"]
@@ -110,67 +103,33 @@ class Sessions:
                 return answer
         try:
             answer = await session.slot.run(job, deadline_s, on_demotion)
-            result = orjson.loads(answer)
-            is_lost = result["session"] == "lost"
-            session.calls += 1
-            if request["session_replay"]:
-                cell = {"number": session.calls, "key": key, "request": request, "answer": result}
-                step = partial(self.queue.keep_cell, name, None if is_lost else orjson.dumps(cell))
-                await until_redis_answers("cells", step)
         except BaseException:
             self.end(name)
             raise
         session.used_at = time.monotonic()
         session.answers.append((key, answer))
-        if is_lost:
+        if orjson.loads(answer)["session"] == "lost":
             self.end(name)
         return answer
 
     async def _open_new(self, call: Call) -> _Session:
-        request, cells = call.request, []
-        name = request["session"]
-        if request["session_replay"]:
-            cells = await until_redis_answers("cells", partial(self.queue.cells, name))
-        if (request["session_must_exist"] and not cells) or not self.pool.session_room:
+        name = call.request["session"]
+        if call.request["session_must_exist"] or not self.pool.session_room:
             raise SessionGone(f"session {name} is not open here: it has expired, or its worker ended")
         session = _Session(await self.pool.open_session_slot(), time.monotonic(), call.key.partition("/")[0])
         self._open[name] = session
-        try:
-            async with asyncio.timeout(_REPLAY_S):
-                await self._replay(session, cells)
-        except (SessionGone, TimeoutError) as error:
-            self.end(name)
-            await until_redis_answers("cells", partial(self.queue.keep_cell, name, None))
-            why = str(error) or f"replaying its calls takes more than {_REPLAY_S:.0f} s"
-            raise SessionGone(f"session {name} is not open here: {why}") from None
-        except BaseException:
-            self.end(name)
-            raise
         return session
 
-    async def _replay(self, session: _Session, cells: list[bytes]) -> None:
-        """Run kept cells again. Raises SessionGone when one is missing or answers differently, SlotDied, TimeoutError."""
-        for cell in {cell["number"]: cell for cell in map(orjson.loads, cells)}.values():
-            session.calls += 1
-            before = cell["answer"]
-            if cell["number"] != session.calls or before["outcome"] not in _REPLAYED:
-                raise SessionGone(f"its call {session.calls} cannot be replayed")
-            answer = orjson.loads(await session.slot.run(orjson.dumps(cell["request"]), _REPLAY_S))
-            if any(answer[field] != before[field] for field in _SAME_AGAIN):
-                raise SessionGone(f"its call {session.calls} gave another output when it was replayed")
-            session.answers.append((cell["key"], orjson.dumps(before)))
-
-    async def make_room(self) -> list[str]:
+    def make_room(self, waiting: dict[str, int]) -> list[str]:
         """When no more sessions fit, end idle ones for clients that wait to open some. Returns the ended ones' names.
+
+        waiting: by client, how many of its calls wait to open one; only those that waited at the last look as well count.
 
         The least recently used goes first, and only one of an owner with at least two more than the waiting one's, or of
         another client of the same owner with at least two more. A client is OWNER~NAME.
         """
-        if self.pool.session_room:
-            return []
         oldest = time.monotonic() - self.evictable_after_s
-        waiting, before = await self.queue.waiting_openers(), self._waited
-        self._waited = waiting
+        before, self._waited = self._waited, waiting
         wanted = Counter({client: count for client, count in waiting.items() if client in before})
         counts = Counter(session.client for session in self._open.values())
         owners = Counter(session.client.partition("~")[0] for session in self._open.values())

@@ -23,6 +23,7 @@ _REMEDIES = {
     "or landlock), or, for trusted programs only, set JUDGE_REQUIRE_ISOLATION=minimal or --require-isolation",
     "full": "Run as root with control groups, or ask for --require-isolation partial",
 }
+_SESSION_START_S = 10.0
 _PROJECT = Path(__file__).resolve().parents[3]
 
 
@@ -160,14 +161,14 @@ class SlotPool:
         """How many more sessions can be opened."""
         return len(self._session_slots)
 
-    async def open_session_slot(self, timeout_s: float = 10.0) -> Slot:
+    async def open_session_slot(self) -> Slot:
         """A slot for one session. Raises SlotDied when the sandbox does not start it."""
         assert self._control is not None
         index = self._session_slots.pop(0)
         waiting = self._opening[index] = asyncio.get_running_loop().create_future()
         try:
             self._control.send(LENGTH.pack(index))
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_SESSION_START_S):
                 return await waiting
         except (TimeoutError, OSError) as error:
             self._opening.pop(index, None)

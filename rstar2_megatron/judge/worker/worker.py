@@ -50,7 +50,7 @@ class Worker:
         self.pool = SlotPool(slots, sessions)
         self.num_permits = default_permits() if permits is None else permits
         self.permits = FreeList([None] * self.num_permits)
-        self.sessions = Sessions(self.pool, session_ttl_s, queue)
+        self.sessions = Sessions(self.pool, session_ttl_s)
         self.require_isolation = require_isolation
         self.libraries = libraries.versions()
         self.prefetched = PrefetchedJobs(time.monotonic())
@@ -252,7 +252,7 @@ class Worker:
                         return self._failed(request, Outcome.SESSION_LOST, str(gone))
                     except (SlotDied, TimeoutError) as error:
                         log.warning("session %s: %r, attempt %d", name, error, attempt + 1)
-                        if not request["session_replay"] and (request["session_must_exist"] or not is_new):
+                        if request["session_must_exist"] or not is_new:
                             return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
@@ -291,7 +291,10 @@ class Worker:
         for name in await self.queue.heartbeat(self.name, self.information(), sessions):
             if not self.sessions.is_busy(name):
                 self.sessions.end(name)
-        if ended := self.sessions.end_idle() + await self.sessions.make_room():
+        ended = self.sessions.end_idle()
+        if not self.pool.session_room:
+            ended += self.sessions.make_room(await self.queue.waiting_openers())
+        if ended:
             await self.queue.forget_sessions(self.name, ended)
             self._may_have_jobs = True
             self._wake.set()

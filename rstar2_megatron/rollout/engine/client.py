@@ -313,14 +313,14 @@ class EngineClient(SupervisedEngine):
 
     # ----------------------------------------------------------------------------------------- memory
 
-    async def release_memory(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
+    async def release_memory(self) -> None:
         """Release GPU memory for a collocated actor: the KV cache is emptied, the weights are dropped.
 
         Generation needs `resume_memory` and then `update_weights` first. The call waits until the engine is idle. It needs
         `memory_saver`; on a CPU the engine goes through the same states and frees nothing. The call does nothing for memory
         that is already released, or for a lost engine. Raises EngineError while other calls are running.
         """
-        wanted = [tag for tag in tags if tag not in self._released]
+        wanted = [tag for tag in MEMORY_TAGS if tag not in self._released]
         if not wanted or self.lost:
             return
         if self.num_waiting_calls:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 
 
 @dataclass(slots=True, frozen=True)

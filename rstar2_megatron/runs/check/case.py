@@ -13,12 +13,27 @@ from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
-from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, RunnerSettings, Settings
+from rstar2_megatron.settings.planning.advice import changed
+from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, RunnerSettings
 
 if TYPE_CHECKING:
     from rstar2_megatron.actor.megatron_actor import MegatronActor
 
 Batch = list[TrainSequence]
+SMOOTH: dict[str, Any] = {
+    "algorithm.n_minibatches": 1,
+    "algorithm.training_batch_size_per_gpu": 1,
+    "algorithm.recompute_logprobs": False,
+    "algorithm.importance_sampling_fix": False,
+    "algorithm.decoupled_loss": False,
+    **dict.fromkeys(("algorithm.mis_sequence", "algorithm.mis_geometric", "algorithm.icepop")),
+    "algorithm.kl_beta": 0.0,
+    "algorithm.clip_ratio_low": 0.999,
+    "algorithm.clip_ratio_high": 1e6,
+    "algorithm.clip_ratio_c": None,
+    "algorithm.sampling_params.temperature": 1.0,
+}
+"""A loss without jumps: where a ratio is next to a clip bound, rounding alone would change the gradient."""
 
 
 @dataclass(frozen=True)
@@ -41,58 +56,30 @@ def make_case(
     **actor: Any,
 ) -> Case:
     """The YAML's actor on one rank; `model`, `optim` and `actor` change its sections."""
-    settings = context.settings
-    longest = lengths(context)[1]
-    one_rank = {
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "sequence_parallel": False,
-        "recompute_num_layers": 1 if settings.actor.model.recompute_granularity == "full" else None,
+    settings, longest = context.settings, lengths(context)[1]
+    changes: dict[str, Any] = {
+        "actor.model.tensor_model_parallel_size": 1,
+        "actor.model.pipeline_model_parallel_size": 1,
+        "actor.model.virtual_pipeline_model_parallel_size": None,
+        "actor.model.context_parallel_size": 1,
+        "actor.model.expert_model_parallel_size": 1,
+        "actor.model.sequence_parallel": False,
+        "actor.model.recompute_num_layers": 1 if settings.actor.model.recompute_granularity == "full" else None,
+        "actor.lr_sched.lr_warmup_iters": 0,
+        "actor.lr_sched.lr_decay_style": "constant",
+        # On a GPU the first steps compile kernels, each rank in its own time.
+        "actor.distributed_timeout_minutes": 1.0 if context.device == "cpu" else 5.0,
+        "runner.max_steps": 5,
+        "runner.seq_length": longest,
+        "runner.max_tokens_per_mbs": max_tokens or 4 * longest,
+        "runner.enable_dynamic_batch_size": packed,
+        **SMOOTH,
+        **{f"actor.model.{name}": value for name, value in (model or {}).items()},
+        **{f"actor.optim.{name}": value for name, value in (optim or {}).items()},
+        **{f"actor.{name}": value for name, value in actor.items()},
     }
-    return Case(
-        settings.actor.model_copy(
-            update={
-                "model": settings.actor.model.model_copy(update={**one_rank, **(model or {})}),
-                "optim": settings.actor.optim.model_copy(update=optim or {}),
-                "lr_sched": settings.actor.lr_sched.model_copy(update={"lr_warmup_iters": 0, "lr_decay_style": "constant"}),
-                # On a GPU the first steps compile kernels, each rank in its own time.
-                "distributed_timeout_minutes": 1.0 if context.device == "cpu" else 5.0,
-                **actor,
-            }
-        ),
-        settings.runner.model_copy(
-            update={
-                "max_steps": 5,
-                "seq_length": longest,
-                "max_tokens_per_mbs": max_tokens or 4 * longest,
-                "enable_dynamic_batch_size": packed,
-            }
-        ),
-        smooth(settings),
-        str(context.thin),
-    )
-
-
-def smooth(settings: Settings) -> AlgorithmSettings:
-    """The YAML's loss without jumps: where a ratio is next to a clip bound, rounding alone would change the gradient."""
-    return settings.algorithm.model_copy(
-        update={
-            "n_minibatches": 1,
-            "training_batch_size_per_gpu": 1,
-            "recompute_logprobs": False,
-            "importance_sampling_fix": False,
-            "decoupled_loss": False,
-            **dict.fromkeys(("mis_sequence", "mis_geometric", "icepop")),
-            "kl_beta": 0.0,
-            "clip_ratio_low": 0.999,
-            "clip_ratio_high": 1e6,
-            "clip_ratio_c": None,
-            "sampling_params": settings.algorithm.sampling_params.model_copy(update={"temperature": 1.0}),
-        }
-    )
+    own = changed(settings, changes)
+    return Case(own.actor, own.runner, own.algorithm, str(context.thin))
 
 
 def lengths(context: Context) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes
 from rstar2_megatron.runs.check.report import count, write_report
-from rstar2_megatron.runs.check.result import Check, Result
+from rstar2_megatron.runs.check.result import Check, CheckResult
 from rstar2_megatron.runs.check.runner import run_checks
 from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network, thin_model, whole_run
 from rstar2_megatron.services.close_deadline import close_deadline
@@ -90,7 +90,7 @@ def check(
     scratch.chmod(0o755)
     nodes = make_nodes("cpu" if slots.is_cpu else "cuda", placed)
     context = Context(settings, slots, nodes, scratch)
-    results: list[Result] = []
+    results: list[CheckResult] = []
     signals = StopSignals()
     signals.install()
     try:

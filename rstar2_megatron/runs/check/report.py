@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron import __version__
-from rstar2_megatron.runs.check.result import Result
+from rstar2_megatron.runs.check.result import CheckResult
 from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.schema import Settings
 
 
-def write_report(path: Path, settings: Settings, results: Sequence[Result], plan: str, machine: Any, seconds: float) -> None:
+def write_report(
+    path: Path, settings: Settings, results: Sequence[CheckResult], plan: str, machine: Any, seconds: float
+) -> None:
     """Write the report. `machine`: what each node said of itself; `plan`: as `--dry-run` prints it."""
     report = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -35,5 +37,5 @@ def write_report(path: Path, settings: Settings, results: Sequence[Result], plan
     path.write_text(json.dumps(report, indent=1, default=str) + "\n")
 
 
-def count(results: Sequence[Result], state: str) -> int:
+def count(results: Sequence[CheckResult], state: str) -> int:
     return sum(result.state == state for result in results)

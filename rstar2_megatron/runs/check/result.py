@@ -48,7 +48,7 @@ class Check:
 
 
 @dataclass
-class Result:
+class CheckResult:
     """The entry of one check in the report."""
 
     name: str

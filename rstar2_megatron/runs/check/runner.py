@@ -9,27 +9,27 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from rstar2_megatron.runs.check.context import Context
-from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding, Result
+from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckResult, CheckSkipped, Finding
 
 ON_CPU = "this YAML runs on CPU slots"
 _GRACE_S = 60.0  # beyond a check's deadline, which the programs that it starts keep themselves
 
 
-def run_checks(checks: Sequence[Check], context: Context, say: Callable[[str], object] = print) -> list[Result]:
+def run_checks(checks: Sequence[Check], context: Context, say: Callable[[str], object] = print) -> list[CheckResult]:
     """Results in the order of the checks. A failure stops only those that depend on it."""
     width = max(len(check.name) for check in checks)
-    results: dict[str, Result] = {}
-    runner = Runner()
+    results: dict[str, CheckResult] = {}
+    runner = CheckThread()
     for check in checks:
         reason = why_not(check, context, results)
-        result = Result(check.name, "skipped", reason) if reason else runner.run(check, context)
+        result = CheckResult(check.name, "skipped", reason) if reason else runner.run(check, context)
         results[check.name] = result
         say(result.line(width))
     runner.close()
     return list(results.values())
 
 
-def why_not(check: Check, context: Context, results: dict[str, Result]) -> str:
+def why_not(check: Check, context: Context, results: dict[str, CheckResult]) -> str:
     """Why a check is not made here, or ""."""
     if check.gpu and context.slots.is_cpu:
         return ON_CPU
@@ -44,7 +44,7 @@ def why_not(check: Check, context: Context, results: dict[str, Result]) -> str:
     return ""
 
 
-class Runner:
+class CheckThread:
     """Makes checks in one thread, another when that one hangs.
 
     One for all of them: a process that dies with its parent (`services/parent_death.py`) dies with the thread that
@@ -58,7 +58,7 @@ class Runner:
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         threading.Thread(target=_run_queue, args=(self._work,), name="checks", daemon=True).start()
 
-    def run(self, check: Check, context: Context) -> Result:
+    def run(self, check: Check, context: Context) -> CheckResult:
         """One check: whatever hangs in it, the next one follows."""
         box: queue.Queue[Finding | BaseException] = queue.Queue()
 
@@ -88,15 +88,15 @@ def _run_queue(work: queue.Queue[Callable[[], None] | None]) -> None:
         body()
 
 
-def _result(check: Check, answer: Finding | BaseException, seconds: float) -> Result:
+def _result(check: Check, answer: Finding | BaseException, seconds: float) -> CheckResult:
     if isinstance(answer, Finding):
-        return Result(check.name, "passed", answer.words, seconds, figures=answer.figures)
+        return CheckResult(check.name, "passed", answer.words, seconds, figures=answer.figures)
     if isinstance(answer, CheckSkipped):
-        return Result(check.name, "skipped", str(answer), seconds)
+        return CheckResult(check.name, "skipped", str(answer), seconds)
     if isinstance(answer, CheckFailed):
         details = answer.details or answer.words
         remedy = answer.remedy or check.remedy
-        return Result(check.name, "failed", answer.words, seconds, remedy, answer.figures, details)
+        return CheckResult(check.name, "failed", answer.words, seconds, remedy, answer.figures, details)
     trace = "".join(traceback.format_exception(answer))
     words = f"{type(answer).__name__}: {answer}"
-    return Result(check.name, "failed", words, seconds, check.remedy, details=trace)
+    return CheckResult(check.name, "failed", words, seconds, check.remedy, details=trace)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,6 +18,7 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.settings.load import ConfigError, load, users_path
 from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb
+from rstar2_megatron.settings.planning.advice import RECOMPUTE
 from rstar2_megatron.settings.planning.plan import make_plan, what_fits
 from rstar2_megatron.settings.precision import host_precision
 from rstar2_megatron.settings.rlinf_keys import put
@@ -26,6 +28,8 @@ _PROMPT_STEP = 128  # prompt lengths are rounded up to it
 _RESPONSE = {"cpu": 512, "gpu": 8192}  # tokens of a trajectory
 _FEW = 4  # GPUs that get the batch of config/few_gpus.yaml
 _SAMPLED = 2000  # problems whose prompts are measured
+Values = dict[str, Any]
+"""By dotted keys."""
 
 
 def write_new_config(name: str, model: str, data: list[str]) -> Path:
@@ -101,65 +105,55 @@ def _candidates(
             f"prompts of {prompt} tokens leave {response} of the model's {shape.max_position_embeddings} positions for a "
             "trajectory; shorten the problems"
         )
-    shared: dict[str, object] = {
-        "runner": {"experiment_name": name},
-        "rollout": {"model": {"model_path": str(model)}},
-        "data": {"train_data_paths": files, "val_data_paths": [], **keys, "max_prompt_length": prompt},
+    shared: Values = {
+        "runner.experiment_name": name,
+        "rollout.model.model_path": str(model),
+        "data.train_data_paths": files,
+        "data.val_data_paths": [],
+        **{f"data.{key}": value for key, value in keys.items()},
+        "data.max_prompt_length": prompt,
     }
     if gpus:
         few = ["few_gpus"] if gpus <= _FEW else []
-        for length in (response, response // 2, response // 4):
-            yield {
-                "defaults": ["base", "released", *few, "_self_"],
-                "cluster": {"component_placement": {"actor,rollout,reward": "all"}},
-                **_merged(
-                    shared,
-                    algorithm={"sampling_params": {"max_new_tokens": length}},
-                    rollout={"gpu_memory_utilization": 0.8},
-                    data={"rollout_batch_size": min(32 if few else 128, problems)},
-                ),
-            }
-        return
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    length = prompt + response
-    for recompute in ({}, full):
-        yield {
-            "defaults": ["rstar2-tiny-cpu", "_self_"],  # two CPU slots
-            **_merged(
-                shared,
-                runner={"max_tokens_per_mbs": max(1024, length), "step_timeout_s": 3600},
-                algorithm={
-                    "group_size": 8,
-                    "down_sampling": {"down_sampling_config": {"down_sample_to_n": 4}},
-                    "sampling_params": {"max_new_tokens": response},
-                },
-                rollout={
-                    "model": {"precision": host_precision()},
-                    "max_total_tokens": 16 * length,
-                    "max_running_requests": 64,
-                    "trajectory_timeout_s": 1800,
-                    "no_progress_timeout_s": 300,
-                },
-                data={"rollout_batch_size": min(8, problems)},
-                actor={
-                    "model": {"precision": host_precision(), "tensor_model_parallel_size": 1, **recompute},
-                    "optim": {"lr": 1e-5, "min_lr": 1e-6},
-                },
-                agentloop={"system_prompt": None, "user_prefix": None, "max_tool_response_length": 256},
-                cold_start={"enabled": False},
-            ),
+        shared |= {
+            "rollout.gpu_memory_utilization": 0.8,
+            "data.rollout_batch_size": min(32 if few else 128, problems),
+            "cluster": {"component_placement": {"actor,rollout,reward": "all"}},
         }
+        for length in (response, response // 2, response // 4):
+            yield _config(["base", "released", *few], {**shared, "algorithm.sampling_params.max_new_tokens": length})
+        return
+    length = prompt + response
+    shared |= {
+        "runner.max_tokens_per_mbs": max(1024, length),
+        "runner.step_timeout_s": 3600,
+        "algorithm.group_size": 8,
+        "algorithm.down_sampling.down_sampling_config.down_sample_to_n": 4,
+        "algorithm.sampling_params.max_new_tokens": response,
+        "rollout.model.precision": host_precision(),
+        "rollout.max_total_tokens": 16 * length,
+        "rollout.max_running_requests": 64,
+        "rollout.trajectory_timeout_s": 1800,
+        "rollout.no_progress_timeout_s": 300,
+        "data.rollout_batch_size": min(8, problems),
+        "actor.model.precision": host_precision(),
+        "actor.model.tensor_model_parallel_size": 1,
+        "actor.optim.lr": 1e-5,
+        "actor.optim.min_lr": 1e-6,
+        "agentloop.system_prompt": None,
+        "agentloop.user_prefix": None,
+        "agentloop.max_tool_response_length": 256,
+        "cold_start.enabled": False,
+    }
+    for recompute in ({}, RECOMPUTE):
+        yield _config(["rstar2-tiny-cpu"], {**shared, **recompute})  # two CPU slots
 
 
-def _merged(shared: dict[str, object], **sections: object) -> dict[str, object]:
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in shared.items()}
-    for key, value in sections.items():
-        here = merged.setdefault(key, {})
-        if isinstance(here, dict) and isinstance(value, dict):
-            for inner, part in value.items():
-                both = isinstance(part, dict) and isinstance(here.get(inner), dict)
-                here[inner] = {**here[inner], **part} if both else part
-    return merged
+def _config(bases: list[str], values: Values) -> dict[str, object]:
+    config: dict[str, object] = {"defaults": [*bases, "_self_"]}
+    for path, value in values.items():
+        put(config, path, value)
+    return config
 
 
 def _text(config: dict[str, object], problems: int, shape: ModelConfig) -> str:

@@ -12,6 +12,11 @@ from rstar2_megatron.settings.schema import Settings
 Change = dict[str, Any]
 """Values by dotted keys; empty where all stays."""
 _ENGINE_SHARES = (0.8, 0.65, 0.5, 0.35)
+RECOMPUTE: Change = {
+    "actor.model.recompute_granularity": "full",
+    "actor.model.recompute_method": "uniform",
+    "actor.model.recompute_num_layers": 1,
+}
 
 
 def fewest_changes(
@@ -57,7 +62,6 @@ def _dimensions(settings: Settings, model: ModelConfig, world: int, engines: int
     experts = [n for n in range(1, world // pp + 1) if model.is_moe and model.num_experts % n == 0 and world % (n * pp) == 0]
     shares = [share for share in _ENGINE_SHARES if share != rollout.gpu_memory_utilization]
     offload = settings.actor.optim.use_distributed_optimizer and not settings.actor.optim.optimizer_cpu_offload
-    full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     tokens = settings.runner.max_tokens_per_mbs
     halves = [n for n in (tokens >> i for i in range(1, tokens.bit_length())) if n >= settings.runner.seq_length]
     return [
@@ -70,10 +74,7 @@ def _dimensions(settings: Settings, model: ModelConfig, world: int, engines: int
             for size in _sizes("actor.model.tensor_model_parallel_size", tp, tensors)
         ],
         _sizes("actor.model.expert_model_parallel_size", parallel.expert_model_parallel_size, experts or [1]),
-        [
-            {},
-            *([{f"actor.model.recompute_{k}": v for k, v in full.items()}] if parallel.recompute_granularity != "full" else []),
-        ],
+        [{}, *([RECOMPUTE] if parallel.recompute_granularity != "full" else [])],
     ]
 
 

@@ -7,6 +7,14 @@ from rstar2_megatron.settings.planning.table import RunPlan, ranges_text
 from rstar2_megatron.settings.schema import Settings
 
 
+def trained_trajectories(settings: Settings) -> int:
+    """The most trajectories that a step trains on."""
+    algorithm = settings.algorithm
+    sampling = algorithm.down_sampling
+    kept = sampling.down_sampling_config.down_sample_to_n if sampling.do_down_sampling else algorithm.group_size
+    return settings.data.rollout_batch_size * kept
+
+
 def plan_placement(plan: RunPlan, settings: Settings, slots: Slots, places: dict[str, list[int]]) -> None:
     kind = "CPU slots" if slots.is_cpu else f"GPUs of {slots.memory_gb:.0f} GB"
     if slots.assumed:
@@ -17,25 +25,14 @@ def plan_placement(plan: RunPlan, settings: Settings, slots: Slots, places: dict
         plan.add("placement", component, "by node group" if ranks is None else ranges_text(ranks))
 
 
-def plan_sft(plan: RunPlan, settings: Settings) -> None:
-    sft = settings.sft
+def plan_supervised(plan: RunPlan, settings: Settings) -> None:
+    """Of `runner.task_type` sft or preference."""
+    own = settings.sft if settings.runner.task_type == "sft" else settings.preference
+    rows = "conversations" if own is settings.sft else "comparisons of prefixes"
     plan.add(
         "batch",
         "step",
-        f"{sft.batch_size} conversations of at most {sft.max_length or settings.runner.seq_length} tokens, packed to "
-        f"{settings.runner.max_tokens_per_mbs} tokens a micro-batch",
-    )
-    plan.add(
-        "batch", "schedule", f"{sft.epochs:g} epochs, lr {sft.lr:g}, {sft.warmup_ratio:.1%} warm-up, then {sft.lr_decay_style}"
-    )
-
-
-def plan_preference(plan: RunPlan, settings: Settings) -> None:
-    own = settings.preference
-    plan.add(
-        "batch",
-        "step",
-        f"{own.batch_size} comparisons of prefixes of at most {own.max_length or settings.runner.seq_length} tokens, packed to "
+        f"{own.batch_size} {rows} of at most {own.max_length or settings.runner.seq_length} tokens, packed to "
         f"{settings.runner.max_tokens_per_mbs} tokens a micro-batch",
     )
     plan.add(
@@ -46,8 +43,7 @@ def plan_preference(plan: RunPlan, settings: Settings) -> None:
 def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
     algorithm, parallel = settings.algorithm, settings.actor.model
     problems, rollouts = settings.data.rollout_batch_size, algorithm.group_size
-    sampling = algorithm.down_sampling
-    kept = sampling.down_sampling_config.down_sample_to_n if sampling.do_down_sampling else rollouts
+    kept = trained_trajectories(settings) // problems
     data_parallel = world // (
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )

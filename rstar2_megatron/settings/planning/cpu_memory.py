@@ -8,8 +8,10 @@ parts of the gated MLP, and in bf16 the norms' fp32 inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.settings.planning.advice import RECOMPUTE, as_words, changed
 from rstar2_megatron.settings.planning.host_memory import save_bytes
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.planning.memory import GB, training_memory
@@ -73,26 +75,24 @@ def plan_cpu_memory(plan: RunPlan, settings: Settings, model: ModelConfig, world
 
 
 def _remedy(settings: Settings, model: ModelConfig, world: int, engines: int, host_gb: float) -> str:
-    runner, parallel = settings.runner, settings.actor.model
+    """The first that fits: smaller micro-batches, the smallest with recompute, these and a single engine."""
+    runner, change = settings.runner, dict[str, Any]()
 
     def fits(engines: int) -> bool:
-        return cpu_memory(changed, model, world, engines).total <= host_gb
+        return cpu_memory(changed(settings, change), model, world, engines).total <= host_gb
 
-    changed = settings.model_copy(deep=True)
-    while changed.runner.max_tokens_per_mbs // 2 >= runner.seq_length:
-        changed.runner.max_tokens_per_mbs //= 2
+    tokens = runner.max_tokens_per_mbs
+    while tokens // 2 >= runner.seq_length:
+        tokens //= 2
+        change["runner.max_tokens_per_mbs"] = tokens
         if fits(engines):
-            return f"set runner.max_tokens_per_mbs={changed.runner.max_tokens_per_mbs}"
-    words = f"runner.max_tokens_per_mbs={changed.runner.max_tokens_per_mbs}"
-    if parallel.recompute_granularity != "full":
-        changed.actor.model.recompute_granularity = "full"
-        changed.actor.model.recompute_method, changed.actor.model.recompute_num_layers = "uniform", 1
-        words += (
-            " actor.model.recompute_granularity=full actor.model.recompute_method=uniform actor.model.recompute_num_layers=1"
-        )
+            return f"set {as_words(change)}"
+    change["runner.max_tokens_per_mbs"] = tokens
+    if settings.actor.model.recompute_granularity != "full":
+        change |= RECOMPUTE
         if fits(engines):
-            return f"set {words}"
+            return f"set {as_words(change)}"
     if engines > 1 and fits(1):
-        words += ", and place the rollout on one slot: cluster.component_placement={actor: all, rollout: 0, reward: 0}"
-        return f"set {words}"
+        place = "place the rollout on one slot: cluster.component_placement={actor: all, rollout: 0, reward: 0}"
+        return f"set {as_words(change)}, and {place}"
     return "take a smaller model or a machine with more memory"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.memory import GB, Share, rank_parameters
+from rstar2_megatron.settings.planning.memory import GB, RankParameters, rank_parameters
 from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 PROCESS_GB = 8.0  # of a process with CUDA: libraries, pinned buffers
@@ -50,7 +50,7 @@ def save_bytes(
     width = 2 if bf16 else 4
     shares = [share for share in rank_parameters(actor, model, world) if share.held]
 
-    def gathering(share: Share) -> int:
+    def gathering(share: RankParameters) -> int:
         return min(ranks, share.model_ranks) if first else 0
 
     held = sum(share.held * gathering(share) for share in shares)

@@ -57,7 +57,7 @@ def parameters_of_largest_stage(model: ModelConfig, pipeline: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankParameters:
     """Parameters of one rank under one distributed optimizer: the dense ones or the experts."""
 
     held: float
@@ -67,7 +67,7 @@ class Share:
     """Ranks that together hold all these parameters."""
 
 
-def rank_parameters(actor: ActorSettings, model: ModelConfig, world: int) -> tuple[Share, Share]:
+def rank_parameters(actor: ActorSettings, model: ModelConfig, world: int) -> tuple[RankParameters, RankParameters]:
     """(dense, experts) of the fullest actor rank of `world`."""
     parallel = actor.model
     pp = parallel.pipeline_model_parallel_size
@@ -78,7 +78,7 @@ def rank_parameters(actor: ActorSettings, model: ModelConfig, world: int) -> tup
     ):
         held, ranks = parameters / split, split * pp
         data = max(world // ranks, 1) if actor.optim.use_distributed_optimizer else 1
-        shares.append(Share(held, held / data, ranks))
+        shares.append(RankParameters(held, held / data, ranks))
     return shares[0], shares[1]
 
 

@@ -5,41 +5,22 @@ The other modules of `planning/` have the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated, component_slots, slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.advice import Change, as_words, fewest_changes
-from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_preference, plan_sft
+from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_supervised
 from rstar2_megatron.settings.planning.cpu_memory import plan_cpu_memory
 from rstar2_megatron.settings.planning.disk import plan_disk
-from rstar2_megatron.settings.planning.host_memory import HostMemory, host_memory
-from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
-from rstar2_megatron.settings.planning.memory import GB, Memory, training_memory
+from rstar2_megatron.settings.planning.estimates import plan_times
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
 from rstar2_megatron.settings.planning.split import plan_split
 from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
-from rstar2_megatron.settings.planning.times import plan_times
 from rstar2_megatron.settings.planning.training import plan_training
 from rstar2_megatron.settings.planning.transport import plan_transport
 from rstar2_megatron.settings.schema import Settings
-
-__all__ = [
-    "GB",
-    "HostMemory",
-    "Memory",
-    "RunPlan",
-    "host_memory",
-    "kv_bytes_per_token",
-    "kv_capacity",
-    "make_plan",
-    "model_of",
-    "remedy",
-    "training_memory",
-    "what_fits",
-]
 
 
 def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
@@ -54,30 +35,22 @@ def model_of(settings: Settings) -> tuple[ModelConfig | None, str]:
     return known_model(path), "by the directory's name"
 
 
-def make_plan(
-    settings: Settings,
-    *,
-    slots: Slots | None = None,
-    find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
-    with_remedy: bool = True,
-) -> RunPlan:
+def make_plan(settings: Settings, *, slots: Slots | None = None, with_remedy: bool = True) -> RunPlan:
     """The plan of a YAML. Without `slots` the machine's GPUs are counted; if there are none, `cluster.assumed_node` is taken.
 
     with_remedy: search what would fit, where training does not. Raises ValueError for an invalid placement or an unsupported
     model.
     """
     if slots is None:
-        slots = slots_of(settings.cluster, find_gpus(), visible_host_gb())
+        slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
     plan = RunPlan(f"Plan of {settings.runner.experiment_name}")
     places = component_slots(settings.cluster, slots.count)
     model, source = model_of(settings)
     plan_placement(plan, settings, slots, places)
     world = len(places.get("actor", range(slots.count)))
     task = settings.runner.task_type
-    if task == "sft":
-        plan_sft(plan, settings)
-    elif task == "preference":
-        plan_preference(plan, settings)
+    if task in ("sft", "preference"):
+        plan_supervised(plan, settings)
     else:
         plan_batch(plan, settings, world)
     if model is None:

@@ -83,7 +83,7 @@ def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelCo
     weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
     turns = colocated(actor)
     if turns:
-        buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # one is written while the other is read
+        buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # the buffer, and the tensor gathered for it
         of_actor = stays + (memory.weights if actor.offload_weight else 0) + buckets
         sync = of_actor + weights + residue
         plan.gpu_peak_gb = max(plan.gpu_peak_gb, sync)

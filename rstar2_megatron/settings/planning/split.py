@@ -11,15 +11,17 @@ from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated
+from rstar2_megatron.settings.planning.advice import RECOMPUTE, changed
+from rstar2_megatron.settings.planning.estimates import engines_of, handover_s, host_optimizer_s, sync_s, train_s
 from rstar2_megatron.settings.planning.kv_cache import kv_capacity
 from rstar2_megatron.settings.planning.memory import CUDA_OVERHEAD_GB, ENGINE_WORK_GB, engine_residue_gb, training_memory
 from rstar2_megatron.settings.planning.table import RunPlan, ranges_text
-from rstar2_megatron.settings.planning.times import engines_of, handover_s, host_optimizer_s, sync_s, train_s
 from rstar2_megatron.settings.schema import Settings
 
 ALONE_SHARE = 0.85  # rollout.gpu_memory_utilization of engines on GPUs of their own
 RECOMPUTE_COST = 4 / 3  # one more forward
-_PARTS = ("weight", "grad", "optimizer")
+_OFFLOAD = ("actor.offload_weight", "actor.offload_grad", "actor.offload_optimizer")
+_SHARE = "rollout.gpu_memory_utilization"
 _WORTH = 1.02  # less is within what the closed forms can tell
 
 
@@ -70,13 +72,13 @@ def _against(seconds: float, together: float) -> str:
 
 def collocated_step_s(settings: Settings, slots: Slots, model: ModelConfig) -> float | None:
     """Seconds of the synchronous step on all GPUs, the actor offloaded while engines generate; None if it does not fit."""
-    changed = _with_offload(settings, offload=True)
+    offloading = changed(settings, dict.fromkeys(_OFFLOAD, True))
     gpu_gb, residue = slots.memory_gb or 0.0, engine_residue_gb(settings)
-    if training_memory(changed, model, slots.count, cpu=False).total + residue > gpu_gb:
+    if training_memory(offloading, model, slots.count, cpu=False).total + residue > gpu_gb:
         return None
     free = gpu_gb - CUDA_OVERHEAD_GB
-    changed.rollout.gpu_memory_utilization = min(settings.rollout.gpu_memory_utilization, 1 - (residue + ENGINE_WORK_GB) / free)
-    kv_tokens = kv_capacity(changed, model, free)
+    share = min(settings.rollout.gpu_memory_utilization, 1 - (residue + ENGINE_WORK_GB) / free)
+    kv_tokens = kv_capacity(changed(offloading, {_SHARE: share}), model, free)
     if kv_tokens < settings.runner.seq_length:
         return None
     engines = engines_of(settings, model, slots.count // settings.rollout.tensor_parallel_size, kv_tokens)
@@ -89,8 +91,7 @@ def splits(settings: Settings, slots: Slots, model: ModelConfig, bound: int) -> 
     parallel, tp = settings.actor.model, settings.rollout.tensor_parallel_size
     pp = parallel.pipeline_model_parallel_size
     ranks = parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size
-    alone = _with_offload(settings, offload=False)
-    alone.rollout.gpu_memory_utilization = ALONE_SHARE
+    alone = changed(settings, {**dict.fromkeys(_OFFLOAD, False), _SHARE: ALONE_SHARE})
     kv_tokens = kv_capacity(alone, model, slots.memory_gb)
     if kv_tokens < settings.runner.seq_length:
         return
@@ -99,7 +100,7 @@ def splits(settings: Settings, slots: Slots, model: ModelConfig, bound: int) -> 
         if (slots.count - actor) % tp or actor % (parallel.expert_model_parallel_size * pp):
             continue
         recompute = not _fits(alone, model, actor, slots)
-        if recompute and not _fits(_recomputing(alone), model, actor, slots):
+        if recompute and not _fits(changed(alone, RECOMPUTE), model, actor, slots):
             continue
         cost = RECOMPUTE_COST if recompute and parallel.recompute_granularity != "full" else 1.0
         seconds = _apart_s(settings, model, actor, engines, kv_tokens, bound, cost)
@@ -115,18 +116,3 @@ def _apart_s(
 
 def _fits(settings: Settings, model: ModelConfig, gpus: int, slots: Slots) -> bool:
     return training_memory(settings, model, gpus, cpu=False).total <= (slots.memory_gb or 0.0)
-
-
-def _with_offload(settings: Settings, *, offload: bool) -> Settings:
-    changed = settings.model_copy(deep=True)
-    for part in _PARTS:
-        setattr(changed.actor, f"offload_{part}", offload)
-    return changed
-
-
-def _recomputing(settings: Settings) -> Settings:
-    changed = settings.model_copy(deep=True)
-    parallel = changed.actor.model
-    parallel.recompute_granularity, parallel.recompute_method = "full", "uniform"
-    parallel.recompute_num_layers = 1
-    return changed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rstar2_megatron.settings.planning.batch import trained_trajectories
 from rstar2_megatron.settings.planning.table import RunPlan
 from rstar2_megatron.settings.schema import Settings
 
@@ -22,11 +23,7 @@ _STORE_MARGIN = 1.25
 
 def batch_tokens(settings: Settings) -> int:
     """Most tokens of a step's training batch."""
-    sampling = settings.algorithm.down_sampling
-    kept = sampling.down_sampling_config.down_sample_to_n
-    if not sampling.do_down_sampling:
-        kept = settings.algorithm.group_size
-    return settings.data.rollout_batch_size * kept * settings.runner.seq_length
+    return trained_trajectories(settings) * settings.runner.seq_length
 
 
 def object_store_bytes(settings: Settings) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.sandbox.cgroup import GroupTree, Share, SlotGroup
+from rstar2_megatron.judge.sandbox.cgroup import CpuShare, GroupTree, SlotGroup
 from tests.judge.calls import HELD, control_group, let_go, until_marked
 from tests.judge.conftest import Run
 from tests.judge.sandbox.conftest import need
@@ -38,10 +38,16 @@ def test_a_demoted_group_has_a_small_weight_or_none(tree: GroupTree) -> None:
     slot = weight.parent
     of_a_call = {"cpu.shares": 1024, "cpu.weight": 100}[weight.name]
     has_idle = (slot / "cpu.idle").exists()
-    for share, part in ((Share.NEW, 1), (Share.IDLE, 0), (Share.DEMOTED, 4), (Share.IDLE, 0), (Share.NO_CALL, 1)):
+    for share, part in (
+        (CpuShare.NEW, 1),
+        (CpuShare.IDLE, 0),
+        (CpuShare.DEMOTED, 4),
+        (CpuShare.IDLE, 0),
+        (CpuShare.NO_CALL, 1),
+    ):
         assert group.set_share(share)
         if has_idle:
-            assert (slot / "cpu.idle").read_text() == f"{int(share is Share.IDLE)}\n"
+            assert (slot / "cpu.idle").read_text() == f"{int(share is CpuShare.IDLE)}\n"
         if part or not has_idle:
             assert int(weight.read_text()) == of_a_call // (part or 4)
 
@@ -61,28 +67,28 @@ def test_the_group_of_all_slots_weighs_as_its_new_calls(tree: GroupTree) -> None
         assert not calls or int(weight.read_text()) == calls * of_a_call
 
     for slot, share, calls in (
-        (0, Share.NEW, 1),
-        (1, Share.NEW, 2),
-        (1, Share.NO_CALL, 2),  # until the next one begins
-        (1, Share.NEW, 2),
-        (0, Share.IDLE, 1),
-        (1, Share.NO_CALL, 0),
-        (1, Share.NEW, 1),
-        (2, Share.DEMOTED, 4),  # short of CPU
-        (1, Share.IDLE, 4),
-        (2, Share.IDLE, 0),
-        (0, Share.NO_CALL, 0),
+        (0, CpuShare.NEW, 1),
+        (1, CpuShare.NEW, 2),
+        (1, CpuShare.NO_CALL, 2),  # until the next one begins
+        (1, CpuShare.NEW, 2),
+        (0, CpuShare.IDLE, 1),
+        (1, CpuShare.NO_CALL, 0),
+        (1, CpuShare.NEW, 1),
+        (2, CpuShare.DEMOTED, 4),  # short of CPU
+        (1, CpuShare.IDLE, 4),
+        (2, CpuShare.IDLE, 0),
+        (0, CpuShare.NO_CALL, 0),
     ):
         _wait(_child(tree.slots[slot], share))
         check(calls)
-    many = (Share.NEW, Share.IDLE, Share.NO_CALL) * 100
-    for last, calls in ((Share.NEW, 3), (Share.IDLE, 0)):
+    many = (CpuShare.NEW, CpuShare.IDLE, CpuShare.NO_CALL) * 100
+    for last, calls in ((CpuShare.NEW, 3), (CpuShare.IDLE, 0)):
         for pid in [_child(group, *many, last) for group in tree.slots]:
             _wait(pid)
         check(calls)
 
 
-def _child(group: SlotGroup, *shares: Share) -> int:
+def _child(group: SlotGroup, *shares: CpuShare) -> int:
     pid = os.fork()
     if pid == 0:
         try:

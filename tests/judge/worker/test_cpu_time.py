@@ -20,7 +20,7 @@ import pytest
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
-from rstar2_megatron.judge.sandbox.cgroup import Share, SlotGroup
+from rstar2_megatron.judge.sandbox.cgroup import CpuShare, SlotGroup
 from rstar2_megatron.judge.sandbox.process_tree import NICENESS, SLICE_S, Supervision, Usage, usage_of
 from tests.judge.calls import MARK, marked, processes, until_marked
 from tests.judge.waiting import until
@@ -161,9 +161,9 @@ class Scripted:
             usage=lambda _: Usage([], *at(self.now)),
         )
 
-    def set_share(self, share: Share) -> bool:
+    def set_share(self, share: CpuShare) -> bool:
         """In place of the slot's control group."""
-        self.demoted.append(share is Share.IDLE)
+        self.demoted.append(share is CpuShare.IDLE)
         return True
 
     def end(self) -> tuple[Outcome, float]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import EngineReport
 from rstar2_megatron.settings.schema import RolloutModelSettings, RolloutSettings
-from rstar2_megatron.weights.shared_memory import SharedBucket, WeightBucket, group_tensors
+from rstar2_megatron.weights.bucket import buckets as in_buckets
+from rstar2_megatron.weights.shared_memory import SharedBucket, WeightBucket
 
 PROMPT = [5, 17, 33, 201, 7]
 ENDLESS = {"max_new_tokens": 2500, "ignore_eos": True}
@@ -58,8 +59,8 @@ async def update_weights(
     """Weights of a test into an engine, by the way that a weight sync takes."""
 
     async def buckets() -> AsyncIterator[tuple[WeightBucket, bool]]:
-        for tensors, last in group_tensors(named_tensors, bucket_bytes):
-            yield SharedBucket(tensors), last
+        for bucket, last in in_buckets(named_tensors, bucket_bytes):
+            yield SharedBucket(bucket), last
 
     await engine.update_weights(buckets(), version)
 

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
 from rstar2_megatron.services.process import listen
+from rstar2_megatron.weights.bucket import Bucket, buckets
 from rstar2_megatron.weights.checksum import weights_checksum
-from rstar2_megatron.weights.cuda_ipc import DeviceBucket, flatten, handle_of
+from rstar2_megatron.weights.cuda_ipc import DeviceBucket, handle_of
 from rstar2_megatron.weights.shared_memory import WeightBucket
 from tests.rollout.engine.small import ENDLESS, PROMPT, hf_logprobs, named_files, settings_for, update_weights
 
@@ -146,9 +147,9 @@ async def test_two_ranks_share_a_model_and_refuse_weights_together(tiny_model: P
 
         # SGLang answers with the result of rank 0 alone: rank 1 would serve the old weights under the new version
         more = {name: tensor * 1.1 for name, tensor in weights.items()}
-        flat, places = flatten(more)
-        good = handle_of(flat, places)
-        broken = handle_of(torch.zeros(64, dtype=torch.uint8), {"model.norm.weight": (0, (3, 3), torch.float32)})
+        [(whole, _)] = buckets(more.items(), sum(tensor.nbytes for tensor in more.values()))
+        good = handle_of(whole)
+        broken = handle_of(Bucket(torch.zeros(64, dtype=torch.uint8), {"model.norm.weight": (0, (3, 3), torch.float32)}))
         with pytest.raises(EngineError, match="tensor-parallel rank 1"):
             await client.update_weights(from_both(good, broken), version=2)
         await client.update_weights(from_both(good, good), version=3)

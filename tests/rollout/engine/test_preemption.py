@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.scheduling.adaptive_budget import AdaptiveBudget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_budget import AdaptiveBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams

@@ -19,8 +19,8 @@ from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_budget import make_budget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
 from rstar2_megatron.settings.schema import SamplingParams

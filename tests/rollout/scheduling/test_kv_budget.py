@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES, AdaptiveBudget, make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
-from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES, AdaptiveBudget, make_budget
-from rstar2_megatron.rollout.scheduling.kv_reservation import KVBudget
+from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths, LengthSurvival
 
 TRAJECTORIES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 140), st.floats(0.01, 1.0)), min_size=1, max_size=40)

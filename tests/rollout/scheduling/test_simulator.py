@@ -17,8 +17,8 @@ from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import STAGE_8K, Shape, Turn, recorded, synthetic
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.rollout_log import rollout_rows
-from rstar2_megatron.rollout.scheduling.kv_budget import POLICIES
-from rstar2_megatron.settings.planning.engine_speed import EngineSpeed
+from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES
+from rstar2_megatron.settings.planning.estimates import EngineSpeed
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory
 
 SPEED = EngineSpeed(0.01, 1e-4, 1e-7, 0.01, 1e-5)

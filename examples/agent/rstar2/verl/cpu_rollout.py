@@ -18,6 +18,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.settings.sections.rollout import RolloutSettings
+from rstar2_megatron.weights.bucket import buckets
 from rstar2_megatron.weights.shared_memory import OpenedBucket, SharedBucket, WeightBucket
 
 _GENERATE_TIMEOUT_S = 600.0
@@ -117,7 +118,9 @@ class CPUServerAdapter(BaseRollout):
     ) -> None:
         if wire_format != "named_tensors":
             raise ValueError(f"weights arrive as {wire_format!r}; sglang_cpu takes named_tensors")
-        bucket = SharedBucket({name: tensor.detach().contiguous() for name, tensor in weights})
+        held = dict(weights)
+        [(whole, _)] = buckets(held.items(), sum(tensor.nbytes for tensor in held.values()))
+        bucket = SharedBucket(whole)
         try:
             server = ray.get_actor(_actor_name(self.replica_rank))
             await server.load_weights.remote(bucket.path, global_steps)

@@ -2,5 +2,9 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from rstar2_megatron.weights.route import RouteKind
+
 START, STEP, CHECKPOINT = "start", "step", "checkpoint"
-ROUTES = ("cuda_ipc", "shared_memory", "broadcast", "disk")
+ROUTES: tuple[str, ...] = get_args(RouteKind)

@@ -9,7 +9,7 @@ from typing import Any
 from rstar2_megatron.runs.check.case import lengths, make_batch, make_case, random_batch
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
-from rstar2_megatron.settings.planning.engine_speed import train_share
+from rstar2_megatron.settings.planning.estimates import train_share
 
 _PROGRAMS = "rstar2_megatron.runs.check.programs.actor_state"
 _OFFLOAD: dict[str, Any] = {"offload_weight": True, "offload_grad": True, "offload_optimizer": True}

@@ -11,7 +11,7 @@ from rstar2_megatron.runs.check.case import make_case
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 from rstar2_megatron.settings.placement import first_engine
-from rstar2_megatron.settings.planning.engine_speed import DECODE_SHARE, PEAK_BYTES_PER_S
+from rstar2_megatron.settings.planning.estimates import DECODE_SHARE, PEAK_BYTES_PER_S
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.planning.memory import engine_residue_gb
 from rstar2_megatron.settings.schema import RolloutSettings

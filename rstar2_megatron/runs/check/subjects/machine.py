@@ -14,7 +14,8 @@ from rstar2_megatron.runs.check.subjects.thin_model import thin_parameters
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.process import PROJECT
 from rstar2_megatron.settings.load import ConfigError
-from rstar2_megatron.settings.planning.plan import host_memory, make_plan, model_of
+from rstar2_megatron.settings.planning.host_memory import host_memory
+from rstar2_megatron.settings.planning.plan import make_plan, model_of
 
 SURVEY = "rstar2_megatron.runs.check.programs.survey:survey"
 LEAST_DRIVER = 580  # CUDA 13
@@ -61,11 +62,7 @@ def nodes(context: Context) -> Finding:
     """Ray reaches every node, and each tells about itself."""
     wanted = context.settings.cluster.num_nodes
     addresses = context.nodes.start_ray(wanted, context.settings.cluster.node_wait_timeout_s)
-    paths = [str(context.scratch.parent), str(PROJECT)]
-    pins = read_pins(_REQUIREMENTS, gpu=not context.slots.is_cpu)
-    answers = context.nodes.everywhere(SURVEY, 60.0, paths=paths, pins=sorted(pins))
-    facts = values(answers)
-    context.found["survey"] = facts
+    facts = _facts(context)
     hosts = ", ".join(f"{fact['host']} at {address}" for fact, address in zip(facts, addresses))
     return Finding(f"{len(facts)} of {wanted}: {hosts}", {"addresses": addresses})
 

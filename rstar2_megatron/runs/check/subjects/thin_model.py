@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.model.config_json import DEFAULTS
-from rstar2_megatron.model.known_models import known_model
+from rstar2_megatron.model.known_models import known_config
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
@@ -35,10 +34,10 @@ def thin_config(model_path: str, layers: int) -> dict[str, Any]:
         raw: dict[str, Any] = json.loads(path.read_text())
         raw.pop("layer_types", None)
         return {**raw, "num_hidden_layers": layers, "max_window_layers": layers}
-    known = known_model(model_path)
+    known = known_config(model_path)
     if known is None:
         raise CheckFailed(f"rollout.model.model_path={model_path} has no config.json, and its name is not a known model's")
-    return {**_as_dict(known), "num_hidden_layers": layers}
+    return {**known, "num_hidden_layers": layers}
 
 
 def thin_parameters(settings: Any) -> int:
@@ -48,37 +47,6 @@ def thin_parameters(settings: Any) -> int:
         return ModelConfig.from_dict(raw).num_parameters
     except (CheckFailed, ValueError, KeyError):
         return 0
-
-
-def _as_dict(model: ModelConfig) -> dict[str, Any]:
-    fields = asdict(model)
-    raw: dict[str, Any] = {
-        "architectures": [model.architecture],
-        "model_type": DEFAULTS[model.architecture]["model_type"],
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "rope_parameters": {
-            "rope_theta": model.rope_theta,
-            **({"rope_type": "llama3", **fields["rope_scaling"]} if model.rope_scaling else {"rope_type": "default"}),
-        },
-        **{
-            name: fields[name]
-            for name in (
-                *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps"),
-                *("max_position_embeddings", "tie_word_embeddings"),
-            )
-        },
-    }
-    if model.architecture == "MistralForCausalLM":
-        raw["sliding_window"] = None  # transformers' default is 4,096
-    if model.is_moe:
-        raw |= {
-            "num_experts": model.num_experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "moe_intermediate_size": model.expert_intermediate_size,
-            "norm_topk_prob": model.norm_topk_prob,
-        }
-    return raw
 
 
 def build(job: Job, raw: dict[str, Any], directory: str, precision: str, tokenizer_from: str) -> dict[str, float]:

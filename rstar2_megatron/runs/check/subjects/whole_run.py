@@ -16,8 +16,7 @@ from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import print_config
-from rstar2_megatron.settings.planning.engine_speed import train_share
-from rstar2_megatron.settings.planning.times import LINK_BYTES_PER_S
+from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, train_share
 from rstar2_megatron.settings.schema import Settings
 
 PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program"
@@ -29,8 +28,7 @@ _TAIL = 6000
 class ClusterProgram:
     """The program that runs the parts. After a part had to be killed it is restarted with the parts that are left."""
 
-    def __init__(self, context: Context, program: str = PROGRAM) -> None:
-        self._program = program
+    def __init__(self, context: Context) -> None:
         self._directory = context.scratch / "run"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._config = self._directory / "config.yaml"
@@ -68,7 +66,7 @@ class ClusterProgram:
         self._events.touch()
         with (self._directory / f"log-{self._runs}.txt").open("wb") as log:
             self._process = start_child(
-                [sys.executable, "-u", "-m", self._program, str(self._config), str(self._events), *parts],
+                [sys.executable, "-u", "-m", PROGRAM, str(self._config), str(self._events), *parts],
                 log,
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from benchmarks.verl.export import VERSION, chat_template, differences, export, verl_rows
 from rstar2_megatron.report.names import ours_from_verl
-from rstar2_megatron.report.verl.export import VERSION, chat_template, differences, export, verl_rows
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import Settings

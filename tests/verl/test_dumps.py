@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.verl.dumps import add_tool_errors, tool_errors
 from rstar2_megatron.report.read import read_logs
-from rstar2_megatron.report.verl.dumps import add_tool_errors, tool_errors
 from rstar2_megatron.rollout.tool_response import format_refusal, format_tool_response
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.runs.verl.beside import ARMS, Beside, arm_words
+from benchmarks.verl.beside import ARMS, Beside, arm_words
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load_settings
 from tests.e2e.runs import ProgramRun, read_jsonl
 from tests.rollout.memorised import SETTINGS
