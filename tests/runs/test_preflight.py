@@ -56,7 +56,7 @@ def test_an_allocator_that_moves_memory_is_refused(model: Path, data: Path, monk
     assert check_before_start(tiny(model, data)) == []
 
 
-OWN = """
+RULES = """
 def advantage(rewards, valid): return rewards
 def keep(problem, trajectory): return True
 def of_the_batch(tokens): return -tokens.advantages * tokens.ratio / tokens.ratio.mean()
@@ -77,7 +77,7 @@ def of_the_batch(tokens): return -tokens.advantages * tokens.ratio / tokens.rati
 )
 def test_own_rules_of_the_algorithm(model: Path, data: Path, words: list[str], message: str) -> None:
     path = model.parent / "own.py"
-    path.write_text(OWN)
+    path.write_text(RULES)
     with pytest.raises(ConfigError, match=message):
         check_before_start(tiny(model, data, *(f"algorithm.{word.replace('=', f'={path}:')}" for word in words)))
     path.write_text("def advantage(rewards, valid): return rewards - 0.5")
