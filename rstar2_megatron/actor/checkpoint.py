@@ -39,7 +39,7 @@ from rstar2_megatron.actor.optimizer_state import (
     states_without_data,
     take_held_states,
 )
-from rstar2_megatron.records.checkpoint import not_written
+from rstar2_megatron.records.disk import not_written, writing
 from rstar2_megatron.settings.planning.host_memory import LOAD_PIECE_BYTES
 from rstar2_megatron.settings.schema import ActorSettings
 
@@ -107,6 +107,7 @@ class PendingSave:
     def __init__(self, request: AsyncRequest, partial: Path, final: Path, live: set[int]) -> None:
         """live: addresses of the storages that training changes while the files are written."""
         self._request, self._partial, self._final = request, partial, final
+        self._random_states = _random_states()
         self._failure: BaseException | None = None
         arguments = list(request.async_fn_args)
         if request.async_fn is not None:
@@ -121,6 +122,7 @@ class PendingSave:
 
     def _write(self, arguments: list[Any]) -> None:
         try:
+            torch.save(self._random_states, self._partial / _RANDOM / _random_file())
             if self._request.async_fn is not None:
                 self._request.async_fn(*arguments)
         except BaseException as error:
@@ -133,14 +135,14 @@ class PendingSave:
         return not int(waiting)
 
     def finish(self) -> None:
-        """Wait for the files and rename the directory to its final name; collective. Raises OSError for a failed write."""
+        """Wait for the files and rename the directory to its final name; collective. Raises NotWritten."""
         self._thread.join()
         failed = torch.tensor([int(self._failure is not None)])
         dist.all_reduce(failed, group=_host_group())
         if self._failure is not None:
             raise not_written(self._final) from self._failure
         if int(failed):
-            raise OSError(f"another rank could not write its part of {self._final}; is the disk full?")
+            raise not_written(self._final, "another rank could not write its part; is the disk full?")
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
@@ -210,7 +212,8 @@ def start_save(directory: str | Path, chunks: list[Any], optimizer: Any, counter
     partial = final.with_name(final.name + ".tmp")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / _RANDOM).mkdir(parents=True)
+        with writing(partial):
+            (partial / _RANDOM).mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
     state[_COUNTERS] = counters
@@ -221,7 +224,6 @@ def start_save(directory: str | Path, chunks: list[Any], optimizer: Any, counter
         state, str(partial), _ThreadedSave(), async_sharded_save=True, content_metadata=dict(_METADATA)
     )
     assert request is not None
-    torch.save(_random_states(), partial / _RANDOM / _random_file())
     return PendingSave(request, partial, final, live)
 
 

@@ -24,6 +24,8 @@ from torch import Tensor
 from rstar2_megatron.actor.checkpoint import replace_directory
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.weight_files import NOT_FINITE, stored_tensors, weight_problems
+from rstar2_megatron.records.disk import writing
+from rstar2_megatron.records.whole_file import write_json
 
 Kind = Literal["rows", "columns", "whole"]
 MAX_SHARD_BYTES = 2 * 1024**3
@@ -260,9 +262,10 @@ def write_hf_directory(
     def flush() -> None:
         nonlocal held, held_bytes
         if held:
-            partial.mkdir(parents=True, exist_ok=True)
             shards.append(partial / f"shard-{len(shards)}")
-            save_file(held, shards[-1], metadata={"format": "pt"})
+            with writing(shards[-1]):
+                partial.mkdir(parents=True, exist_ok=True)
+                save_file(held, shards[-1], metadata={"format": "pt"})
             weight_map.update(dict.fromkeys(held, shards[-1].name))
         held, held_bytes = {}, 0
 
@@ -284,7 +287,7 @@ def write_hf_directory(
             "metadata": {"total_size": total_bytes},
             "weight_map": {name: final_name[shard] for name, shard in weight_map.items()},
         }
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        write_json(partial / "model.safetensors.index.json", index)
     for shard, name in zip(shards, names):
         shard.rename(partial / name)
     if dtype is None:
@@ -297,8 +300,9 @@ def _copy_config(source: Path, target: Path, keys: dict[str, Any]) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name not in _NOT_COPIED:
-                shutil.copy(file, target / file.name)
+                with writing(target / file.name):
+                    shutil.copy(file, target / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config.update(keys)
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(target / "config.json", config)

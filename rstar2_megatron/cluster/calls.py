@@ -16,6 +16,8 @@ from typing import Any
 import ray
 from rlinf.scheduler import Channel
 
+from rstar2_megatron.records.disk import NotWritten
+
 _LOW_MEMORY = "running low on memory"
 _NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 
@@ -115,6 +117,8 @@ class PendingCall:
             try:
                 ray.get(ref)
             except ray.exceptions.RayTaskError as e:
+                if isinstance(e.cause, NotWritten):
+                    raise e.cause from None
                 raise WorkerFailed(f"{self.name} failed:\n{e}") from e
             except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as e:
                 rank = self._ranks[self.refs.index(ref)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.records.disk import reason_of
 
 _RESULTS = ("train.jsonl", "report.json")
 
@@ -41,7 +42,7 @@ def run_command(
             raise DataError(f"{out} already holds {', '.join(present)}; choose another --out or give --force")
         report = make(arguments)
     except (DataError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {reason_of(error, out, '--out')}", file=sys.stderr)
         return 2
     print(render(report))
     files = [f"{rows:,} rows to {out / name}" for name, rows in report["written"].items()]

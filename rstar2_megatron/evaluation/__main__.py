@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from rstar2_megatron.evaluation.configure import MAX_TOKENS, check_model, configure, default_out, parse_words, read_benchmarks
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
+from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.text_table import aligned
-from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.records.whole_file import write_json, write_text
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.trajectory import Problem
 
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nstopped; the same command continues from {out}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print(f"\nerror: {reason_of(error, out, '--out')}", file=sys.stderr)
         return 1
 
 
@@ -111,7 +112,7 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
         "scores": {name: dataclasses.asdict(scores) for name, scores in parts.items()},
     }
     write_json(out / "scores.json", as_json)
-    (out / "scores.txt").write_text(text + "\n", encoding="utf-8")
+    write_text(out / "scores.txt", text + "\n")
     print(text)
     print(f"wrote {out / 'trajectories.jsonl'}, {out / 'scores.json'}, {out / 'scores.txt'}")
     missing = sum(scores.missing for name, scores in parts.items() if name != "all")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.trajectory import Problem, ToolOutcome, is_usable
 
 
@@ -115,7 +116,7 @@ def check_identity(path: Path, identity: Mapping[str, Any]) -> None:
     settings_path = path.with_name(path.name + ".settings.json")
     identity = json.loads(json.dumps(identity))
     if not path.exists():
-        settings_path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        write_json(settings_path, identity)
         return
     try:
         before = json.loads(settings_path.read_text(encoding="utf-8"))

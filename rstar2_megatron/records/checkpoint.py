@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.disk import writing
+
 _NAME = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished"
 _NOTE = "note.json"
@@ -103,7 +105,8 @@ class UnfinishedCheckpoint:
         """Give it its name and note, once the model is written; then remove checkpoints that `steps_to_keep` does not name."""
         final = self.checkpoints_dir / f"global_step_{self.step}"
         partial = final.with_name(final.name + _UNFINISHED)
-        (partial / _NOTE).write_text(json.dumps(asdict(note)) + "\n")
+        with writing(partial / _NOTE):
+            (partial / _NOTE).write_text(json.dumps(asdict(note)) + "\n")
         if final.exists():  # the same step again, after a resume from an older checkpoint
             shutil.rmtree(final)
         partial.rename(final)
@@ -125,27 +128,17 @@ def begin_save(
     partial = checkpoints_dir / f"global_step_{step}{_UNFINISHED}"
     for stale in checkpoints_dir.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(stale)
-    (partial / "data").mkdir(parents=True)
+    with writing(partial):
+        (partial / "data").mkdir(parents=True)
     save_actor(str(partial / "actor"))
     import torch  # here, because torch takes seconds to load, and finding checkpoints does not need it
 
-    try:
-        with (partial / "data" / "data.pt").open("wb") as file:
-            torch.save(data_state, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's writer does not tell a full disk from other faults
-        raise not_written(partial / "data" / "data.pt") from error
+    path = partial / "data" / "data.pt"
+    with writing(path), path.open("wb") as file:
+        torch.save(data_state, file)
+        file.flush()
+        os.fsync(file.fileno())
     return UnfinishedCheckpoint(checkpoints_dir, step)
-
-
-def not_written(path: Path) -> OSError:
-    """The error for a part of a checkpoint that could not be written."""
-    free = shutil.disk_usage(path.parent).free
-    return OSError(
-        f"could not write {path} ({free / 1e6:.0f} MB are free there); is the disk full? Earlier checkpoints are whole: make "
-        "room, or set runner.output_dir to a larger disk, and start the same command again"
-    )
 
 
 def save(checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int) -> Path:

@@ -7,10 +7,11 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rstar2_megatron.records.disk import writing
 from rstar2_megatron.records.whole_file import replacement, replacing
 
 Row = dict[str, Any]
@@ -29,7 +30,14 @@ class JsonlFile:
         self._sync = sync
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write rows. A float of a row that is not finite is written as null, because JSON has no such number."""
+        """Write rows. A float of a row that is not finite is written as null, because JSON has no such number.
+
+        Raises NotWritten.
+        """
+        with writing(self.path):
+            self._append(rows)
+
+    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for row in rows:

@@ -9,15 +9,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from rstar2_megatron.records.disk import writing
+
 
 @contextlib.contextmanager
 def replacement(path: Path) -> Iterator[Path]:
-    """A temporary path; its file replaces `path` at the end of the block, unless the block raises."""
+    """A temporary path; its file replaces `path` at the end of the block, unless the block raises.
+
+    Raises NotWritten for an error of the block that the disk is the reason of.
+    """
     partial = path.with_name(path.name + ".unfinished")
-    yield partial
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with writing(path):
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
 
 
 @contextlib.contextmanager
@@ -27,10 +33,13 @@ def replacing(path: Path) -> Iterator[TextIO]:
         yield file
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     with replacing(path) as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+        file.write(text)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from rstar2_megatron.records.trajectory_row import unpack_floats, unpack_ints
+from rstar2_megatron.records.whole_file import write_text
 from rstar2_megatron.report.page.trees import find_trees, tree_groups
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     out = arguments.out or directory / "trajectories.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render(page, directory.resolve().name), encoding="utf-8")
+    write_text(out, render(page, directory.resolve().name))
     for message in page.messages:
         print(f"note: {message}", file=sys.stderr)
     print(f"wrote {out}: {len(page.groups)} groups, {out.stat().st_size / 1e6:.1f} MB")

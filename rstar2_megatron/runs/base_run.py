@@ -15,6 +15,7 @@ from typing import Any
 
 from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.checkpoint import find_resume
+from rstar2_megatron.records.whole_file import write_json, write_text
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.schema import Settings
@@ -117,7 +118,7 @@ class BaseRun:
             self._archive("it has no checkpoint to resume from")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / FINISHED).unlink(missing_ok=True)
-        (self.directory / "config.yaml").write_text(print_config(self.settings))
+        write_text(self.directory / "config.yaml", print_config(self.settings))
         for _, code in all_user_code(self.settings):
             code.save(self.directory)
         return resume
@@ -137,8 +138,7 @@ class BaseRun:
     def mark_finished(self, step: int, condition: str = "") -> None:
         """Note that everything of the run is on disk. `condition`: the condition that ended it before its last step, or ""."""
         seconds = round(time.perf_counter() - self.started, 1)
-        text = json.dumps({"step": step, "condition": condition, "seconds": seconds})
-        (self.directory / FINISHED).write_text(text + "\n")
+        write_json(self.directory / FINISHED, {"step": step, "condition": condition, "seconds": seconds})
 
     def _archive(self, why: str) -> None:
         """Rename the directory of an earlier run of the same name."""

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
 from rstar2_megatron.records.model_format import write_format
+from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import run_sft_phase
@@ -132,7 +133,7 @@ def run_cold_start(
         losses=losses,
     )
     stored = {name: value for name, value in asdict(result).items() if name not in ("model", "reused")}
-    (partial / "result.json").write_text(json.dumps(stored, indent=2) + "\n")
+    write_json(partial / "result.json", stored)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     return result

@@ -9,8 +9,9 @@ from collections.abc import Collection
 
 from rstar2_megatron.cpu.devices import hide_gpus
 from rstar2_megatron.extension.user_code import all_user_code
+from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.runs.base_run import BaseRun, StopSignals
-from rstar2_megatron.runs.inputs.output_directory import held_directory
+from rstar2_megatron.runs.inputs.output_directory import held_directory, run_directory
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.settings.load import ConfigError
@@ -71,7 +72,7 @@ def _run(settings: Settings) -> int:
             code = stopped.exit_code
             print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
         elif isinstance(e, (ValueError, RuntimeError, OSError)):
-            print(f"\nerror: {e}", file=sys.stderr, flush=True)
+            print(f"\nerror: {reason_of(e, run_directory(settings), 'runner.output_dir')}", file=sys.stderr, flush=True)
             logger.debug("failed", exc_info=True)
         else:
             raise

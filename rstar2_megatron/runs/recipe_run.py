@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.runs.base_run import FINISHED
@@ -42,7 +43,11 @@ def execute_recipe(recipe: Recipe, words: Sequence[str], *, dry_run: bool, show_
         return 0
     if dry_run:
         return _dry_run(plan)
-    return _Runner(plan).run()
+    try:
+        return _Runner(plan).run()
+    except OSError as error:
+        print(f"\nerror: {reason_of(error, plan.root, 'runner.output_dir')}", file=sys.stderr)
+        return 1
 
 
 def _dry_run(plan: StagePlan) -> int:
@@ -158,7 +163,7 @@ class _Runner:
         started = time.monotonic()
         # The complete configuration in a file, so that the stage runs exactly with the checked settings.
         config = self.plan.root / f"{stage.name}.yaml"
-        config.write_text(print_config(settings), encoding="utf-8")
+        write_text(config, print_config(settings))
         self._child = subprocess.Popen(
             [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", str(config)],
             preexec_fn=die_with_parent,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import signal
 import time
@@ -28,6 +27,7 @@ from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
 from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.records.run_files import RunFiles
+from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
@@ -392,4 +392,4 @@ class RLRun(ClusterRun):
         print(f"curves: {self.directory / 'curves.png'}   model: {model}", flush=True)
 
     def _write_table(self) -> None:
-        (self.directory / "held_out.json").write_text(json.dumps(self.table, indent=2) + "\n")
+        write_json(self.directory / "held_out.json", self.table)

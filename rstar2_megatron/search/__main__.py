@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 from rstar2_megatron.data.difficulty import pass_counts
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.configure import check_model, configure, default_out, parse_words
+from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.reward.pool import GraderPool
 from rstar2_megatron.search.table import Result, SearchedSet, read_set, render, results
 from rstar2_megatron.settings.sections.search import SearchSettings
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nstopped; the same command continues from {out}", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print(f"\nerror: {reason_of(error, out, '--out')}", file=sys.stderr)
         return 1
 
 
@@ -147,7 +148,7 @@ def run(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchS
             for row in rows
         ],
     )  # fmt: skip
-    (out / "results.txt").write_text(text + "\n", encoding="utf-8")
+    write_text(out / "results.txt", text + "\n")
     print(text)
     print(f"wrote {', '.join(f'{plan.name}.jsonl' for plan in planned)} and results to {out}")
     for query_id, reason in spoiled.items():

@@ -20,6 +20,7 @@ from rstar2_megatron.settings.schema import LrSchedSettings
 from tests.actor.programs import checkpoints, training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
+from tests.small_disk import small_disk
 
 BATCHES = [sequences(6, seed=20 + i) for i in range(5)]
 TP2 = {"tensor_model_parallel_size": 2}
@@ -167,6 +168,20 @@ def test_killed_while_saving_keeps_the_previous(
     assert any(partial.glob("*.distcp"))  # the kill fell into the write
     resumed = pool.run(checkpoints.resume, ranks, config, which, directory, BATCHES)[0]
     assert _curve(resumed) == _curve(expected)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("ranks, model", [(1, {}), (2, TP2)])
+def test_a_full_disk_is_told_by_every_rank(
+    models: dict[str, Path], tmp_path: Path, pool: RankPool, ranks: int, model: dict[str, Any]
+) -> None:
+    with small_disk(tmp_path, 1):
+        (tmp_path / "filler").write_bytes(bytes(900_000))
+        told = pool.run(checkpoints.save_on_a_full_disk, ranks, settings(model=model), models["qwen2"], tmp_path)
+        lines = [line for rank in told for line in rank]
+        assert len(lines) == 2
+        for line in lines:
+            assert line.startswith(f"could not write {tmp_path}/") and "(0 MB are free there)" in line
 
 
 def test_a_kept_optimizers_schedule_survives_a_resume(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import RunProcess
+from tests.small_disk import small_disk
 
 LIMIT_S = 180  # seen: 4 s, for a named judge that keeps silent 11 s; more where the program is read from the disk first
 
@@ -75,15 +74,8 @@ def test_named_judge_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_too_little_disk(tmp_path: Path) -> None:
     """A file system too small for the checkpoint: simulated where a small one can be mounted."""
-    small = Path("/dev/shm")
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)], capture_output=True).returncode:
-        pytest.skip(f"cannot mount a small file system here ({small} is {shutil.disk_usage(small).total >> 20} MB)")
-    try:
+    with small_disk(tmp_path / "small", 4) as mount:
         run = RunProcess([f"runner.output_dir={mount}/results"], tmp_path / "out.log").start()
         assert run.wait(LIMIT_S) != 0
         assert "disk" in run.text() or "free" in run.text()
         run.assert_nothing_left()
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rstar2_megatron.actor import checkpoint, optimizer_state
+from rstar2_megatron.records.disk import NotWritten
 from tests.actor.programs.training import Batch, open_actor
 
 
@@ -53,6 +54,24 @@ def save_on_a_slow_disk(
         actor.train_step(batches[2])
         os.fsync = lambda fd: time.sleep(600)
         actor.save_checkpoint(directory)
+
+
+def save_on_a_full_disk(
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path
+) -> list[str]:
+    """What is raised for a checkpoint, and with one rank for an exported model, that the disk has no room for."""
+    told = []
+    with open_actor(rank, world_size, init_method, config, model_path) as actor:
+        try:
+            actor.save_checkpoint(directory / "actor")
+        except NotWritten as error:
+            told.append(str(error))
+        try:
+            if world_size == 1:
+                actor.export_hf(directory / "model")
+        except NotWritten as error:
+            told.append(str(error))
+    return told
 
 
 def resume(
