@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ def load_rows(path: Path, entries: Sequence[Entry]) -> list[Row]:
 
 
 def build_page(path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, max_bytes: int = 20_000_000) -> Page:
-    """Groups of the page, oldest step first; evenly thinned out over the steps to about `max_bytes`.
+    """Groups of the page, by step or else by problem; evenly thinned out over the steps to about `max_bytes`.
 
     tokenizer: decodes single tokens for the shading; None: no shading.
     """
@@ -94,12 +95,18 @@ def build_page(path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, m
     groups: dict[tuple[Any, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.step, entry.query_id), []).append(entry)
-    keys = sorted(groups, key=lambda key: (key[0] is not None, key[0] or 0))
+    # A step keeps its order, in which trained groups come first; attempts of an evaluation lie as they ended.
+    keys = sorted(groups, key=lambda key: (0, _natural(key[1])) if key[0] is None else (1, [("", key[0])]))
     chosen = _thin_out(keys, [sum(entry.size for entry in groups[key]) for key in keys], max_bytes)
     if len(chosen) < len(keys):
         page.messages.append(f"{len(keys) - len(chosen)} of {len(keys)} groups left out to keep the page small")
     page.groups = [_group(load_rows(path, groups[key]), tokenizer) for key in chosen]
     return page
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """A key that sorts `aime-2` before `aime-10`."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _thin_out(keys: Sequence[Any], sizes: Sequence[int], budget: int) -> list[Any]:
@@ -160,7 +167,7 @@ def _call(call: Row) -> dict[str, Any]:
         "kind": "tool",
         "name": call["name"],
         "outcome": call["outcome"],
-        "seconds": call["seconds"],
+        "seconds": round(call["seconds"], 3),
         "code": str(arguments.get("code") or ""),
         "input": str(arguments.get("input") or ""),
         "response": call["response"] if "response" in call else call["response_text"],

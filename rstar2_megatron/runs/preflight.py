@@ -84,6 +84,7 @@ def check_before_start(
         memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
         problems = object_store_problems(settings, memory, shared, gpus=not slots.is_cpu)
         _raise_or_warn(list(problems), dry_run, warnings)
+    _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(data_problems(settings, later)), dry_run, warnings)
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
@@ -343,7 +344,6 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[s
         return
     data = settings.data
     least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
-    yield from replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps)
     save, validate = settings.runner.save_interval, settings.runner.val_check_interval
     if validate > 0 and save > 0 and save % validate:  # RLinf asserts it at the first step
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -22,7 +23,8 @@ class RunTemporary:
         self.path = make_owned_directory("rs2-")
         self.path.chmod(0o711)  # programs of the judge run below it with other user ids
         # This cache should survive the run, so it stays in the previous temporary directory.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{before}/torchinductor_{getpass.getuser()}")
+        self._compiled = f"{before}/torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", self._compiled)
         os.environ["TMPDIR"] = str(self.path)
         tempfile.tempdir = None  # makes tempfile read the environment again
 
@@ -34,3 +36,5 @@ class RunTemporary:
             os.environ["TMPDIR"] = self._before
         tempfile.tempdir = None
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._compiled)  # torch makes it, and on a CPU compiles nothing

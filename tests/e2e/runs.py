@@ -117,7 +117,7 @@ class ProgramRun:
         assert not names, f"left running after {within_s:.0f} s: {names}"
         assert not shared, f"left in /dev/shm: {shared}"
         if not killed:
-            files = [p.name for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_")]
+            files = [path.name for path in self.temporary.iterdir()]
             shutil.rmtree(self.temporary)
             assert not files, f"left in the temporary directory: {files}"
 

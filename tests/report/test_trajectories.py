@@ -187,6 +187,40 @@ def test_calls_are_shown_behind_the_turn_that_made_them(run: Path, tmp_path: Pat
     assert shown(row | {"tool_calls": calls[:3]}) == "TaTbTcT"
 
 
+@pytest.fixture(scope="module")
+def evaluation(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """trajectories.jsonl of an evaluation: attempts of four problems as they ended, without steps and log-probs."""
+    path = tmp_path_factory.mktemp("evaluation") / "trajectories.jsonl"
+    rows = [row for row in read_rows(run) if row["query_id"] == "mixed-1"]
+    for row in rows:
+        row["tool_calls"] = [call | {"seconds": 0.9532861050001884} for call in row["tool_calls"]]
+        for key in ("step", "kept", "rejected", "penalty", "logprob_diff", "token_ids"):
+            row.pop(key, None)
+    ended = [row | {"query_id": f"aime-{n}"} for row in reversed(rows) for n in (10, 2, 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in ended))
+    return path
+
+
+def test_attempts_of_an_evaluation_are_in_order(evaluation: Path) -> None:
+    groups = build_page(evaluation, read_index(evaluation)[0]).groups
+    assert [group["query_id"] for group in groups] == ["aime-1", "aime-2", "aime-10"]
+    assert all([t["index"] for t in group["trajectories"]] == list(range(8)) for group in groups)
+    calls = [part for t in groups[0]["trajectories"] for part in t["parts"] if part["kind"] == "tool"]
+    assert {call["seconds"] for call in calls} == {0.953}
+
+
+@needs_chromium
+def test_browser_shows_what_there_is(page: Path, evaluation: Path, tmp_path: Path) -> None:
+    """An evaluation has neither steps nor dropped trajectories, nor log-probs of an actor."""
+
+    def hidden(page: Path) -> list[str]:
+        return re.findall(r'<label hidden="">(\w+)|<span id="(\w+)" hidden="">', document(page, "", tmp_path))
+
+    assert main([str(evaluation)]) == 0
+    assert hidden(page) == []
+    assert hidden(evaluation.with_name("trajectories.html")) == [("step", ""), ("kept", ""), ("", "shades")]
+
+
 @needs_chromium
 def test_browser_shows_groups_penalties_and_endings(page: Path, tmp_path: Path) -> None:
     shown = document(page, "", tmp_path)

@@ -145,6 +145,12 @@ def test_dry_run_of_sft_plans_it_and_misses_its_data(capsys: pytest.CaptureFixtu
     assert "runner.task_type='stf'" in capsys.readouterr().err
 
 
+def test_dry_run_refuses_rollouts_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rstar2-tiny-cpu", "runner.replay_rollouts=/nowhere", "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert "runner.replay_rollouts=/nowhere has no step_000001.jsonl.gz" in shown.err and "fits" not in shown.out
+
+
 def test_an_rlinf_yaml_runs_through_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys with meaning are honoured, the others are listed, none is silently ignored."""
     path = tmp_path / "qwen2.5-7b-rstar2.yaml"
