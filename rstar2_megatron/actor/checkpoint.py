@@ -6,12 +6,13 @@ generator states per rank. The generator states are loaded only when the number 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import random
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
@@ -262,7 +265,22 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
     A rank reads the optimizer state of those parameters of which it updates a part. Raises ValueError when the optimizer
     state does not match the weights. Random states are restored only when the number of ranks is that of the save.
     """
-    path = Path(directory)
+    with _metadata_read_once(Path(directory)) as path:
+        _load(path, chunks, optimizer)
+
+
+@contextlib.contextmanager
+def _metadata_read_once(path: Path) -> Iterator[Path]:
+    """megatron-core would read the metadata of all tensors for each piece: minutes for a model of many experts."""
+    reader, plain = CachedMetadataFileSystemReader(path), torch_strategy._get_filesystem_reader
+    torch_strategy._get_filesystem_reader = lambda *_, **__: reader
+    try:
+        yield path
+    finally:
+        torch_strategy._get_filesystem_reader = plain
+
+
+def _load(path: Path, chunks: list[Any], optimizer: Any) -> None:
     state = _sharded_state(chunks, optimizer, loading=True)
     _spell_as_saved(state, set(dist_checkpointing.load_tensors_metadata(str(path))))
     for number, chunk in enumerate(chunks):

@@ -156,6 +156,17 @@ class RolloutWorker(TracedWorker, Worker):
         await self._engine.resume_memory(tags)
         return {"resume_seconds": time.monotonic() - start}
 
+    async def engine_lost(self) -> bool:
+        return self._engine.lost
+
+    async def restart_engine(self) -> str:
+        """Start a lost engine again, which `receive_weights` must follow. Returns why it could not be started, or ""."""
+        try:
+            await self._engine.recover(with_weights=False)
+        except EngineLost as error:
+            return str(error)
+        return ""
+
     async def begin_profile(self, directory: str) -> None:
         """Record a torch profile of the engine's next `runner.profiler.engine_forwards` forward passes."""
         profiler = self._settings.runner.profiler

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings
+from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings, Settings
 
 COMPONENTS = ("actor", "rollout", "reward")
 
@@ -144,6 +144,19 @@ def collocated(cluster: ClusterSettings, slots: Slots) -> bool:
     """True when an engine is on a slot of the actor, so that both share its memory."""
     places = component_slots(cluster, slots.count)
     return bool(set(places.get("actor", [])) & set(places.get("rollout", [])))
+
+
+def first_engine(settings: Settings, slots: Slots) -> tuple[int, ...]:
+    """Slots of the first engine by their numbers on its node, as RLinf places it.
+
+    On the actor's slots an engine of fewer ranks takes every n-th of them, so that each reads the weights of its own GPU.
+    """
+    places = component_slots(settings.cluster, slots.count)
+    rollout = places.get("rollout", range(slots.count))
+    size, actor_size = settings.rollout.tensor_parallel_size, settings.actor.model.tensor_model_parallel_size
+    stride = max(1, actor_size // size) if collocated(settings.cluster, slots) else 1
+    on_node = slots.count // settings.cluster.num_nodes
+    return tuple((rollout[0] + number * stride) % on_node for number in range(size))
 
 
 def parse_slots(component: str, value: str | int, total: int) -> list[int]:

@@ -219,14 +219,25 @@ class Trainer:
         return metrics
 
     def _restart_workers(self) -> list[int]:
-        """Start lost rollout workers again. They get their weights by the sync that follows."""
-        self.rollout.call("place", timeout_s=self.timeout_s)  # notes those that died since the last call
-        if not self.rollout.restartable:
+        """Start lost rollout workers again, and engines of shared accelerators. They get weights by the sync that follows.
+
+        Other lost engines start again in the sync itself. Here they would find memory that the actor holds.
+        """
+        asked = self.rollout.start("engine_lost")  # notes workers that died since the last call
+        lost = [rank for rank, is_lost in zip(asked.ranks, asked.result(self.timeout_s), strict=True) if is_lost]
+        if not self.rollout.restartable and not (lost and self._colocation):
             return []
         self.source.pause()
+        timeout_s, restarted = self.settings.rollout.engine_start_timeout_s, []
         if self._colocation is not None:
             self._colocation.clear()
-        restarted = self.rollout.restart(self.settings.rollout.engine_start_timeout_s)
+            for rank in lost:
+                (reason,) = self.rollout.call("restart_engine", ranks=[rank], timeout_s=timeout_s)
+                if reason:
+                    self.rollout.lose(rank, reason)
+                else:
+                    restarted.append(rank)
+        restarted += self.rollout.restart(timeout_s)
         if self._colocation is not None and restarted:
             self._colocation.join(restarted)
         return restarted

@@ -160,6 +160,36 @@ def test_killed_engines_get_the_weights_of_a_device_route_again(
     assert_held(1)
 
 
+def test_an_engine_that_shares_the_actors_accelerators_restarts_when_they_are_free(
+    engines: RolloutGroup,
+    phases: RolloutCoordinator,
+    engine_settings: Settings,
+    senders: WorkerGroup,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lost while the actor trains: a restart within the sync would find the actor's weights, and a smaller KV cache."""
+    for_sync(engine_settings, senders, engines, tmp_path)
+    calls: list[str] = []
+    for group in (senders, engines):
+        monkeypatch.setattr(group, "before", None)  # as after the test
+    trainer = Trainer(engine_settings, senders, engines, phases, device="cpu", colocated=True)
+    senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
+    trainer.sync_weights(0)
+    senders.call("use_model", str(model), 1.5, timeout_s=CALL_S)
+    engines.call("kill_engine", ranks=[1], timeout_s=CALL_S)
+    hooks = {"actor": senders.before, "engines": engines.before}
+    senders.before = lambda method: calls.append(f"actor {method}") or hooks["actor"](method)  # type: ignore[func-returns-value]
+    engines.before = lambda method: calls.append(f"engines {method}") or hooks["engines"](method)  # type: ignore[func-returns-value]
+    trainer.sync_weights(1)
+    assert engines.call("weights_checksum", timeout_s=CALL_S) == senders.call("weights_checksum", timeout_s=CALL_S)
+    restart = calls.index("engines restart_engine")
+    assert calls[restart - 1 : restart + 2] == ["actor offload", "engines restart_engine", "engines release_memory"]
+    assert "engines restart_engine" not in calls[restart + 1 :]
+    assert_complete(phases.run(PROBLEMS, SPEC, "rollout"))
+
+
 class Problems:
     """As many as are asked for."""
 

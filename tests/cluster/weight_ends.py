@@ -110,6 +110,12 @@ class Sender(Worker):
             time.sleep(0.01)
         return "woke up"
 
+    def reload(self) -> None:
+        """Nothing is on an accelerator."""
+
+    def offload(self, keep_weights: bool = False) -> None:
+        """As `reload`."""
+
     def place(self) -> Place:
         return Place(self._cluster_node_rank, (self._rank,))  # CPU slots have no accelerators
 

@@ -25,7 +25,7 @@ from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judg
 from rstar2_megatron.runs.check.subjects.thin_model import thin_config
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.settings.load import ConfigError, load
-from rstar2_megatron.settings.placement import Slots
+from rstar2_megatron.settings.placement import Slots, first_engine
 from tests.e2e.runs import ROOT
 from tests.runs.check_faults import FaultyNodes
 
@@ -320,6 +320,7 @@ def test_checks_use_the_slots_of_the_placement() -> None:
     nodes = Nodes("cuda", (4, 5, 6, 7))
     try:
         assert nodes.ranks(f"{PROGRAMS}:visible_devices", 2, 60.0) == ["4", "5"]
+        assert nodes.engine(f"{PROGRAMS}:visible_devices", (4, 6), 60.0) == "4,6"
         here = context(gpu=True)
         here.nodes = nodes
         assert here.slots_per_node == 4
@@ -328,6 +329,20 @@ def test_checks_use_the_slots_of_the_placement() -> None:
     busy = context("rstar2-qwen2.5-7b-megatron", gpu=True, facts=[facts(gpus=with_gpu(**{"memory.used": "20000"}))])
     busy.nodes.slots = (4, 5, 6, 7)
     assert machine.gpu_memory(busy).words  # GPU 3 is somebody else's
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "slots"),
+    [
+        ("rstar2-qwen2.5-14b-megatron", [], (0, 2)),  # TP 4 and 2
+        ("rstar2-qwen2.5-7b-megatron", [], (0,)),
+        ("rstar2-qwen2.5-14b-megatron-2nodes", [], (0, 2)),
+        ("rstar2-qwen2.5-14b-megatron", ["cluster.component_placement={actor: 0-3, rollout: 4-7, reward: 0}"], (4, 5)),
+    ],
+)
+def test_the_engine_is_checked_where_the_run_places_it(name: str, words: list[str], slots: tuple[int, ...]) -> None:
+    settings = load(name, words).settings
+    assert first_engine(settings, Slots(8 * settings.cluster.num_nodes, 80.0)) == slots
 
 
 def test_a_run_on_the_wrong_device_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

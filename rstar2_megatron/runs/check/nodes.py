@@ -119,9 +119,9 @@ class Nodes:
         ]
         return values(self._run(program, jobs, arguments, deadline_s))
 
-    def engine(self, program: str, slots: int, deadline_s: float, **arguments: Any) -> Any:
-        """The program in one process of the first node that sees `slots` accelerators. Raises CheckFailed."""
-        job = Job(device=self.device, devices=self.slots[:slots], init_method=self._meeting(0))
+    def engine(self, program: str, slots: tuple[int, ...], deadline_s: float, **arguments: Any) -> Any:
+        """The program in one process of the first node that sees these accelerators. Raises CheckFailed."""
+        job = Job(device=self.device, devices=slots, init_method=self._meeting(0))
         return values(self._run(program, [[job]], arguments, deadline_s))[0]
 
     def _job(self, rank: int, world: int, meeting: str, node: int, slot: int) -> Job:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -172,8 +173,11 @@ def save_and_count(
     batch: Batch,
     bucket_size: int,
     piece_bytes: int,
-) -> tuple[int, int]:
-    """Bytes that a save, and a load in pieces, took at most on this rank, beside model and optimizer."""
+) -> tuple[int, int, int]:
+    """Bytes that a save, and a load in pieces, took at most on this rank, beside model and optimizer.
+
+    And how often the load read what the checkpoint's files hold.
+    """
     buckets = bucket_size if config[0].optim.overlap_grad_reduce else None
     with (
         mock.patch.object(checkpoint, "LOAD_PIECE_BYTES", piece_bytes),
@@ -183,9 +187,13 @@ def save_and_count(
         with _LiveBytes() as count:
             actor.save_checkpoint(directory, wait=False)
         actor.finish_checkpoint()
-        with _LiveBytes() as loading:
+        plain = FileSystemReader.read_metadata
+        with (
+            _LiveBytes() as loading,
+            mock.patch.object(FileSystemReader, "read_metadata", autospec=True, side_effect=plain) as read,
+        ):
             actor.load_checkpoint(directory)
-        return count.peak, loading.peak
+        return count.peak, loading.peak, read.call_count
 
 
 def load_each(

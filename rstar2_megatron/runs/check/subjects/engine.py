@@ -10,6 +10,7 @@ from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.runs.check.case import make_case
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
+from rstar2_megatron.settings.placement import first_engine
 from rstar2_megatron.settings.planning.engine_speed import DECODE_SHARE, PEAK_BYTES_PER_S
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.planning.memory import engine_residue_gb
@@ -40,7 +41,7 @@ def start(context: Context) -> Finding:
     context.nodes.free()  # the engine sizes its KV cache by the memory that it finds free
     figures = context.nodes.engine(
         "rstar2_megatron.runs.check.programs.one_engine:engine_run",
-        settings.tensor_parallel_size,
+        first_engine(context.settings, context.slots),
         _START_S + 120.0,
         settings=settings,
         vocab_size=model.vocab_size,
