@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.actor.programs import engine_layers
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.settings.planning.host_memory import load_bytes
+from rstar2_megatron.settings.planning.memory import layer_activations
+from tests.actor.programs import checkpoints, engine_layers
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
 from tests.actor.transformer_engine import stand_in
@@ -20,6 +23,7 @@ from tests.actor.transformer_engine import stand_in
 pytestmark = pytest.mark.ci
 BATCH = sequences(12, seed=3)
 OVERLAP = {"overlap_grad_reduce": True}
+BF16 = {"precision": "bf16"}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
@@ -70,6 +74,27 @@ def test_layers_of_transformer_engine_train_as_the_local_ones(
     assert theirs.grad_norms == pytest.approx(ours.grad_norms, rel=0.05)
     assert theirs.restored and ours.restored
     assert theirs.after_load == pytest.approx(theirs.after_save, rel=1e-3)
+
+
+def test_a_load_holds_the_moments_once(engine_pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """FusedAdam's own load would hold them twice: more than a GPU has, where a model fills it."""
+    config = settings(model=BF16)
+    piece = 400_000
+    counted = engine_pool.run(checkpoints.save_and_count, 2, config, models["qwen2"], tmp_path / "actor", BATCH, 20_000, piece)
+    planned = load_bytes(config[0], ModelConfig.from_directory(models["qwen2"]), piece=piece)
+    assert all(loaded <= 1.02 * planned for _, loaded, _ in counted), (planned, counted)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"), [("qwen2", 1, {}), ("qwen3", 1, {}), ("moe", 1, {}), ("qwen2", 2, TP2), ("qwen3", 2, TP2)]
+)
+def test_the_plan_counts_what_a_layer_keeps(
+    engine_pool: RankPool, models: dict[str, Path], model: str, ranks: int, layout: dict[str, Any]
+) -> None:
+    config = settings(model={"precision": "bf16", **layout})
+    planned = layer_activations(ModelConfig.from_directory(models[model]), ranks, ranks)
+    kept = engine_pool.run(engine_layers.kept_by_a_layer, ranks, config, models[model], BATCH)[0]
+    assert kept and [count for _, count in kept] == [tokens * planned for tokens, _ in kept]
 
 
 @pytest.mark.parametrize("saved_by", ["engine", "local", "an earlier version"])

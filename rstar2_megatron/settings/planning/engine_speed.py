@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rstar2_megatron.model.model_config import ModelConfig
+
 # H100 SXM: dense bf16 FLOP/s and memory bandwidth, and the assumed shares of them.
 PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 3.35e12
 TRAIN_SHARE, PREFILL_SHARE, DECODE_SHARE = 0.4, 0.4, 0.6
+# Of a mixture of experts, by an estimate for micro-batches of 20,480 tokens: GEMMs are small, each layer waits for the host.
+EXPERTS_TRAIN_SHARE = 0.3
 # Mean length of a response as a share of the longest, and mean of its square: the paper's 8K stage as
 # benchmarks/rollout/traces.py has it, with one trajectory of ten at the limit.
 MEAN_LENGTH, MEAN_SQUARE = 0.45, 0.28
 # By the simulator: the share of the KV cache that responses fill while work waits, and how often a step of rollouts that never
 # stop computes the cache again, for the new weights and for prefixes that gave way.
 CACHE_IN_USE, CACHES_AGAIN = 0.75, 1.5
+
+
+def train_share(model: ModelConfig) -> float:
+    """Share of the peak FLOP/s in training."""
+    return EXPERTS_TRAIN_SHARE if model.is_moe else TRAIN_SHARE
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.engine_speed import DECODE_SHARE, PEAK_BYTES_PER_S, PEAK_FLOPS, TRAIN_SHARE
+from rstar2_megatron.settings.planning.engine_speed import DECODE_SHARE, PEAK_BYTES_PER_S, PEAK_FLOPS, train_share
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.schema import Settings
 
@@ -20,7 +20,7 @@ def search_hours(settings: Settings, model: ModelConfig, kv_capacity_tokens: int
     rate = _decode_tokens_per_s(settings, model, kv_capacity_tokens, length)
     seconds = settings.rollout.tensor_parallel_size / rate
     if search.reward_model is not None:
-        seconds += model.train_flops([length]) / 3 / length / (PEAK_FLOPS * TRAIN_SHARE)
+        seconds += model.train_flops([length]) / 3 / length / (PEAK_FLOPS * train_share(model))
     per_rollout = search.num_problems * search.candidates * length * seconds / 3600
     return search.rollouts * per_rollout, search.more_rollouts * per_rollout
 
@@ -40,7 +40,7 @@ def preference_hours(settings: Settings, model: ModelConfig, problems: int) -> f
 
 
 def _training(model: ModelConfig, length: int, sequences: float) -> float:
-    return model.train_flops([length]) * sequences / (PEAK_FLOPS * TRAIN_SHARE) / 3600
+    return model.train_flops([length]) * sequences / (PEAK_FLOPS * train_share(model)) / 3600
 
 
 def _decode_tokens_per_s(settings: Settings, model: ModelConfig, kv_capacity_tokens: int, length: int) -> float:

@@ -8,7 +8,7 @@ N parameters, world = data x tensor x pipeline x context ranks, GB = 1e9 bytes:
 - vocabulary head: `log_prob_chunk_tokens` rows of vocab/TP in fp32, two blocks of 256 rows, and a placeholder for the
   weight's gradient. The gradient itself is in the gradient buffer.
 
-A save takes no GPU memory: the distributed optimizer's state is gathered in host memory.
+Neither a save nor a load takes GPU memory: the distributed optimizer's state is gathered in host memory, and read into place.
 """
 
 from __future__ import annotations
@@ -87,6 +87,21 @@ def engine_residue_gb(settings: Settings) -> float:
     return ENGINE_RESIDUE_GB + (ENGINE_NCCL_GB if settings.rollout.tensor_parallel_size > 1 else 0.0)
 
 
+def layer_activations(model: ModelConfig, tp: int, split: int) -> float:
+    """Numbers a token that a layer of TransformerEngine keeps for its backward pass on a rank.
+
+    split: ranks that share the tokens between the layer's parts, TP with sequence parallelism. Kept are the inputs of both
+    norms and what they give, queries, keys, values, the attention's result twice, and of the MLP gate, up and their product.
+    Statistics of a few bytes a token are left out. tests/actor/test_transformer_engine.py counts them.
+    """
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = 2 * q + 2 * kv + (q + kv if model.qk_norm else 0)
+    mlp = 3 * model.intermediate_size
+    if model.is_moe:  # a token is copied for each of its experts; a balanced load is assumed
+        mlp = model.experts_per_token * (3 * model.expert_intermediate_size + model.hidden_size)
+    return 4 * model.hidden_size / split + (attention + mlp) / tp
+
+
 def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: bool) -> Memory:
     """Memory of the fullest actor rank of `world`."""
     parallel, optim = settings.actor.model, settings.actor.optim
@@ -104,11 +119,7 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     tokens = -(-tokens // cp)
     split = tp if parallel.sequence_parallel else 1
     hidden = width * tokens * model.hidden_size / split
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    mlp = 3 * model.intermediate_size
-    if model.is_moe:  # a token is copied for each of its experts; a balanced load is assumed
-        mlp = model.experts_per_token * (3 * model.expert_intermediate_size + 2 * model.hidden_size)
-    layer = 6 * hidden + width * tokens * (2 * q + 2 * kv + mlp) / tp
+    layer = width * tokens * layer_activations(model, tp, split)
     layers = -(-model.num_layers // pp)
     in_flight = pp  # micro-batches that the first stage holds under 1F1B
     if parallel.recompute_granularity == "full":

@@ -7,9 +7,9 @@ from rstar2_megatron.settings.planning.engine_speed import (
     DECODE_SHARE,
     MEAN_LENGTH,
     PEAK_FLOPS,
-    TRAIN_SHARE,
     Engines,
     EngineSpeed,
+    train_share,
 )
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.planning.table import RunPlan
@@ -36,8 +36,8 @@ def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int
         "expected",
         "seconds a step",
         f"rollout {engines.phase_s():.0f} + training {train_s(settings, model, world):.0f}{on_host}, with quick tools (H100, "
-        f"responses of {MEAN_LENGTH:.0%} of the limit in the mean, {TRAIN_SHARE:.0%} of peak FLOP/s, {DECODE_SHARE:.0%} of "
-        "bandwidth)",
+        f"responses of {MEAN_LENGTH:.0%} of the limit in the mean, {train_share(model):.0%} of peak FLOP/s, {DECODE_SHARE:.0%} "
+        "of bandwidth)",
     )
 
 
@@ -64,7 +64,7 @@ def train_s(settings: Settings, model: ModelConfig, world: int) -> float:
         kept = settings.algorithm.group_size
     length = round(MEAN_LENGTH * settings.runner.seq_length)
     flops = model.train_flops([length]) * settings.data.rollout_batch_size * kept
-    return flops / (world * PEAK_FLOPS * TRAIN_SHARE)
+    return flops / (world * PEAK_FLOPS * train_share(model))
 
 
 def host_optimizer_s(settings: Settings, model: ModelConfig) -> float:

@@ -23,7 +23,6 @@ from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.services.process import free_port
 from tests.judge.calls import HELD, find, gone, let_go, marked, processes, until_marked
 from tests.judge.waiting import until
-from tests.processes import command_line
 
 LIBRARIES = ["", "import numpy\n"]  # which of a slot's two call parents is used
 
@@ -148,27 +147,3 @@ async def test_the_http_server_dies_while_clients_wait(service: JudgeService, tm
         assert [result.stdout for result in results] == ["done\n"] * 4
         assert client.counters["outage_seconds"] > 0
         await client.close()
-
-
-@pytest.mark.ci
-async def test_a_session_is_rebuilt_after_its_workers_death(service: JudgeService) -> None:
-    steady, random, closed = (uuid.uuid4().hex for _ in range(3))
-    async with JudgeClient(service.url, time_limit_s=60.0) as client:
-        given = {"given": "4"}
-        await client.run("x = int(open('given').read())", session=steady, replay=True, files=given)
-        failed = await client.run("x += int(input())\nx\n1 / 0", "30", session=steady, replay=True)
-        assert failed.outcome is Outcome.ERROR
-        await client.run("x = 5; import os; print(os.urandom(8))", session=random, replay=True)
-        await client.run("x = 5", session=closed, replay=True)
-        await client.close_session(closed)
-        next(p for p in processes(service) if "worker" in command_line(p)).kill()
-        for expected in ("34\n", "35\n"):
-            after = await client.run("x += 1\nx - 1", session=steady, replay=True)
-            assert (after.stdout, after.session) == (expected, "kept"), after
-        lost = await client.run("x", session=random, replay=True)
-        assert lost.outcome is Outcome.SESSION_LOST and "another output" in lost.stderr
-        for session in (random, closed):
-            fresh = await client.run("'x' in globals()", session=session, replay=True)
-            assert (fresh.stdout, fresh.session) == ("False\n", "new")
-        for session in (steady, random, closed):
-            await client.close_session(session)

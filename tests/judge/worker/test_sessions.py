@@ -161,7 +161,7 @@ def test_a_session_that_must_be_open_and_is_not(run: Run, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[JudgeService]:
-    extra = ("--sessions", "2", "--session-ttl-s", "1", "--cache")
+    extra = ("--sessions", "2", "--session-ttl-s", "1")
     with JudgeService(workers=2, time_limit_s=5.0, extra_arguments=extra) as service:
         yield service
 
@@ -185,26 +185,3 @@ async def test_more_sessions_than_room_wait_for_the_time_to_live(small: JudgeSer
         assert lost.outcome is Outcome.SESSION_LOST and lost.is_infrastructure
         assert (await client.run("'x' in globals()", session=f"{name}2")).stdout == "False\n"
         await client.close_session(f"{name}2")
-
-
-@pytest.mark.ci
-async def test_only_results_of_identical_stateless_calls_are_cached(small: JudgeService, name: str) -> None:
-    program = "import os; print(os.urandom(8).hex())"
-
-    async def outputs(client: JudgeClient, program: str, **more: str) -> set[str]:
-        return {(await client.run(program, **more)).stdout for _ in range(2)}  # type: ignore[arg-type]
-
-    async with JudgeClient(small.url, time_limit_s=3.0) as client, JudgeClient(small.url) as other_limits:
-        assert len(cached := await outputs(client, program)) == 1
-        assert await outputs(client, program + "\n1 / 0") != cached
-        assert len(await outputs(client, program + "\n1 / 0")) == 1
-        assert await outputs(client, program, stdin="x") != cached
-        assert await outputs(other_limits, program) != cached
-        assert len(await outputs(client, program, session=name)) == 2
-        slow = program[:-1] + ", flush=True)\nwhile True: pass"
-        results = [await client.run(slow, options={"time_limit_s": "0.3"}) for _ in range(2)]
-        assert results[0].stdout != results[1].stdout  # a limit is no property of the program
-        await client.close_session(name)
-    body = {"submissions": [{"type": "python", "solution": program, "input": "y", "sub_id": name} for name in ("a", "b")]}
-    one, other = httpx.post(f"{small.url}/run/batch", json=body, trust_env=False).json()["results"]
-    assert (one.pop("sub_id"), other.pop("sub_id")) == ("a", "b") and one == other

@@ -9,7 +9,7 @@ from typing import Any
 from rstar2_megatron.runs.check.case import lengths, make_batch, make_case, random_batch
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
-from rstar2_megatron.settings.planning.engine_speed import TRAIN_SHARE
+from rstar2_megatron.settings.planning.engine_speed import train_share
 
 _PROGRAMS = "rstar2_megatron.runs.check.programs.actor_state"
 _OFFLOAD: dict[str, Any] = {"offload_weight": True, "offload_grad": True, "offload_optimizer": True}
@@ -110,10 +110,11 @@ def speed(context: Context) -> Finding:
     words = f"{figures['tokens_per_s']:.0f} tokens/s, {figures['tflops']:.3g} TFLOP/s a rank with {length} tokens a sequence"
     if not gpu:
         return Finding(f"{words}; the plan has no figure for CPUs", figures)
-    words += f", MFU {figures['mfu']:.1%}, planned {TRAIN_SHARE:.0%}; peak {figures['peak_bytes'] / 1e9:.1f} GB"
-    if not figures["mfu"] >= TRAIN_SHARE / 4:
-        raise CheckFailed(words, {**figures, "planned_mfu": TRAIN_SHARE})
-    return Finding(words, {**figures, "planned_mfu": TRAIN_SHARE})
+    planned = train_share(context.thin_config)
+    words += f", MFU {figures['mfu']:.1%}, planned {planned:.0%}; peak {figures['peak_bytes'] / 1e9:.1f} GB"
+    if not figures["mfu"] >= planned / 4:
+        raise CheckFailed(words, {**figures, "planned_mfu": planned})
+    return Finding(words, {**figures, "planned_mfu": planned})
 
 
 _BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"

@@ -16,7 +16,7 @@ from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import print_config
-from rstar2_megatron.settings.planning.engine_speed import TRAIN_SHARE
+from rstar2_megatron.settings.planning.engine_speed import train_share
 from rstar2_megatron.settings.planning.times import LINK_BYTES_PER_S
 from rstar2_megatron.settings.schema import Settings
 
@@ -219,7 +219,7 @@ def step(context: Context) -> Finding:
     )
     mfu = row.get("train/actor/mfu")
     if mfu is not None:
-        words += f"; MFU {mfu:.1%} in this short step, planned {TRAIN_SHARE:.0%} for full ones"
+        words += f"; MFU {mfu:.1%} in this short step, planned {train_share(context.thin_config):.0%} for full ones"
     return Finding(words, row)
 
 
