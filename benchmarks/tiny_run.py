@@ -73,9 +73,12 @@ class TinyRun:
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._metrics.read_text(encoding="utf-8").splitlines()]
 
+    def text(self) -> str:
+        return self._output.read_text(errors="replace")
+
     def output(self) -> str:
         """The end of what the run printed."""
-        return self._output.read_text(errors="replace")[-2000:]
+        return self.text()[-2000:]
 
     def close(self) -> None:
         self._process.kill()
