@@ -142,10 +142,8 @@ class PendingSave:
         self._thread.join()
         failed = torch.tensor([int(self._failure is not None)])
         dist.all_reduce(failed, group=_host_group())
-        if self._failure is not None:
-            raise not_written(self._final) from self._failure
         if int(failed):
-            raise not_written(self._final, "another rank could not write its part; is the disk full?")
+            raise not_written(self._final) from self._failure
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
@@ -259,16 +257,6 @@ def check_format(directory: str | Path, counters: dict[str, Any], actor: ActorSe
             )
 
 
-def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
-    """Restore model and optimizer in place, piece by piece; collective.
-
-    A rank reads the optimizer state of those parameters of which it updates a part. Raises ValueError when the optimizer
-    state does not match the weights. Random states are restored only when the number of ranks is that of the save.
-    """
-    with _metadata_read_once(Path(directory)) as path:
-        _load(path, chunks, optimizer)
-
-
 @contextlib.contextmanager
 def _metadata_read_once(path: Path) -> Iterator[Path]:
     """megatron-core would read the metadata of all tensors for each piece: minutes for a model of many experts."""
@@ -280,31 +268,29 @@ def _metadata_read_once(path: Path) -> Iterator[Path]:
         torch_strategy._get_filesystem_reader = plain
 
 
-def _load(path: Path, chunks: list[Any], optimizer: Any) -> None:
-    _hold_moments_once(optimizer)
-    state = _sharded_state(chunks, optimizer, loading=True)
-    _spell_as_saved(state, set(dist_checkpointing.load_tensors_metadata(str(path))))
-    for number, chunk in enumerate(chunks):
-        weights = state.pop(_model_key(chunks, number))
-        _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
-    loaded = local_checksums(chunks)
-    held = take_held_states(optimizer, state["optimizer"])
-    optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
-    _load_in_pieces(path, held)
-    check_state_fits_weights(str(path), chunks, optimizer, loaded)
-    file = path / _RANDOM / _random_file()
-    if file.exists():
-        _restore_random_states(torch.load(file, weights_only=False))
+def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
+    """Restore model and optimizer in place, piece by piece; collective.
 
-
-def _hold_moments_once(optimizer: Any) -> None:
-    """Have TransformerEngine's Adam load as torch does: its own load copies all moments, 8 bytes a parameter.
-
-    It converts moments of other types than fp32, which are not used here.
+    A rank reads the optimizer state of those parameters of which it updates a part. Raises ValueError when the optimizer
+    state does not match the weights. Random states are restored only when the number of ranks is that of the save.
     """
-    for part in optimizer.chained_optimizers:
-        if type(part.optimizer).__module__.startswith("transformer_engine."):
-            part.optimizer.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, part.optimizer)
+    with _metadata_read_once(Path(directory)) as path:
+        for part in optimizer.chained_optimizers:  # TransformerEngine's own load copies all moments, 8 bytes a parameter
+            if type(part.optimizer).__module__.startswith("transformer_engine."):
+                part.optimizer.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, part.optimizer)
+        state = _sharded_state(chunks, optimizer, loading=True)
+        _spell_as_saved(state, set(dist_checkpointing.load_tensors_metadata(str(path))))
+        for number, chunk in enumerate(chunks):
+            weights = state.pop(_model_key(chunks, number))
+            _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
+        loaded = local_checksums(chunks)
+        held = take_held_states(optimizer, state["optimizer"])
+        optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
+        _load_in_pieces(path, held)
+        check_state_fits_weights(str(path), chunks, optimizer, loaded)
+        file = path / _RANDOM / _random_file()
+        if file.exists():
+            _restore_random_states(torch.load(file, weights_only=False))
 
 
 def _spell_as_saved(state: dict[str, Any], saved: set[str]) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from rstar2_megatron.actor.checkpoint import replace_directory
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.weight_files import NOT_FINITE, stored_tensors, weight_problems
-from rstar2_megatron.records.disk import writing
 from rstar2_megatron.records.whole_file import write_json
 
 Kind = Literal["rows", "columns", "whole"]
@@ -262,10 +261,9 @@ def write_hf_directory(
     def flush() -> None:
         nonlocal held, held_bytes
         if held:
+            partial.mkdir(parents=True, exist_ok=True)
             shards.append(partial / f"shard-{len(shards)}")
-            with writing(shards[-1]):
-                partial.mkdir(parents=True, exist_ok=True)
-                save_file(held, shards[-1], metadata={"format": "pt"})
+            save_file(held, shards[-1], metadata={"format": "pt"})
             weight_map.update(dict.fromkeys(held, shards[-1].name))
         held, held_bytes = {}, 0
 
@@ -300,8 +298,7 @@ def _copy_config(source: Path, target: Path, keys: dict[str, Any]) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name not in _NOT_COPIED:
-                with writing(target / file.name):
-                    shutil.copy(file, target / file.name)
+                shutil.copy(file, target / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config.update(keys)

@@ -26,6 +26,7 @@ from rstar2_megatron.algorithm.loss import aggregate
 from rstar2_megatron.algorithm.mismatch import MismatchRules, mismatch_by_turn, without_mismatch
 from rstar2_megatron.model.flops import peak_tflops
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.disk import writing
 from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, LrSchedSettings, OptimSettings, RunnerSettings
 from rstar2_megatron.weights.checksum import check_same_weights, weights_checksum
 
@@ -319,7 +320,8 @@ class MegatronActor:
 
         dtype = "bfloat16" if self.actor.model.precision == "bf16" else "float32"
         weights, keys = self.iter_hf_weights(), self.model_config.exported_keys
-        write_hf_directory(weights, directory, self.model_path, dtype, write=self.rank == 0, keys=keys)
+        with writing(directory):
+            write_hf_directory(weights, directory, self.model_path, dtype, write=self.rank == 0, keys=keys)
         dist.barrier()
 
     def save_checkpoint(self, directory: str | Path, *, wait: bool = True) -> None:

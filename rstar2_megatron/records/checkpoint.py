@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.records.disk import writing
+from rstar2_megatron.records.whole_file import write_json
 
 _NAME = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished"
@@ -105,8 +106,7 @@ class UnfinishedCheckpoint:
         """Give it its name and note, once the model is written; then remove checkpoints that `steps_to_keep` does not name."""
         final = self.checkpoints_dir / f"global_step_{self.step}"
         partial = final.with_name(final.name + _UNFINISHED)
-        with writing(partial / _NOTE):
-            (partial / _NOTE).write_text(json.dumps(asdict(note)) + "\n")
+        write_json(partial / _NOTE, asdict(note))
         if final.exists():  # the same step again, after a resume from an older checkpoint
             shutil.rmtree(final)
         partial.rename(final)
@@ -128,8 +128,7 @@ def begin_save(
     partial = checkpoints_dir / f"global_step_{step}{_UNFINISHED}"
     for stale in checkpoints_dir.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(stale)
-    with writing(partial):
-        (partial / "data").mkdir(parents=True)
+    (partial / "data").mkdir(parents=True)
     save_actor(str(partial / "actor"))
     import torch  # here, because torch takes seconds to load, and finding checkpoints does not need it
 

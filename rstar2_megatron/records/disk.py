@@ -21,9 +21,10 @@ class NotWritten(OSError):
         return f"could not write {self.filename}: {self.strerror}"
 
 
-def not_written(path: str | Path, reason: str = "is the disk full?") -> NotWritten:
-    """The error for a file that this process, or one on the same file system, could not write."""
+def not_written(path: str | Path, number: int | None = None) -> NotWritten:
+    """The error for a file that could not be written, with the reason of `errno`'s number where one is known."""
     there = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    reason = os.strerror(number) if number else "is the disk full?"
     return NotWritten(errno.EIO, f"{reason} ({shutil.disk_usage(there).free / 1e6:.0f} MB are free there)", str(path))
 
 
@@ -32,28 +33,21 @@ def writing(path: str | Path) -> Iterator[None]:
     """Raises NotWritten for an error of the block that the disk is the reason of; such errors do not name their file."""
     try:
         yield
-    except NotWritten:
-        raise
-    except OSError as error:
-        if error.errno not in _REASONS:
-            raise
-        raise not_written(path, os.strerror(error.errno)) from error
     except Exception as error:
-        if not any(words in str(error) for words in _OTHER_WRITERS):
+        number = error.errno if isinstance(error, OSError) else None
+        by_disk = number in _REASONS or any(words in str(error) for words in _OTHER_WRITERS)
+        if not by_disk or isinstance(error, NotWritten):
             raise
-        raise not_written(path) from error
+        raise not_written(path, number) from error
 
 
 def reason_of(error: BaseException, directory: str | Path, key: str) -> str:
-    """What the user reads of an error: for a file that could not be written also the remedy.
-
-    directory: of the results, which is named for a full disk without a file name. key: what sets it to another disk.
-    """
+    """What the user reads of an error. `key` sets `directory`, that of the results, which stands for a file without a name."""
     if not isinstance(error, NotWritten):
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             return str(error)
         file = error.filename2 or error.filename or Path(directory) / "a file"
-        error = not_written(file, os.strerror(error.errno))
+        error = not_written(file, error.errno)
     return (
         f"{error}. Checkpoints and rows that were written before are whole: make room there, or set {key} to another disk, "
         "and start the same command again"

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,16 +30,9 @@ class JsonlFile:
         self._sync = sync
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write rows. A float of a row that is not finite is written as null, because JSON has no such number.
-
-        Raises NotWritten.
-        """
-        with writing(self.path):
-            self._append(rows)
-
-    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows. A float of a row that is not finite is written as null, because JSON has no such number."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps({k: _finite(v) for k, v in row.items()}, ensure_ascii=False) + "\n")
             file.flush()

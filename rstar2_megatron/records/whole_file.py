@@ -14,10 +14,7 @@ from rstar2_megatron.records.disk import writing
 
 @contextlib.contextmanager
 def replacement(path: Path) -> Iterator[Path]:
-    """A temporary path; its file replaces `path` at the end of the block, unless the block raises.
-
-    Raises NotWritten for an error of the block that the disk is the reason of.
-    """
+    """A temporary path; its file replaces `path` at the end of the block, unless the block raises."""
     partial = path.with_name(path.name + ".unfinished")
     with writing(path):
         yield partial

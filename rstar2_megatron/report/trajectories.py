@@ -95,18 +95,14 @@ def build_page(path: Path, entries: Sequence[Entry], tokenizer: Any = None, *, m
     groups: dict[tuple[Any, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.step, entry.query_id), []).append(entry)
-    # A step keeps its order, in which trained groups come first; attempts of an evaluation lie as they ended.
-    keys = sorted(groups, key=lambda key: (0, _natural(key[1])) if key[0] is None else (1, [("", key[0])]))
+    # A step keeps its order, in which trained groups come first; an evaluation's attempts lie as they ended.
+    by_problem = lambda name: re.sub(r"\d+", lambda number: number[0].zfill(12), name)  # noqa: E731
+    keys = sorted(groups, key=lambda key: (-1, by_problem(key[1])) if key[0] is None else (key[0], ""))
     chosen = _thin_out(keys, [sum(entry.size for entry in groups[key]) for key in keys], max_bytes)
     if len(chosen) < len(keys):
         page.messages.append(f"{len(keys) - len(chosen)} of {len(keys)} groups left out to keep the page small")
     page.groups = [_group(load_rows(path, groups[key]), tokenizer) for key in chosen]
     return page
-
-
-def _natural(name: str) -> list[tuple[str, int]]:
-    """A key that sorts `aime-2` before `aime-10`."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _thin_out(keys: Sequence[Any], sizes: Sequence[int], budget: int) -> list[Any]:

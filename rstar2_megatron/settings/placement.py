@@ -151,12 +151,10 @@ def first_engine(settings: Settings, slots: Slots) -> tuple[int, ...]:
 
     On the actor's slots an engine of fewer ranks takes every n-th of them, so that each reads the weights of its own GPU.
     """
-    places = component_slots(settings.cluster, slots.count)
-    rollout = places.get("rollout", range(slots.count))
-    size, actor_size = settings.rollout.tensor_parallel_size, settings.actor.model.tensor_model_parallel_size
-    stride = max(1, actor_size // size) if collocated(settings.cluster, slots) else 1
-    on_node = slots.count // settings.cluster.num_nodes
-    return tuple((rollout[0] + number * stride) % on_node for number in range(size))
+    first = component_slots(settings.cluster, slots.count).get("rollout", [0])[0]
+    size, on_node = settings.rollout.tensor_parallel_size, slots.count // settings.cluster.num_nodes
+    actor_size = settings.actor.model.tensor_model_parallel_size if collocated(settings.cluster, slots) else 1
+    return tuple((first + number * max(1, actor_size // size)) % on_node for number in range(size))
 
 
 def parse_slots(component: str, value: str | int, total: int) -> list[int]:

@@ -219,10 +219,7 @@ class Trainer:
         return metrics
 
     def _restart_workers(self) -> list[int]:
-        """Start lost rollout workers again, and engines of shared accelerators. They get weights by the sync that follows.
-
-        Other lost engines start again in the sync itself. Here they would find memory that the actor holds.
-        """
+        """Start lost workers again, and engines that would find the actor's weights in the sync, which loads theirs."""
         asked = self.rollout.start("engine_lost")  # notes workers that died since the last call
         lost = [rank for rank, is_lost in zip(asked.ranks, asked.result(self.timeout_s), strict=True) if is_lost]
         if not self.rollout.restartable and not (lost and self._colocation):

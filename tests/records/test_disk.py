@@ -83,6 +83,9 @@ def test_a_directory_without_permission_a_quota_and_other_errors(tmp_path: Path)
     for number in (errno.EACCES, errno.EROFS, errno.EDQUOT):
         with pytest.raises(NotWritten, match=f"could not write {tmp_path}/a: {os.strerror(number)}"), writing(tmp_path / "a"):
             raise OSError(number, os.strerror(number))
+    with pytest.raises(NotWritten, match="/a/b: No space") as inner, writing(tmp_path / "a"), writing(tmp_path / "a" / "b"):
+        raise OSError(errno.ENOSPC, "full")
+    assert isinstance(inner.value.__cause__, OSError) and not isinstance(inner.value.__cause__, NotWritten)
     with pytest.raises(ConnectionResetError), writing(tmp_path / "a"):
         raise ConnectionResetError(errno.ECONNRESET, "not the disk")
     with pytest.raises(RuntimeError, match="not the disk"), writing(tmp_path / "a"):

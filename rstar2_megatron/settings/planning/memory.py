@@ -90,9 +90,8 @@ def engine_residue_gb(settings: Settings) -> float:
 def layer_activations(model: ModelConfig, tp: int, split: int) -> float:
     """Numbers a token that a layer of TransformerEngine keeps for its backward pass on a rank.
 
-    split: ranks that share the tokens between the layer's parts, TP with sequence parallelism. Kept are the inputs of both
-    norms and what they give, queries, keys, values, the attention's result twice, and of the MLP gate, up and their product.
-    Statistics of a few bytes a token are left out. tests/actor/test_transformer_engine.py counts them.
+    split: TP with sequence parallelism. Kept are both norms' inputs and results, queries, keys, values, the attention's result
+    twice, and gate, up and their product. tests/actor/test_transformer_engine.py counts them; statistics are left out.
     """
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = 2 * q + 2 * kv + (q + kv if model.qk_norm else 0)
