@@ -22,4 +22,8 @@ class ClusterRun(BaseRun):
         """End everything that the run started, then workers and Ray. Never raises."""
         # Calls that are still running fail, and nothing waits for them: Ray would print a traceback for each.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        # What Ray says of processes that have died, or that end now, would stand below the reason of the end.
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher  # here: `cluster` sets Ray's environment first
+
+        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
         super().close()

@@ -221,20 +221,18 @@ class Trainer:
     def _restart_workers(self) -> list[int]:
         """Start lost workers again, and engines that would find the actor's weights in the sync, which loads theirs."""
         asked = self.rollout.start("engine_lost")  # notes workers that died since the last call
-        lost = [rank for rank, is_lost in zip(asked.ranks, asked.result(self.timeout_s), strict=True) if is_lost]
-        if not self.rollout.restartable and not (lost and self._colocation):
+        told = asked.result(self.timeout_s)
+        lost = [rank for rank, is_lost in zip(asked.ranks, told, strict=True) if is_lost and self._colocation is not None]
+        if not (lost or self.rollout.restartable):
             return []
         self.source.pause()
-        timeout_s, restarted = self.settings.rollout.engine_start_timeout_s, []
+        timeout_s = self.settings.rollout.engine_start_timeout_s
         if self._colocation is not None:
             self._colocation.clear()
             for rank in lost:
-                (reason,) = self.rollout.call("restart_engine", ranks=[rank], timeout_s=timeout_s)
-                if reason:
+                if reason := self.rollout.call("restart_engine", ranks=[rank], timeout_s=timeout_s)[0]:
                     self.rollout.lose(rank, reason)
-                else:
-                    restarted.append(rank)
-        restarted += self.rollout.restart(timeout_s)
+        restarted = [rank for rank in lost if rank not in self.rollout.lost] + self.rollout.restart(timeout_s)
         if self._colocation is not None and restarted:
             self._colocation.join(restarted)
         return restarted
