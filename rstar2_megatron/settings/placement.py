@@ -147,10 +147,7 @@ def collocated(cluster: ClusterSettings, slots: Slots) -> bool:
 
 
 def first_engine(settings: Settings, slots: Slots) -> tuple[int, ...]:
-    """Slots of the first engine by their numbers on its node, as RLinf places it.
-
-    On the actor's slots an engine of fewer ranks takes every n-th of them, so that each reads the weights of its own GPU.
-    """
+    """Slots of the first engine by their numbers on its node: every n-th of the actor's where its TP is n times as large."""
     first = component_slots(settings.cluster, slots.count).get("rollout", [0])[0]
     size, on_node = settings.rollout.tensor_parallel_size, slots.count // settings.cluster.num_nodes
     actor_size = settings.actor.model.tensor_model_parallel_size if collocated(settings.cluster, slots) else 1
