@@ -92,6 +92,7 @@ def lose(mode: str, victims: list[str], place: Path) -> list[dict[str, Any]]:
                 rows[-1]["seconds"] = seconds_until_said(run, printed)
     finally:
         run.close()
+        left = sorted(path.name for path in temporary.iterdir())
         shutil.rmtree(temporary, ignore_errors=True)
     if not rows:
         raise SystemExit(run.output())
@@ -105,7 +106,7 @@ def lose(mode: str, victims: list[str], place: Path) -> list[dict[str, Any]]:
         row["said"] = [line for line in lines if line.strip() and not _STEP.match(line)][:6]
         row["longer_s"] = round(told["time/step"] - statistics.median(quiet), 1) if told and quiet else None
         row["dropped"] = told.get("rollout/dropped_infrastructure")
-    rows[-1]["exit_code"] = run.exit_code
+    rows[-1] |= {"exit_code": run.exit_code, "left_in_tmpdir": left}
     return rows
 
 
