@@ -52,6 +52,7 @@ MODES = {
     ),
 }
 _STEP = re.compile(r"^\s+\d+\s|^\s+step\s")  # lines of every run
+_PREFIX = re.compile(r"\x1b\[\d+m|\(\w+\(rank=\d+\) pid=\d+\)|WARNING:[\w.]+:|; its log: \S+|\S+/(?=results/)")
 _INTO_STEP_S = 0.7
 _LIMIT_S = 900.0
 
@@ -113,7 +114,7 @@ def lose(mode: str, victims: list[str], place: Path) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| Killed | Mode | Said after | Step longer by | Dropped | What the user reads |", "|---|---|---:|---:|---:|---|"]
     for row in rows:
-        said = " / ".join(line[:160] for line in row["said"][:2]).replace("|", "\\|")
+        said = " / ".join(_PREFIX.sub("", line).strip()[:160] for line in row["said"][:2]).replace("|", "\\|")
         longer = f"{row['longer_s']:.0f} s" if row["longer_s"] is not None else "the run ends"
         dropped = "" if row["dropped"] is None else f"{row['dropped']:.0f}"
         lines.append(f"| {row['victim']} | {row['mode']} | {row['seconds']:.0f} s | {longer} | {dropped} | {said} |")

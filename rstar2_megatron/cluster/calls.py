@@ -19,6 +19,7 @@ from rlinf.scheduler import Channel
 from rstar2_megatron.records.disk import NotWritten
 
 _LOW_MEMORY = "running low on memory"
+_NOT_SAID = re.compile(r"(?s)^.*Worker exit detail: |Some common causes.*")  # of a death, in Ray's ten lines
 _NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 
 
@@ -125,7 +126,7 @@ class PendingCall:
                 reason = (
                     _out_of_memory(self.name, str(e))
                     if isinstance(e, ray.exceptions.OutOfMemoryError) or _LOW_MEMORY in str(e)
-                    else f"{self.name}, rank {rank}: the worker process died: {e}"
+                    else f"{self.name}, rank {rank}: the worker process died: {' '.join(_NOT_SAID.sub('', str(e)).split())}"
                 )
                 if self._on_lost is None:
                     raise WorkerLost(reason, rank) from e
