@@ -2,7 +2,7 @@
 
 A run of small steps on a CPU loses those that it starts again one after the other, each within a step, with a quiet step
 between them; what ends a run is killed in a run of its own. One JSON line a kill: seconds until the run said what came, or
-ended; seconds that the step took longer than the quiet ones; trajectories dropped; the lines printed. Then a markdown table.
+ended; seconds that the step took longer than those beside it; trajectories dropped; the lines printed. Then a markdown table.
 """
 
 from __future__ import annotations
@@ -98,14 +98,13 @@ def lose(mode: str, victims: list[str], place: Path) -> list[dict[str, Any]]:
     if not rows:
         raise SystemExit(run.output())
     metrics = {row["step"]: row for row in run.metrics()}
-    killed = {row["step"] for row in rows}
-    quiet = [row["time/step"] for number, row in metrics.items() if number not in killed and number > 1]
     text, ends = run.text(), [row["from"] for row in rows[1:]]
     for row, end in zip(rows, [*ends, None], strict=True):
         lines = text[row.pop("from") : end].splitlines()
         told = metrics.get(row["step"], {})
         row["said"] = [line for line in lines if line.strip() and not _STEP.match(line)][:6]
-        row["longer_s"] = round(told["time/step"] - statistics.median(quiet), 1) if told and quiet else None
+        beside = [metrics[n]["time/step"] for n in (row["step"] - 1, row["step"] + 1) if n in metrics]
+        row["longer_s"] = round(told["time/step"] - statistics.fmean(beside), 1) if told else None
         row["dropped"] = told.get("rollout/dropped_infrastructure")
     rows[-1] |= {"exit_code": run.exit_code, "left_in_tmpdir": left}
     return rows
@@ -114,8 +113,9 @@ def lose(mode: str, victims: list[str], place: Path) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| Killed | Mode | Said after | Step longer by | Dropped | What the user reads |", "|---|---|---:|---:|---:|---|"]
     for row in rows:
-        said = " / ".join(_PREFIX.sub("", line).strip()[:160] for line in row["said"][:2]).replace("|", "\\|")
-        longer = f"{row['longer_s']:.0f} s" if row["longer_s"] is not None else "the run ends"
+        own = [_PREFIX.sub("", line).strip() for line in row["said"] if "(raylet)" not in line]
+        said = " / ".join(line[:200] for line in own[:2]).replace("|", "\\|")
+        longer = f"{max(row['longer_s'], 0):.0f} s" if row["longer_s"] is not None else "the run ends"
         dropped = "" if row["dropped"] is None else f"{row['dropped']:.0f}"
         lines.append(f"| {row['victim']} | {row['mode']} | {row['seconds']:.0f} s | {longer} | {dropped} | {said} |")
     return "\n".join(lines)
