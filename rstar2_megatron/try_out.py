@@ -1,14 +1,17 @@
-"""Tries a tool of yours without a model: its schema, calls with their times, and what a model reads when it calls it wrongly.
+"""Tries a tool or a reward of yours without a model: its schema, calls with their times, and what failures look like.
 
     python -m rstar2_megatron.try_out my_tools.py:search --args '{"query": "x"}'
+    python -m rstar2_megatron.try_out my_reward.py:score --args '{"response": "It is \\\\boxed{4}.", "solutions": ["4"]}'
 
-Further `--args` are further calls of the same trajectory. Exit code 1: a call failed by the tool's fault; 2: it is no tool.
+Further `--args` are further calls, of a tool in the same trajectory. Exit code 1: a call failed by the code's fault; 2: the code
+is neither a tool nor a reward.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import sys
 import time
@@ -17,16 +20,17 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from rstar2_megatron.extension.user_code import FOLDERS
+from rstar2_megatron.extension.user_code import FOLDERS, UserCode
+from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.load import users_path
-from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
+from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
 from rstar2_megatron.tools import required_parameters
-from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
 _DEADLINE_S = 3600.0
 _LATE_S = 0.2  # for which an async tool may hold up the loop
@@ -35,15 +39,19 @@ _WRONG: dict[str, Any] = {"string": 1, "integer": "x", "number": "x", "boolean":
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rstar2_megatron.try_out", description=__doc__.partition("\n")[0])
-    parser.add_argument("tool", help="path/to/file.py:name or package.module:name")
+    parser.add_argument("code", help="path/to/file.py:name or package.module:name")
     parser.add_argument("--args", type=_object, action="append", default=[], metavar="JSON", help="arguments of a call")
-    parser.add_argument("--settings", type=_object, default={}, metavar="JSON", help="as in the YAML's entry")
+    parser.add_argument("--settings", type=_object, default={}, metavar="JSON", help="a tool's `settings`, `reward.arguments`")
     parser.add_argument("--extra", type=_object, default={}, metavar="JSON", help="own columns of the problem")
     parser.add_argument("--timeout-s", type=float, default=30.0)
     words = parser.parse_args(argv)
-    entry = {"use": words.tool, "settings": words.settings, "timeout_s": words.timeout_s}
     try:
-        settings = OwnToolSettings.model_validate(entry, context={FOLDERS: [users_path(".").resolve()]})
+        code = UserCode.model_validate(words.code, context={FOLDERS: [users_path(".").resolve()]})
+        if _is_reward(code.load()):
+            limits = {"arguments": words.settings, "function_timeout_s": words.timeout_s}
+            with Rewards(RewardSettings(function=code, **limits)) as rewards:
+                return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
+        settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
     except ValidationError as error:
         print(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", file=sys.stderr)
@@ -53,6 +61,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(json.dumps(tool.schema, indent=2, ensure_ascii=False))
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
+
+
+def _is_reward(code: Any) -> bool:
+    """By its parameters: verl's, or a trajectory, which no tool has."""
+    try:
+        parameters = inspect.signature(code).parameters.keys()
+    except (TypeError, ValueError):
+        return False
+    return "trajectory" in parameters or {"solution_str", "ground_truth"} <= parameters
+
+
+async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
+    failed = False
+    for given in calls or [{"response": "The answer is \\boxed{4}.", "solutions": ["4"]}]:
+        problem = Problem("try_out", [{"role": "user", "content": ""}], given.get("solutions", []), extra=extra)
+        text = str(given.get("response", ""))
+        trajectory = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
+        begun = time.perf_counter()
+        await rewards.grade([(problem, trajectory)])
+        print(
+            f"\n{code.label} {json.dumps(given, ensure_ascii=False)}\n  in {1000 * (time.perf_counter() - begun):.1f} ms: ",
+            end="",
+        )
+        failed |= bool(trajectory.error)
+        others = {name: value for name, value in trajectory.reward_terms.items() if name != code.name}
+        print(
+            f"the trajectory is dropped:\n    {trajectory.error}"
+            if trajectory.error
+            else f"reward {trajectory.reward:g} {others or ''}"
+        )
+    return int(failed)
 
 
 def _object(text: str) -> dict[str, Any]:
