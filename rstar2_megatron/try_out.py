@@ -3,8 +3,8 @@
     python -m rstar2_megatron.try_out my_tools.py:search --args '{"query": "x"}'
     python -m rstar2_megatron.try_out my_reward.py:score --args '{"response": "It is \\\\boxed{4}.", "solutions": ["4"]}'
 
-Further `--args` are further calls, of a tool in the same trajectory. Exit code 1: a call failed by the code's fault; 2: the code
-is neither a tool nor a reward.
+Further `--args` are further calls, of a tool in the same trajectory. Exit code 1: a call failed by the code's fault; 2: it is
+neither a tool nor a reward.
 """
 
 from __future__ import annotations
