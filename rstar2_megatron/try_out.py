@@ -1,17 +1,17 @@
-"""Tries a tool or a reward of yours without a model, in seconds.
+"""Tries a tool or a reward of yours without a model: its schema, calls with their times, and what failures look like.
 
     python -m rstar2_megatron.try_out my_tools.py:search --args '{"query": "x"}'
-    python -m rstar2_megatron.try_out my_reward.py:score --answer '\\boxed{42}' --solution 42
+    python -m rstar2_megatron.try_out my_reward.py:score --args '{"response": "It is \\\\boxed{4}.", "solutions": ["4"]}'
 
-Of a tool: its schema, the calls with their times, and what a model reads when it calls it wrongly. Further `--args` are further
-calls of the same trajectory. Of a reward: what it gives for the answer, and for none, in the process that a run has for it.
-Exit code 1: a call failed by your code's fault; 2: it is no tool or reward.
+Further `--args` are further calls, of a tool in the same trajectory. Exit code 1: a call failed by the code's fault; 2: it is
+neither a tool nor a reward.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import sys
 import time
@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from rstar2_megatron.extension.user_code import FOLDERS
+from rstar2_megatron.extension.user_code import FOLDERS, UserCode
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
@@ -40,20 +40,18 @@ _WRONG: dict[str, Any] = {"string": 1, "integer": "x", "number": "x", "boolean":
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rstar2_megatron.try_out", description=__doc__.partition("\n")[0])
     parser.add_argument("code", help="path/to/file.py:name or package.module:name")
-    parser.add_argument("--answer", metavar="TEXT", help="of a reward: the model's last turn")
-    parser.add_argument("--solution", default="42", metavar="TEXT", help="of a reward: the known answer")
     parser.add_argument("--args", type=_object, action="append", default=[], metavar="JSON", help="arguments of a call")
-    parser.add_argument(
-        "--settings", type=_object, default={}, metavar="JSON", help="as in the YAML's entry; of a reward: reward.arguments"
-    )
+    parser.add_argument("--settings", type=_object, default={}, metavar="JSON", help="a tool's `settings`, `reward.arguments`")
     parser.add_argument("--extra", type=_object, default={}, metavar="JSON", help="own columns of the problem")
     parser.add_argument("--timeout-s", type=float, default=30.0)
     words = parser.parse_args(argv)
-    if words.answer is not None:
-        return _try_reward(words.code, words.answer, words.solution, words.extra, words.settings, words.timeout_s)
-    entry = {"use": words.code, "settings": words.settings, "timeout_s": words.timeout_s}
     try:
-        settings = OwnToolSettings.model_validate(entry, context={FOLDERS: [users_path(".").resolve()]})
+        code = UserCode.model_validate(words.code, context={FOLDERS: [users_path(".").resolve()]})
+        if _is_reward(code.load()):
+            limits = {"arguments": words.settings, "function_timeout_s": words.timeout_s}
+            with Rewards(RewardSettings(function=code, **limits)) as rewards:
+                return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
+        settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
     except ValidationError as error:
         print(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", file=sys.stderr)
@@ -65,36 +63,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
 
 
-def _try_reward(
-    code: str, answer: str, solution: str, extra: dict[str, Any], arguments: dict[str, Any], timeout_s: float
-) -> int:
-    values = {"function": code, "arguments": arguments, "function_timeout_s": timeout_s, "function_retries": 0}
+def _is_reward(code: Any) -> bool:
+    """By its parameters: verl's, or a trajectory, which no tool has."""
     try:
-        settings = RewardSettings.model_validate(values, context={FOLDERS: [users_path(".").resolve()]})
-        rewards = Rewards(settings)
-    except ValidationError as error:
-        print(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    problem = Problem("try_out", [{"role": "user", "content": ""}], [solution], extra=extra)
+        parameters = inspect.signature(code).parameters.keys()
+    except (TypeError, ValueError):
+        return False
+    return "trajectory" in parameters or {"solution_str", "ground_truth"} <= parameters
+
+
+async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
     failed = False
-    with rewards:
-        for text in (answer, ""):
-            t = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
-            asyncio.run(rewards.grade([(problem, t)]))  # the first call waits for the process
-            begun = time.perf_counter()
-            t.finish_reason = FinishReason.ANSWERED
-            asyncio.run(rewards.grade([(problem, t)]))
-            milliseconds = 1000 * (time.perf_counter() - begun)
-            failed |= not t.usable
-            print(f"answer {text!r}, solution {solution!r}: ", end="")
-            if not t.usable:
-                print(f"the trajectory is dropped: {t.error}")
-                continue
-            terms = ", ".join(f"{name}={value:g}" for name, value in t.reward_terms.items())
-            print(f"reward {t.reward:g} ({'right' if t.positive else 'wrong'}; {terms}) in {milliseconds:.1f} ms")
+    for given in calls or [{"response": "The answer is \\boxed{4}.", "solutions": ["4"]}]:
+        problem = Problem("try_out", [{"role": "user", "content": ""}], given.get("solutions", []), extra=extra)
+        text = str(given.get("response", ""))
+        trajectory = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
+        begun = time.perf_counter()
+        await rewards.grade([(problem, trajectory)])
+        print(
+            f"\n{code.label} {json.dumps(given, ensure_ascii=False)}\n  in {1000 * (time.perf_counter() - begun):.1f} ms: ",
+            end="",
+        )
+        failed |= bool(trajectory.error)
+        others = {name: value for name, value in trajectory.reward_terms.items() if name != code.name}
+        print(
+            f"the trajectory is dropped:\n    {trajectory.error}"
+            if trajectory.error
+            else f"reward {trajectory.reward:g} {others or ''}"
+        )
     return int(failed)
 
 

@@ -1,4 +1,4 @@
-"""`python -m rstar2_megatron.try_out`: a tool tried without a model."""
+"""`python -m rstar2_megatron.try_out`: a tool or a reward tried without a model."""
 
 from __future__ import annotations
 
@@ -50,6 +50,24 @@ def test_a_tool_that_fails_holds_up_or_is_slow(tmp_path: Path, capsys: pytest.Ca
     assert f"own.py:slow failed: {path}:16, in slow: ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_rewards_of_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = ROOT / "examples/extend/rewards.py"
+    right, wrong = '{"response": "\\\\boxed{4}", "solutions": ["4"]}', '{"response": "\\\\boxed{5}", "solutions": ["4"]}'
+    assert main([f"{rewards}:compute_score", "--args", right, "--args", wrong]) == 0
+    out = capsys.readouterr().out
+    assert "ms: reward 1 {'answer_chars': 1.0}\n" in out and "ms: reward 0 {'answer_chars': 1.0}\n" in out
+    assert main([f"{rewards}:tool_use"]) == 0
+    assert "ms: reward 0 \n" in capsys.readouterr().out
+    path = tmp_path / "own.py"
+    path.write_text("def score(problem, trajectory, base):\n    return base / problem.extra['weight']\n")
+    assert main([f"{path}:score", "--extra", '{"weight": 2}', "--settings", '{"base": 1}']) == 0
+    assert "ms: reward 0.5 \n" in capsys.readouterr().out
+    assert main([f"{path}:score", "--settings", '{"base": 1}']) == 1
+    assert f"dropped:\n    reward own.py:score failed: {path}:2, in score: KeyError: 'weight'" in capsys.readouterr().out
+    assert main([f"{path}:score"]) == 2
+    assert "cannot be called with (problem, trajectory)" in capsys.readouterr().err
+
+
 def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("{x}", "[1]"):
         with pytest.raises(SystemExit, match="2"):
@@ -68,17 +86,3 @@ def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_tool(reference: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([reference]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def score(problem, trajectory):\n    if not trajectory.assistant_texts[0]:\n        raise ValueError('no text')\n"
-        "    return float(problem.solutions[0] in trajectory.assistant_texts[0])\n"
-    )
-    assert main([f"{tmp_path}/mine.py:score", "--answer", "it is 42", "--solution", "42"]) == 1
-    out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("answer 'it is 42', solution '42': reward 1 (right; score=1) in ")
-    assert out[1].startswith("answer '', solution '42': the trajectory is dropped: reward mine.py:score failed: ")
-    assert out[1].endswith("mine.py:3, in score: ValueError: no text")
-    assert main([f"{tmp_path}/mine.py:missing", "--answer", "x"]) == 2
-    assert "has no 'missing'; it has score" in capsys.readouterr().err

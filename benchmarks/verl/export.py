@@ -24,7 +24,7 @@ from rstar2_megatron.report.names import HELD_OUT
 from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording, defuse
 from rstar2_megatron.settings.load import CONFIG_DIR
 from rstar2_megatron.settings.rlinf_keys import put
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import McpSettings, Settings
 from rstar2_megatron.tools import ToolSchema, tool_schemas
 from rstar2_megatron.trajectory import Problem
 
@@ -203,7 +203,7 @@ def _wording(settings: Settings) -> Wording:
 
 def _schemas(settings: Settings) -> list[ToolSchema]:
     tools = settings.agentloop.tools
-    if own := [tool.use.label for tool in tools if not isinstance(tool, str)]:
+    if own := [tool.mcp if isinstance(tool, McpSettings) else tool.use.label for tool in tools if not isinstance(tool, str)]:
         raise ValueError(f"agentloop.tools names {own[0]}, which the export cannot give to verl; write it as verl's own tool")
     if (form := settings.agentloop.tool_call_format) not in ("hermes", "auto"):
         raise ValueError(f"agentloop.tool_call_format={form}: the export sets verl to hermes calls; set it to hermes")

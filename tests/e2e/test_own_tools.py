@@ -22,8 +22,8 @@ def python_code_with_standard_io(code: str, input: str) -> str:
         code: The program.
         input: Its standard input.
     '''
-    if "9" in code:
-        raise ValueError("a digit that this tool fails on")
+    if len(code) % 2:
+        raise ValueError("an odd length, on which this tool fails")
     said = []
     try:
         exec(code, {"print": lambda *values: said.append(" ".join(map(str, values)))})
@@ -52,9 +52,8 @@ def test_own_tools_are_called_by_the_model(tmp_path: Path) -> None:
     (row,) = read_jsonl(tmp_path / "own/metrics.jsonl")
     calls = [call for t in read_jsonl(tmp_path / "own/trajectories.jsonl") for call in t["tool_calls"]]
     done = [call for call in calls if call["name"] == name and call["outcome"] == "ok"]
-    assert done and all(call["response_text"].startswith("Tool call success\nstdout: ") for call in done)
+    assert done and all(call["response"].startswith("Tool call success\nstdout: ") for call in done)
     assert row[f"rollout/engine/tool/{name}/calls"] >= len(done) and row[f"rollout/engine/tool/{name}/seconds"] > 0
     assert row.get("rollout/engine/judge/calls", 0) == 0
-    lost = [t for t in read_jsonl(tmp_path / "own/trajectories.jsonl") if t["finish_reason"] == "infrastructure"]
-    assert row["rollout/user_code_errors/ValueError"] == len(lost) > 0
-    assert f"tool own.py:{name} failed: {own}:13, in {name}: ValueError: a digit that this tool fails on" in run.text()
+    assert row["rollout/user_code_errors/ValueError"] == row["rollout/dropped_infrastructure"] > 0
+    assert f"tool own.py:{name} failed: {own}:13, in {name}: ValueError: an odd length" in run.text()

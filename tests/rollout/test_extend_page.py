@@ -52,6 +52,8 @@ def test_limits_and_state(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     written = yaml.safe_load(blocks(TOOLS, "yaml")[0])["agentloop"]
     tool = tools_of(AgentLoopSettings.model_validate(written, context={FOLDERS: [folder]}))[1]
     assert list(tool.schema["function"]["parameters"]["properties"]) == ["country"]
+    servers = yaml.safe_load(blocks(TOOLS, "yaml")[1])["agentloop"]
+    assert [entry.tools for entry in AgentLoopSettings.model_validate(servers).tools] == [["add"], None]  # type: ignore[union-attr]
     assert main(["my_counter.py:Counter", "--args", '{"by": 2}', "--args", '{"by": 3}']) == 0
     out = capsys.readouterr().out
     assert 'count {"by": 2}\n' in out and "    3\n" in out and "    6\n" in out

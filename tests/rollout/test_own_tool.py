@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +382,11 @@ async def test_an_instance_that_does_not_open_in_time_is_no_error_of_the_model(t
     trajectory, _ = await run(tokenizer, settings_of(tmp_path, code, entry), call("count", by=1))
     assert trajectory.error == "tool own.py:Counter was not open within 0.05 s" and trajectory.user_error == "Timeout"
     assert trajectory.num_tool_errors == 0 and trajectory.session == ""
+
+
+def test_an_mcp_server_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(
+        ValueError, match=r"python x\.py is an MCP server, and the package mcp is not installed; pip install mcp"
+    ):
+        tools_of(AgentLoopSettings.model_validate({"tools": [{"mcp": "python x.py"}]}))

@@ -100,7 +100,24 @@ class OwnToolSettings(Section):
     """Arguments of the function that the model does not see, or of the class when it is made."""
 
 
+class McpSettings(Section):
+    """The tools of an MCP server."""
+
+    mcp: str
+    """Command that starts it, or its address (http://host:port/mcp). Each rollout worker has its own connection."""
+    tools: list[str] | None = None
+    """Names of those to use; null: all."""
+    timeout_s: float = Field(30.0, gt=0)
+    """A call that takes longer is a timeout, which counts as an error of the model."""
+    max_concurrency: int = Field(32, ge=1)
+    """Calls at the same time in each rollout worker."""
+    max_length: int | None = Field(None, ge=16)
+    """Characters of a result shown to the model; null: agentloop.max_tool_response_length."""
+
+
 def _kind_of_tool(value: Any) -> str:
+    if isinstance(value, McpSettings) or (isinstance(value, dict) and "mcp" in value):
+        return "mcp"
     return "name" if isinstance(value, str) and ":" not in value else "own"
 
 
@@ -109,7 +126,9 @@ def _own_tool(value: Any) -> Any:
 
 
 ToolEntry = Annotated[
-    Annotated[str, Tag("name")] | Annotated[OwnToolSettings, BeforeValidator(_own_tool), Tag("own")],
+    Annotated[str, Tag("name")]
+    | Annotated[OwnToolSettings, BeforeValidator(_own_tool), Tag("own")]
+    | Annotated[McpSettings, Tag("mcp")],
     Discriminator(_kind_of_tool),
 ]
 
@@ -117,7 +136,7 @@ ToolEntry = Annotated[
 class AgentLoopSettings(Section):
     tools: list[ToolEntry] = ["python_code_with_standard_io"]
     """The model's tools: names that tools.py defines, `my_tools.py:search`, or such a tool with its limits as a mapping
-    `{use: my_tools.py:search, timeout_s: 10}` (docs/extend.md).
+    `{use: my_tools.py:search, timeout_s: 10}`, or an MCP server `{mcp: command or address}` (docs/extend.md).
     """
     environment: UserCode | None = None
     """A class with reset(problem) and step(text) that answers each turn which calls no tool (docs/extend.md)."""

@@ -1,0 +1,117 @@
+"""Tools of an MCP server: a command that is started, or an address. It needs the package `mcp`.
+
+The connection lives in a thread with an event loop of its own and is made at the first call. A server that died is started
+again at the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import threading
+from typing import Any
+
+from rstar2_megatron.rollout.tool import CallContext, Tool, ToolAnswer
+from rstar2_megatron.rollout.tool_response import format_refusal, truncate
+from rstar2_megatron.settings.schema import AgentLoopSettings, McpSettings
+from rstar2_megatron.trajectory import ToolOutcome
+
+_START_S = 60.0
+
+
+class McpServer:
+    """One server as a process of a run uses it."""
+
+    def __init__(self, settings: McpSettings) -> None:
+        """Raises ValueError when it gives no list of tools."""
+        self.settings = settings
+        self.slots = asyncio.Semaphore(settings.max_concurrency)
+        self._loop = asyncio.new_event_loop()
+        self._client: asyncio.Future[Any] | None = None
+        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+        try:
+            self.tools = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(_START_S)
+        except ImportError:
+            raise ValueError(
+                f"{settings.mcp} is an MCP server, and the package mcp is not installed; pip install mcp"
+            ) from None
+        except (Exception, BaseExceptionGroup) as error:
+            raise ValueError(f"the MCP server {settings.mcp} lists no tools: {_innermost(error)}") from None
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Result of the server's tool, from any event loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop))
+
+    def _connection(self) -> Any:
+        from mcp import Client, StdioServerParameters  # Here: it is an optional package.
+
+        if self.settings.mcp.startswith(("http://", "https://")):
+            return Client(self.settings.mcp)
+        command, *words = shlex.split(self.settings.mcp)
+        return Client(StdioServerParameters(command=command, args=words))
+
+    async def _list(self) -> list[Any]:
+        async with self._connection() as client:
+            found, page = [], await client.list_tools()
+            found += page.tools
+            while page.next_cursor:
+                page = await client.list_tools(cursor=page.next_cursor)
+                found += page.tools
+            return found
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        if self._client is None:
+            self._client = self._loop.create_future()
+            self._holder = asyncio.create_task(self._hold(self._client))
+        client = self._client
+        try:
+            return await (await asyncio.shield(client)).call_tool(name, arguments)
+        except Exception:
+            if self._client is client:  # the next call connects again
+                self._client = None
+                self._holder.cancel()
+            raise
+
+    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+        """Keep a connection until it is cancelled: the task that opened it must close it."""
+        try:
+            async with self._connection() as client:
+                ready.set_result(client)
+                await asyncio.Event().wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(RuntimeError(_innermost(error)))
+
+
+class McpTool(Tool):
+    def __init__(self, server: McpServer, described: Any, agentloop: AgentLoopSettings) -> None:
+        """described: as the server lists it."""
+        parameters = {"type": "object", "properties": {}, **described.input_schema}
+        function = {"name": described.name, "description": described.description or "", "parameters": parameters}
+        super().__init__({"type": "function", "function": function})
+        self.server = server
+        self.max_length = server.settings.max_length or agentloop.max_tool_response_length
+        self.truncate_side = agentloop.tool_response_truncate_side
+
+    async def run(self, arguments: dict[str, Any], context: CallContext) -> ToolAnswer:
+        where, limit_s = f"the MCP server {self.server.settings.mcp}", self.server.settings.timeout_s
+        async with asyncio.timeout(context.limit_s), self.server.slots:
+            try:
+                async with asyncio.timeout(limit_s) as own:
+                    result = await self.server.call(self.name, arguments)
+            except TimeoutError:
+                if not own.expired():
+                    raise
+                return ToolAnswer(ToolOutcome.TIMEOUT, format_refusal(f"{self.name} took longer than {limit_s:g} s"))
+            except Exception as error:
+                raise RuntimeError(f"{where}: {_innermost(error)}") from error
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        outcome = ToolOutcome.ERROR if result.is_error else ToolOutcome.OK
+        text = format_refusal(text) if result.is_error else text
+        return ToolAnswer(outcome, truncate(text, self.max_length, self.truncate_side))
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
