@@ -6,8 +6,8 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends redis-server g++ libseccomp2 \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/rstar2
-COPY docker/judge-requirements.txt requirements/constraints.txt requirements/programs.txt ./
-RUN pip install --no-cache-dir -c constraints.txt -r judge-requirements.txt -r programs.txt
+COPY requirements/judge.txt requirements/constraints.txt requirements/programs.txt ./
+RUN pip install --no-cache-dir -c constraints.txt -r judge.txt -r programs.txt
 COPY rstar2_megatron ./rstar2_megatron
 ENV PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 # JUDGE_TOKEN must be given: the judge refuses to listen beyond loopback without one.

@@ -105,7 +105,7 @@ def test_the_judge_understands_its_commands(services: dict[str, dict[str, Any]],
 
 
 def test_the_judges_image_holds_all_that_it_imports() -> None:
-    files = (DOCKER / "judge-requirements.txt", ROOT / "requirements" / "programs.txt")
+    files = (ROOT / "requirements" / "judge.txt", ROOT / "requirements" / "programs.txt")
     lines = [line for file in files for line in file.read_text().splitlines()]
     names = [re.split(r"[\[=<>]", line)[0] for line in lines if line and not line.startswith("#")]
     pins = (ROOT / "requirements" / "constraints.txt").read_text().lower().replace("_", "-")

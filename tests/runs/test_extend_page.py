@@ -38,6 +38,16 @@ def test_the_data_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (problem.solutions, problem.extra) == (["204"], {"level": 2})
 
 
+def test_the_examples_of_data_and_loss(tmp_path: Path) -> None:
+    settings = load(str(ROOT / "examples" / "extend" / "own_data.yaml"), []).settings
+    problems = read_problems([ROOT / "examples" / "extend" / "own_data.csv"], settings.data)
+    assert len(problems) == 60 and {problem.extra["operation"] for problem in problems} == {"product", "gcd"}
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1?", "solutions": ["2"]}')  # as tiny:heldout is
+    assert read_problems([tmp_path / "held_out.jsonl"], settings.data)[0].solutions == ["2"]
+    algorithm = load(str(ROOT / "examples" / "extend" / "own_loss.yaml"), []).settings.algorithm
+    assert list(algorithm_code_problems(algorithm)) == []
+
+
 def test_the_algorithm_section(tmp_path: Path) -> None:
     settings = paste("Algorithm", tmp_path)
     assert list(algorithm_code_problems(settings.algorithm)) == []
