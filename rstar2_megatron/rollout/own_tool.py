@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from rstar2_megatron.extension import ToolError
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.rollout.tool import CallContext, Judge, Tool, ToolAnswer
 from rstar2_megatron.rollout.tool_response import format_refusal, truncate
+from rstar2_megatron.rollout.user_call import start
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
 from rstar2_megatron.tools import ToolSchema
 from rstar2_megatron.trajectory import Problem, ToolOutcome
@@ -157,13 +157,12 @@ class OwnTool(Tool):
         """
         await self._slots.acquire()
         self._running += 1
-        is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))  # type: ignore[operator]
-        work = asyncio.ensure_future(_awaited(function, values)) if is_async else _in_thread(function, values)
+        work = start(function, (), values)
         work.add_done_callback(self._ended)
         try:
             done, _ = await asyncio.wait({work}, timeout=self.settings.timeout_s)
         finally:
-            if is_async:
+            if isinstance(work, asyncio.Task):  # a thread cannot be ended
                 work.cancel()
         if not done:
             raise Timeout(f"{self.name} took longer than {self.settings.timeout_s:g} s")
@@ -188,35 +187,6 @@ class OwnTool(Tool):
         if state is not None and (closing := getattr(state.instance, "close", None)):
             with contextlib.suppress(ToolError, Timeout, UserCodeError):  # the trajectory is complete without it
                 await self._limited(closing, {})
-
-
-async def _awaited(function: Callable[..., Any], values: dict[str, Any]) -> tuple[Any, BaseException | None]:
-    try:
-        return await function(**values), None
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit would end the worker
-        return None, error
-
-
-def _in_thread(function: Callable[..., Any], values: dict[str, Any]) -> asyncio.Future[Any]:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(result: tuple[Any, BaseException | None]) -> None:
-        if not future.done():
-            future.set_result(result)
-
-    def work() -> None:
-        try:
-            result: tuple[Any, BaseException | None] = function(**values), None
-        except BaseException as error:  # it belongs to the call, whatever it is
-            result = None, error
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(deliver, result)
-
-    threading.Thread(target=work, name=getattr(function, "__name__", "tool"), daemon=True).start()
-    return future
 
 
 # ---------------------------------------------------------------------------------------------- its schema

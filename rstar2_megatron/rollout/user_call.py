@@ -1,4 +1,4 @@
-"""Awaits a function of the user within a time limit: an async one in this loop, another in a thread of its own.
+"""Starts a function of the user: an async one in this loop, another in a thread of its own.
 
 A thread cannot be ended. One that never returns holds up neither the loop nor the exit.
 """
@@ -12,25 +12,28 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+Started = asyncio.Future[tuple[Any, BaseException | None]]
+"""(value, None), or (None, what the function raised)."""
+
 
 class TookTooLong(Exception):
     """The function ran past its limit."""
 
 
+def start(function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> Started:
+    """The running call. Cancelling it ends an async function."""
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):  # type: ignore[operator]
+        return asyncio.ensure_future(_awaited(function, arguments, named))
+    return _in_thread(function, arguments, named)
+
+
 async def call_user(function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], limit_s: float) -> Any:
     """What the function returns. Raises TookTooLong, and what the function raises; of SystemExit, a RuntimeError."""
-    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))  # type: ignore[operator]
-    if is_async:
-        limit = asyncio.timeout(limit_s)
-        try:
-            async with limit:
-                return await function(*arguments, **named)
-        except TimeoutError as error:
-            raise (TookTooLong() if limit.expired() else error) from None
-        except SystemExit as error:  # it would end the worker
-            raise RuntimeError(f"SystemExit: {error}") from error
-    work = _in_thread(function, arguments, named)
-    done, _ = await asyncio.wait({work}, timeout=max(limit_s, 0.0))
+    work = start(function, arguments, named)
+    try:
+        done, _ = await asyncio.wait({work}, timeout=max(limit_s, 0.0))
+    finally:
+        work.cancel()
     if not done:
         raise TookTooLong
     value, failure = work.result()
@@ -41,11 +44,20 @@ async def call_user(function: Callable[..., Any], arguments: Sequence[Any], name
     return value
 
 
-def _in_thread(
+async def _awaited(
     function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
-) -> asyncio.Future[tuple[Any, BaseException | None]]:
+) -> tuple[Any, BaseException | None]:
+    try:
+        return await function(*arguments, **named), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit would end the worker
+        return None, error
+
+
+def _in_thread(function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> Started:
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    future: Started = loop.create_future()
 
     def deliver(result: tuple[Any, BaseException | None]) -> None:
         if not future.done():
