@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rstar2_megatron.algorithm.roc import paper_quotas, released_quotas
-from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.settings.schema import DownSamplingSettings
 from rstar2_megatron.trajectory import Trajectory
 
@@ -17,8 +16,8 @@ def cut_rule(config: DownSamplingSettings, share: float) -> Callable[[Sequence[T
 
     The group must have positives, negatives and at least G trajectories. For all possible rewards of the missing
     trajectories, the counts of kept positives and negatives must stay within `share` of G of the counts without them.
-    Without down-sampling the rule is always False, because every trajectory is trained on, and so is it under a rule of the
-    user's, of which nothing is known.
+    Without down-sampling the rule is always False, because every trajectory is trained on, and so is it under another
+    rule than resample-on-correct.
     """
     sampling = config.down_sampling_config
     target = sampling.down_sample_to_n
@@ -26,7 +25,7 @@ def cut_rule(config: DownSamplingSettings, share: float) -> Callable[[Sequence[T
     def may_cut(ended: Sequence[Trajectory], missing: int) -> bool:
         positives = sum(t.is_positive for t in ended)
         negatives = len(ended) - positives
-        if not config.do_down_sampling or not positives or not negatives or isinstance(sampling.mode, UserCode):
+        if not config.do_down_sampling or not positives or not negatives or sampling.mode not in ("paper", "released"):
             return False
         if len(ended) < target:
             return False

@@ -135,20 +135,55 @@ other names are `actor/loss/{name}`. A function of the user's may return the los
 
 def clipped(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-r A, -clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), for A < 0 at most clip_ratio_c |A| (dual clip)."""
-    settings, ratio = tokens.settings, tokens.ratio
-    advantage = tokens.advantages.to(tokens.logprobs.dtype)
-    unclipped_loss = -advantage * ratio
-    clipped_loss = -advantage * ratio.clamp(1.0 - settings.clip_ratio_low, 1.0 + settings.clip_ratio_high)
-    loss = torch.maximum(unclipped_loss, clipped_loss)
-    values = {"clipped": clipped_loss > unclipped_loss}
-    if settings.clip_ratio_c is not None:
-        bound = -advantage * settings.clip_ratio_c
+    loss, values = _clipped(tokens, tokens.ratio)
+    if tokens.settings.clip_ratio_c is not None:
+        advantage = tokens.advantages.to(tokens.logprobs.dtype)
+        bound = -advantage * tokens.settings.clip_ratio_c
         values["dual_clipped"] = (advantage < 0) & (loss > bound)
         loss = torch.where(values["dual_clipped"], bound, loss)
     return loss, values
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"clipped": clipped}
+def gspo(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(-s A, -clip(s, 1 - clip_ratio_low, 1 + clip_ratio_high) A) on each token of a sequence, with the ratio s of the
+    whole sequence: s = exp(mean over its trained tokens of the log ratio). GSPO, arXiv 2507.18071, equations 5 and 7.
+    """
+    return _clipped(tokens, _sequence_ratio(tokens)[tokens.sequence])
+
+
+def gspo_token(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `gspo`, with s_t = sg(s) pi / sg(pi): its value and clipping, the gradient of each token alone. Equations 13, 14."""
+    ratio = _sequence_ratio(tokens).detach()[tokens.sequence]
+    return _clipped(tokens, ratio * (tokens.logprobs - tokens.logprobs.detach()).exp())
+
+
+def cispo(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)) A log pi: the weight is cut, every token keeps its gradient.
+
+    MiniMax-M1, arXiv 2506.13585, equations 4 and 5. The paper bounds r from above alone: clip_ratio_low near 1.
+    """
+    low, high = 1.0 - tokens.settings.clip_ratio_low, 1.0 + tokens.settings.clip_ratio_high
+    ratio = tokens.ratio.detach()
+    weight = ratio.clamp(low, high)
+    return -weight * tokens.advantages.to(weight.dtype) * tokens.logprobs, {"clipped": weight != ratio}
+
+
+def _sequence_ratio(tokens: Tokens) -> Tensor:
+    """[s] exp of the mean log ratio of each sequence, with gradient; 1 for a sequence without a token."""
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    count = tokens.sequence_sum(torch.ones_like(log_ratio))
+    return (tokens.sequence_sum(log_ratio) / count.clamp(min=1)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clipped(tokens: Tokens, ratio: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped loss of ratios [n], without a dual clip."""
+    settings, advantage = tokens.settings, tokens.advantages.to(ratio.dtype)
+    unclipped_loss = -advantage * ratio
+    clipped_loss = -advantage * ratio.clamp(1.0 - settings.clip_ratio_low, 1.0 + settings.clip_ratio_high)
+    return torch.maximum(unclipped_loss, clipped_loss), {"clipped": clipped_loss > unclipped_loss}
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {"clipped": clipped, "gspo": gspo, "gspo-token": gspo_token, "cispo": cispo}
 """By their names in `algorithm.policy_loss`."""
 
 

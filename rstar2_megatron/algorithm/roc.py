@@ -36,9 +36,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from rstar2_megatron.algorithm.penalty import Penalty, load_penalty
+from rstar2_megatron.algorithm.penalty import PENALTIES, Penalty, load_penalty
 from rstar2_megatron.algorithm.ragged import pad_rows
-from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import Trajectory
 
@@ -114,7 +113,9 @@ def resample_on_correct(
             f"down_sample_to_n={config.down_sample_to_n}; lower them"
         )
     rewards, valid = pad_rows([[_reward(t) for t in group] for group in groups])
-    measure = load_penalty(config.penalty or ("paper" if isinstance(config.mode, UserCode) else config.mode))
+    measure = load_penalty(
+        config.penalty or (config.mode if isinstance(config.mode, str) and config.mode in PENALTIES else "paper")
+    )
     penalties = [[measure(t) for t in group] for group in groups]
     errors, _ = pad_rows([[p.error for p in row] for row in penalties])
     formats, _ = pad_rows([[p.answer_format for p in row] for row in penalties])

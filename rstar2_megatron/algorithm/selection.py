@@ -7,7 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rstar2_megatron.algorithm import filters
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
+from rstar2_megatron.algorithm.selection_rules import RULES
 from rstar2_megatron.extension.choice import own_function, resolve
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.settings.schema import AlgorithmSettings
@@ -16,7 +18,13 @@ from rstar2_megatron.trajectory import Group, Problem, Trajectory
 Filter = Callable[[Problem, Trajectory], bool]
 """Whether a graded trajectory stays. Filters come before resampling and before groups of equal reward are rejected."""
 
-FILTERS: dict[str, Filter] = {}
+FILTERS: dict[str, Filter] = {
+    "void_turns": filters.void_turns,
+    "failed_calls": filters.failed_calls,
+    "malformed_ending": filters.malformed_ending,
+    "repeated_calls": filters.repeated_calls,
+    "truncated": filters.truncated,
+}
 """By their names in `algorithm.trajectory_filters`."""
 
 _MODE = "algorithm.down_sampling.down_sampling_config.mode"
@@ -32,7 +40,7 @@ class Selection:
             (code, resolve(_FILTERS, code, FILTERS, "problem, trajectory")) for code in algorithm.trajectory_filters
         ]
         mode = self._sampling.down_sampling_config.mode
-        self._rule = own_function(_MODE, mode, "group, count, rng") if isinstance(mode, UserCode) else None
+        self._rule = own_function(_MODE, mode, "group, count, rng") if isinstance(mode, UserCode) else RULES.get(mode)
 
     def resample(self, groups: Sequence[Group], seeds: Sequence[str]) -> list[ResampleResult]:
         """The kept trajectories of each graded group. Indices count its usable trajectories, also those left out by a filter.

@@ -88,6 +88,7 @@ def check_before_start(
         memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
         problems = object_store_problems(settings, memory, shared, gpus=not slots.is_cpu)
         _raise_or_warn(list(problems), dry_run, warnings)
+    _raise(loss_problems(settings.algorithm))
     _raise(algorithm_code_problems(settings.algorithm))
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
@@ -201,6 +202,17 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             f"rollout.max_total_tokens={rollout.max_total_tokens} cannot hold one trajectory of "
             f"runner.seq_length={runner.seq_length} tokens; raise it"
         )
+
+
+def loss_problems(algorithm: AlgorithmSettings) -> Iterator[str]:
+    """Switches of the policy loss that contradict each other."""
+    if algorithm.policy_loss == "gspo":
+        for key in ("importance_sampling_fix", "decoupled_loss"):
+            if getattr(algorithm, key):
+                yield (
+                    f"algorithm.policy_loss=gspo weighs whole sequences and algorithm.{key}=True weighs tokens; take "
+                    "policy_loss=gspo-token, or set it to False"
+                )
 
 
 def algorithm_code_problems(algorithm: AlgorithmSettings) -> Iterator[str]:

@@ -26,6 +26,9 @@ Band = Annotated[tuple[float, float], AfterValidator(_band)]
 """[low, high] of the ratio actor / engine, both inside."""
 
 
+FILTER_NAMES = ("void_turns", "failed_calls", "malformed_ending", "repeated_calls", "truncated")
+
+
 class DownSamplingConfig(Section):
     reject_equal_reward: bool = True
     roc_error_ratio: bool = True
@@ -34,9 +37,10 @@ class DownSamplingConfig(Section):
     min_non_zero_reward_trace_num: int = Field(2, ge=0)
     down_sample_to_n: int = Field(ge=1)
     """G: trajectories kept of each group of `algorithm.group_size`."""
-    mode: Annotated[str | UserCode, name_or_code("paper", "released")] = "paper"
-    """paper: positives sampled with probability inverse to penalty; released: lowest penalty first. Your own:
-    path/to/file.py:name of a function rule(group, count, rng) -> indices of the kept trajectories (docs/extend.md).
+    mode: Annotated[str | UserCode, name_or_code("paper", "released", "max_variance", "uniform")] = "paper"
+    """paper: positives sampled with probability inverse to penalty; released: lowest penalty first; max_variance: the
+    rewards of largest variance (PODS); uniform: at random. Your own: path/to/file.py:name of a function
+    rule(group, count, rng) -> indices of the kept trajectories (docs/extend.md).
     """
     penalty: Annotated[str | UserCode, name_or_code("paper", "released")] | None = None
     """What a trajectory's penalty is; null: as `mode`. Your own: penalty(trajectory) -> float | Penalty, at least 0."""
@@ -82,10 +86,14 @@ class AlgorithmSettings(Section):
     """grpo: (r - mean) / std over the kept group (the paper); grpo-no-std: without the std.
     leave-one-out: the mean is over the other trajectories. Your own: advantage(rewards, valid) (docs/extend.md).
     """
-    policy_loss: Annotated[str | UserCode, name_or_code("clipped")] = "clipped"
-    """clipped: with clip_ratio_low, clip_ratio_high, clip_ratio_c. Your own: loss(tokens) -> losses (docs/extend.md)."""
-    trajectory_filters: list[Annotated[str | UserCode, name_or_code()]] = []
-    """Paths of functions keep(problem, trajectory) -> bool. What one does not keep is counted and not resampled."""
+    policy_loss: Annotated[str | UserCode, name_or_code("clipped", "gspo", "gspo-token", "cispo")] = "clipped"
+    """clipped: with clip_ratio_low, clip_ratio_high, clip_ratio_c; gspo, gspo-token: ratios of whole sequences, with clips
+    of the size of 3e-4; cispo: the clipped ratio as a weight. Your own: loss(tokens) -> losses (docs/extend.md).
+    """
+    trajectory_filters: list[Annotated[str | UserCode, name_or_code(*FILTER_NAMES)]] = []
+    """What is counted and not resampled: void_turns, failed_calls, malformed_ending, repeated_calls, truncated; or paths of
+    functions keep(problem, trajectory) -> bool.
+    """
     max_staleness: int = Field(0, ge=0)
     """S: engines go on while the actor trains, which at weight version v trains tokens of version v - S or newer. 0: every
     step waits for its rollouts. S > 0 needs engines on other slots than the actor (docs/asynchronous.md).
