@@ -38,7 +38,7 @@ esac
 files=(requirements/constraints.txt requirements/base.txt requirements/programs.txt requirements/no-deps.txt requirements/redis.txt)
 [ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt requirements/redis.txt)
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
-want_dev=$(cat requirements/dev.txt requirements/loggers.txt requirements/constraints.txt requirements/transformer-engine.txt | sha256sum | cut -c1-16)
+want_dev=$(cat requirements/dev.txt requirements/mcp.txt requirements/loggers.txt requirements/constraints.txt requirements/transformer-engine.txt | sha256sum | cut -c1-16)
 
 up_to_date() { [ -x "$venv/bin/python" ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
