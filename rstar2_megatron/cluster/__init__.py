@@ -7,6 +7,8 @@ from rstar2_megatron.services import loopback as _loopback
 # Ray and RLinf read their environment at import, so the variables are set before any import of them.
 _os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 _os.environ.setdefault("RLINF_LOG_LEVEL", "WARNING")
+# When several ranks fail alike, the first is raised (`calls`). Ray would print the tracebacks of the others behind that line.
+_os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 if not _os.environ.get("RAY_ADDRESS"):  # a private head on loopback; an existing cluster has its own settings
     _os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     for _name, _value in _loopback.environment().items():
