@@ -256,6 +256,9 @@ class Receiver(Worker):
     def fired(self) -> bool:
         return self._fault is not None and self._fault.fired
 
+    async def engine_lost(self) -> bool:
+        return False
+
     async def place(self) -> Place:
         return as_on_gpus(self)
 
