@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.cluster.calls import WorkerLost
+from rstar2_megatron.cluster.calls import EnginesLost, WorkerLost
 from rstar2_megatron.cluster.channel import pack
 from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
 from rstar2_megatron.data.rows import DataError
@@ -253,6 +253,31 @@ def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(setting
                 engines.lose(first.worker, "it died")
             run.pause()
             assert run.stats()[1]["workers_lost"] == 1
+    run.close()
+    assert sorted(seen) == list(range(loader.taken))
+
+
+def test_a_pause_outlives_the_last_worker(settings: Settings) -> None:
+    """Both die while the actor trains, which ends the rollout's thread. The sync that follows starts them again."""
+    engines, loader = PlayedEngines(shuffled=False), Loader()
+    engines.hold = True
+    settings.runner.max_steps = 4
+    run = rollout(settings, engines)
+    seen: list[int] = []
+    for step, groups in steps(run, engines, loader, 1, 4, 1):
+        seen += ids(groups)
+        assert all(t.usable for group in groups for t in group.trajectories)
+        if step == 2:
+            for engine in (0, 1):
+                engines.kill(engine)
+                engines.lose(engine, "it died")
+            deadline = time.monotonic() + 20
+            while run._failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert isinstance(run._failure, EnginesLost) and run.engines_gone
+            run.pause()
+            engines.dead.clear()
+            engines.lost.clear()
     run.close()
     assert sorted(seen) == list(range(loader.taken))
 

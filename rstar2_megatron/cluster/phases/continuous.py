@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, WorkerLost
+from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, WorkerLost
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.data.loader import ProblemLoader
@@ -152,16 +152,23 @@ class ContinuousRollout(PhaseEvents):
     # ------------------------------------------------------------------------------------ interruptions
 
     def pause(self) -> None:
-        """Park everything, after running tool calls, and bring all tokens here. `start` goes on."""
+        """Park everything, after running tool calls, and bring all tokens here. `start` goes on.
+
+        When the last engine is lost, what it had is rolled out again: the next sync starts it, or ends the run.
+        """
         if self._server is None:
             return
         self._stop_thread()
-        self._raise_failure()
         server = self._server
-        with self._changed:
-            self._by_step.phase_ended(server.end(cut=False, timeout_s=self._timeout_s))
-            self._fetch_tokens(server)
-        self._leave(server)
+        try:
+            self._raise_failure()
+            with self._changed:
+                self._by_step.phase_ended(server.end(cut=False, timeout_s=self._timeout_s))
+                self._fetch_tokens(server)
+        except EnginesLost:
+            self.give_up_phase()
+        else:
+            self._leave(server)
 
     def give_up_phase(self) -> None:
         """After EnginesLost: what the engines had is rolled out again after the next `start`."""
