@@ -81,6 +81,7 @@ def lose(mode: str, victims: list[str], place: Path) -> list[dict[str, Any]]:
     """One run; a row a victim."""
     temporary = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     steps = 2 * len(victims) + 2
+    shutil.rmtree(place / "results", ignore_errors=True)  # an earlier call's steps are not this run's
     run = TinyRun(Path.cwd(), place, temporary, [*OVERRIDES, *MODES[mode], f"runner.max_steps={steps}"])
     rows: list[dict[str, Any]] = []
     try:
