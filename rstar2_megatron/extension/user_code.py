@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, model_validator
 
 from rstar2_megatron.extension.in_memory import import_text
 
 FOLDERS = "folders"
 """Key of the validation context: the folders from which a relative path counts, in order (`Path`)."""
 COPIES = "code"
-"""Folder beside a saved configuration in which the named files lie by `UserCode.copy_name`."""
+"""Folder beside a saved configuration in which the named files lie, below the start of their sha256."""
 
 
 class UserCodeError(ValueError):
@@ -52,18 +52,12 @@ class UserCode(BaseModel):
     def _from_text(cls, value: Any) -> Any:
         return {"reference": value} if isinstance(value, str) else value
 
-    @field_validator("reference")
-    @classmethod
-    def _two_parts(cls, reference: str) -> str:
-        where, _, name = reference.rpartition(":")
-        if not where or not name.isidentifier():
-            raise ValueError(f"{reference!r} is neither path/to/file.py:name nor package.module:name")
-        return reference
-
     @model_validator(mode="after")
     def _read(self, info: ValidationInfo) -> UserCode:
         if self._texts:
             return self
+        if not self._where or not self.name.isidentifier():
+            raise ValueError(f"{self.reference!r} is neither path/to/file.py:name nor package.module:name")
         if not self.is_file:
             self.sha256 = _hash([_source_of_package(self._where)])
             return self

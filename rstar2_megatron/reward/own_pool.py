@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import pickle
-import queue
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from rstar2_megatron.reward.own import OwnReward, Score
-from rstar2_megatron.reward.process import GradingProcess
+from rstar2_megatron.reward.process import GradingProcess, Seat, Seats
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 Item = tuple[Problem, Trajectory]
@@ -31,33 +30,21 @@ class ProcessPool:
         self._functions = list(functions)
         self._first = pickle.dumps(([(f.code, f.arguments) for f in functions], memory_mb))
         self._timeout_s = timeout_s
-        # One thread a process: a process dies with the thread that started it.
-        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="own reward")
         self._num_processes = num_processes
-        self._idle: queue.SimpleQueue[GradingProcess | None] = queue.SimpleQueue()
-        for _ in range(num_processes):
-            self._idle.put(None)
-        self._lock = threading.Lock()
-        self._processes: set[GradingProcess] = set()
-        self._closed = False
+        self._seats = Seats(num_processes, self._start, "own reward")
 
     async def scores(self, items: Sequence[Item]) -> list[list[Score]]:
         """The scores of each item, one a function. Raises GraderLost, RuntimeError when closed."""
         size = max(1, -(-len(items) // self._num_processes))
-        parts = [self._threads.submit(self._run, items[start : start + size]) for start in range(0, len(items), size)]
+        starts = range(0, len(items), size)
+        parts = [self._seats.run(functools.partial(self._run, items[start : start + size])) for start in starts]
         done = await asyncio.gather(*map(asyncio.wrap_future, parts))
         return [scores for part in done for scores in part]
 
-    def _run(self, items: Sequence[Item]) -> list[list[Score]]:
-        process = self._idle.get()
+    def _run(self, items: Sequence[Item], seat: Seat) -> list[list[Score]]:
         done: list[list[Score]] = []
-        try:
-            while len(done) < len(items):
-                if process is None or not process.alive:
-                    process = self._start(process)
-                self._fill(process, items, done)
-        finally:
-            self._idle.put(process)
+        while len(done) < len(items):
+            self._fill(seat.process(), items, done)
         return done
 
     def _fill(self, process: GradingProcess, items: Sequence[Item], done: list[list[Score]]) -> None:
@@ -86,27 +73,11 @@ class ProcessPool:
         process.kill()
         return Score(failure=f"reward {label}: {by} its process (memory, or a library that crashed)", kind="Killed")
 
-    def _start(self, dead: GradingProcess | None) -> GradingProcess:
-        if dead is not None:
-            with self._lock:
-                self._processes.discard(dead)
-            dead.kill()
-        if not self._closed:
-            process = GradingProcess("rstar2_megatron.reward.own_worker", first=self._first, quiet=False)
-            with self._lock:
-                if not self._closed:
-                    self._processes.add(process)
-                    return process
-            process.kill()
-        raise RuntimeError("the reward functions' processes are closed")
+    def _start(self) -> GradingProcess:
+        return GradingProcess("rstar2_megatron.reward.own_worker", first=self._first, quiet=False)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            processes = list(self._processes)
-        for process in processes:
-            process.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._seats.close()
 
 
 class AsyncCaller:

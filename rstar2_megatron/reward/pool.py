@@ -7,17 +7,16 @@ worker process. A worker that exceeds its limits or dies is replaced, and the an
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-import queue
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
 from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, quick_grade
-from rstar2_megatron.reward.process import MEMORY_MB, GraderLost, GradingProcess
+from rstar2_megatron.reward.process import MEMORY_MB, GraderLost, GradingProcess, Seat, Seats
 
 __all__ = ["Grade", "GraderLost", "GraderPool"]
 
@@ -50,14 +49,7 @@ class GraderPool:
             raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
         self.mode = mode
         self._timeout_s = timeout_s
-        # One thread per worker: a worker dies with the thread that started it, so threads live as long as
-        # the pool.
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
-        self._idle: queue.SimpleQueue[GradingProcess | None] = queue.SimpleQueue()
-        for _ in range(num_workers):
-            self._idle.put(None)
-        self._lock = threading.Lock()
-        self._workers: set[GradingProcess] = set()
+        self._seats = Seats(num_workers, self._start_worker, "grader")
         self._closed = False
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
@@ -76,14 +68,8 @@ class GraderPool:
 
     def close(self) -> None:
         """End all workers. Unfinished grades get `grader_timeout`."""
-        with self._lock:
-            self._closed = True
-            workers = list(self._workers)
-        for worker in workers:
-            worker.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in workers:
-            worker.kill()
+        self._closed = True
+        self._seats.close()
 
     def __enter__(self) -> GraderPool:
         return self
@@ -103,45 +89,22 @@ class GraderPool:
             if (detail := quick_grade(answer, solutions)) is not None:
                 return Grade(float(detail == CORRECT), detail, answer)
             text = answer
-        return self._threads.submit(self._slow, mode, text, list(solutions))
-
-    def _slow(self, mode: Mode, text: str, solutions: list[str]) -> Grade:
-        """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
-        if it kills that one too."""
-        worker = self._idle.get()
-        try:
-            left = self._timeout_s
-            for _ in range(2):
-                if worker is None or not worker.alive:
-                    self._forget(worker)
-                    worker = self._start_worker()
-                start = time.monotonic()
-                request = json.dumps({"mode": mode, "text": text, "solutions": solutions}).encode()
-                reply, hung = worker.ask(request, left)
-                detail, answer = json.loads(reply) if reply else (GRADER_TIMEOUT if hung else UNGRADABLE, None)
-                left -= time.monotonic() - start
-                if worker.alive:
-                    break
-                self._forget(worker)
-                worker = None
-                if detail == GRADER_TIMEOUT or left <= 0:
-                    break
-        finally:
-            self._idle.put(worker)
-        return Grade(float(detail == CORRECT), detail, text if mode == "paper" else answer)
-
-    def _forget(self, worker: GradingProcess | None) -> None:
-        if worker is not None:
-            with self._lock:
-                self._workers.discard(worker)
-            worker.kill()
+        return self._seats.run(functools.partial(self._slow, mode, text, list(solutions)))
 
     def _start_worker(self) -> GradingProcess:
-        if not self._closed:
-            worker = GradingProcess("rstar2_megatron.reward.worker", [self.mode, str(MEMORY_MB * 1024**2)])
-            with self._lock:
-                if not self._closed:
-                    self._workers.add(worker)
-                    return worker
-            worker.kill()
-        raise RuntimeError("the grader pool is closed")
+        return GradingProcess("rstar2_megatron.reward.worker", [self.mode, str(MEMORY_MB * 1024**2)])
+
+    def _slow(self, mode: Mode, text: str, solutions: list[str], seat: Seat) -> Grade:
+        """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
+        if it kills that one too."""
+        request = json.dumps({"mode": mode, "text": text, "solutions": solutions}).encode()
+        left = self._timeout_s
+        for _ in range(2):
+            worker = seat.process()
+            start = time.monotonic()
+            reply, hung = worker.ask(request, left)
+            detail, answer = json.loads(reply) if reply else (GRADER_TIMEOUT if hung else UNGRADABLE, None)
+            left -= time.monotonic() - start
+            if worker.alive or detail == GRADER_TIMEOUT or left <= 0:
+                break
+        return Grade(float(detail == CORRECT), detail, text if mode == "paper" else answer)

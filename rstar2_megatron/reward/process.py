@@ -1,14 +1,20 @@
-"""A grading process: it gets requests over a pipe, has a time limit for each reply, and may be killed at any time."""
+"""Grading processes: each gets requests over a pipe, has a time limit for each reply, and may be killed at any time."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Pipe
+from typing import TypeVar
+
+T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
 MEMORY_MB = 2048  # address space; numpy and sympy alone map several hundred MB
@@ -81,3 +87,64 @@ class GradingProcess:
         self._process.kill()
         self._process.wait()
         self._pipe.close()
+
+
+class Seat:
+    """A place for one grading process, which is started when it is first needed and again after its death."""
+
+    def __init__(self, start: Callable[[], GradingProcess]) -> None:
+        self._start = start
+        self._process: GradingProcess | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def process(self) -> GradingProcess:
+        """The living process. Raises GraderLost, RuntimeError when closed."""
+        if self._process is None or not self._process.alive:
+            if self._process is not None:
+                self._process.kill()
+            if not self._closed:
+                process = self._start()
+                with self._lock:
+                    self._process = process
+        if self._closed:  # perhaps while it started
+            self.close()
+            raise RuntimeError("the grading processes are closed")
+        assert self._process is not None
+        return self._process
+
+    def close(self) -> None:
+        """End the process, from any thread; whoever waits for it finds it dead."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+
+
+class Seats:
+    """`count` seats. `run` gives work the next free one."""
+
+    def __init__(self, count: int, start: Callable[[], GradingProcess], name: str) -> None:
+        # One thread a seat: a process dies with the thread that started it, so threads live as long as the seats.
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._seats = [Seat(start) for _ in range(count)]
+        self._free: queue.SimpleQueue[Seat] = queue.SimpleQueue()
+        for seat in self._seats:
+            self._free.put(seat)
+
+    def run(self, work: Callable[[Seat], T]) -> Future[T]:
+        """What `work` returns, in a thread."""
+        return self._threads.submit(self._run, work)
+
+    def _run(self, work: Callable[[Seat], T]) -> T:
+        seat = self._free.get()
+        try:
+            return work(seat)
+        finally:
+            self._free.put(seat)
+
+    def close(self) -> None:
+        """End all processes. Work that waits for a seat is cancelled."""
+        for seat in self._seats:
+            seat.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)

@@ -209,6 +209,18 @@ def ids(groups: list[Group]) -> list[int]:
     return [int(g.problem.query_id) for g in groups]
 
 
+def four_steps(run: ContinuousRollout, engines: PlayedEngines) -> Iterator[int]:
+    """Steps 1 to 4, the last ones of the run; at their end each problem was trained once, and whole."""
+    loader: Any = Loader()
+    seen: list[int] = []
+    for step, groups in steps(run, engines, loader, 1, 4, 1):
+        seen += ids(groups)
+        assert all(t.usable for group in groups for t in group.trajectories)
+        yield step
+    run.close()
+    assert sorted(seen) == list(range(loader.taken))
+
+
 @pytest.mark.parametrize("bound", [1, 3])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_every_batch_is_full_and_every_problem_trained_once(settings: Settings, bound: int, shuffled: bool) -> None:
@@ -234,14 +246,11 @@ def test_every_batch_is_full_and_every_problem_trained_once(settings: Settings, 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "found when its tokens are asked for"])
 def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(settings: Settings, known: bool) -> None:
     """The worker dies when no thread looks any more, as in a weight sync. Its groups of the buffer are open again."""
-    engines, loader = PlayedEngines(shuffled=False), Loader()
+    engines = PlayedEngines(shuffled=False)
     engines.hold = True
     settings.runner.max_steps = 4
     run = rollout(settings, engines)
-    seen: list[int] = []
-    for step, groups in steps(run, engines, loader, 1, 4, 1):
-        seen += ids(groups)
-        assert all(t.usable for group in groups for t in group.trajectories)
+    for step in four_steps(run, engines):
         if step == 1:
             deadline = time.monotonic() + 20
             while not run._buffer and time.monotonic() < deadline:
@@ -253,20 +262,15 @@ def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(setting
                 engines.lose(first.worker, "it died")
             run.pause()
             assert run.stats()[1]["workers_lost"] == 1
-    run.close()
-    assert sorted(seen) == list(range(loader.taken))
 
 
 def test_a_pause_outlives_the_last_worker(settings: Settings) -> None:
     """Both die while the actor trains, which ends the rollout's thread. The sync that follows starts them again."""
-    engines, loader = PlayedEngines(shuffled=False), Loader()
+    engines = PlayedEngines(shuffled=False)
     engines.hold = True
     settings.runner.max_steps = 4
     run = rollout(settings, engines)
-    seen: list[int] = []
-    for step, groups in steps(run, engines, loader, 1, 4, 1):
-        seen += ids(groups)
-        assert all(t.usable for group in groups for t in group.trajectories)
+    for step in four_steps(run, engines):
         if step == 2:
             for engine in (0, 1):
                 engines.kill(engine)
@@ -278,8 +282,6 @@ def test_a_pause_outlives_the_last_worker(settings: Settings) -> None:
             run.pause()
             engines.dead.clear()
             engines.lost.clear()
-    run.close()
-    assert sorted(seen) == list(range(loader.taken))
 
 
 def test_a_resumed_run_goes_on_with_what_was_not_trained_on(settings: Settings) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from rstar2_megatron.extension.choice import name_or_code
 from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.settings.sections.base import Section
 
@@ -29,7 +30,7 @@ class DataSettings(Section):
     seed: int = 1234
 
 
-RewardFunction = Literal["math", "environment"] | UserCode
+RewardFunction = Annotated[str | UserCode, name_or_code("math", "environment")]
 
 
 class RewardTerm(Section):
