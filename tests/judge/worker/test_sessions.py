@@ -116,7 +116,7 @@ async def test_calls_of_one_session_run_in_turn(client: JudgeClient, name: str) 
 
 async def test_nothing_runs_between_two_cells(client: JudgeClient, name: str) -> None:
     counting = """
-import os, threading, time
+import os, select, threading, time
 count = 0
 def run():
     global count
@@ -128,7 +128,8 @@ if os.fork() == 0:
         os.write(writer, b'x'); time.sleep(0.001)
 """
     assert (await client.run(counting, session=name)).outcome is Outcome.OK
-    look = "before = count\nlen(os.read(reader, 100000)), count"
+    # Waits for the child's next byte, which a busy machine brings late: it goes on within a cell.
+    look = "before = count\nselect.select([reader], [], [], 5)\nlen(os.read(reader, 100000)), count"
     await client.run(look, session=name)
     await asyncio.sleep(0.5)
     written = (await client.run(look, session=name)).stdout
