@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +31,7 @@ KEEP_ANSWER_S = 600
 _READ_AT_ONCE = 256  # answers
 _BLOCK_S = 2.0
 _COMMAND_TIMEOUT_S = 10.0
+_LONGEST_ENQUEUE_S = 10.0  # below a client's deadline, so that it reads the reason and comes again
 _CONNECTIONS = 32
 # Jobs, bytes: a round trip with many more would exceed its deadline on a busy machine.
 _AT_ONCE, _BYTES_AT_ONCE = 256, 1 << 22
@@ -125,6 +128,10 @@ class JobQueue:
             answers.append((key.decode(), body))
         return answers, many and len(more) < _READ_AT_ONCE
 
+    async def directory(self) -> str:
+        """Where Redis has its data. Raises RedisError."""
+        return str((await self.redis.config_get("dir"))["dir"])
+
     async def status(self) -> dict[str, Any]:
         """Number of waiting jobs, and the information that each live worker has published."""
         names = sorted(name.decode() for name in await self.redis.smembers(f"{self.prefix}workers"))
@@ -201,16 +208,21 @@ class JobQueue:
         return int(back), int(failed)
 
 
-async def until_redis_answers(what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None) -> T:
-    """Repeat `step` while Redis is away or refuses, with waits that grow to a second. Other errors are raised."""
-    pause_s, told = 0.05, False
+async def until_redis_answers(
+    what: str, step: Callable[[], Awaitable[T]], stop: asyncio.Event | None = None, limit_s: float = float("inf")
+) -> T:
+    """Repeat `step` while Redis is away or refuses, with waits that grow to a second. Other errors are raised.
+
+    After `limit_s` these are raised too.
+    """
+    pause_s, told, end = 0.05, False, time.monotonic() + limit_s
     while True:
         try:
             return await step()
         except (RedisError, OSError) as error:
             is_away = isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError))
             passes = is_away or any(word in str(error) for word in _PASSING_STATES)
-            if not passes or (stop is not None and stop.is_set()):
+            if not passes or (stop is not None and stop.is_set()) or time.monotonic() > end:
                 raise
             if not told:
                 log.warning("%s: Redis %s (%s), waiting", what, "is away" if is_away else "refuses", error)
@@ -274,7 +286,8 @@ class Sender:
         jobs = [job for part, _ in requests for job in part]
         refusal: QueueFull | None = None
         try:
-            await until_redis_answers("enqueue", lambda: self._queue.enqueue(self._reply, jobs))
+            enqueue = functools.partial(self._queue.enqueue, self._reply, jobs)
+            await until_redis_answers("enqueue", enqueue, limit_s=_LONGEST_ENQUEUE_S)
         except QueueFull as full:
             if len(requests) > 1:  # some requests may fit alone
                 for request in requests:

@@ -231,7 +231,11 @@ def _add_errors(app: FastAPI, server: JudgeServer) -> None:
 
     @app.exception_handler(RedisError)
     async def redis_away(_: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": f"Redis: {error}"}, 503, {"Retry-After": "1"})
+        what = "Redis"
+        if "MISCONF" in str(error):  # it cannot write
+            with contextlib.suppress(RedisError):
+                what += f" (its data lies in {await server.broker.queue.directory()}; TMPDIR sets another disk)"
+        return JSONResponse({"detail": f"{what}: {error}"}, 503, {"Retry-After": "1"})
 
     @app.exception_handler(FieldError)
     async def not_valid(_: Request, error: FieldError) -> Response:

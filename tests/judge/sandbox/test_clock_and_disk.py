@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
 
@@ -110,6 +111,10 @@ async def test_full_scratch_disk_costs_waiting_only(small_disk: Path, monkeypatc
             # more than Redis' append-only file can take now
             calls = [asyncio.create_task(client.run(f"print({i})  # {'x' * 20_000}")) for i in range(40)]
             await until(lambda: "No space left" in log.read_text(), "Redis refuses")
+            async with httpx.AsyncClient(timeout=60) as http:  # the reason reaches the one who waits
+                refused = await http.post(f"{service.url}/run", json={"type": "python", "solution": "print(1)"})
+            assert refused.status_code == 503
+            assert "No space left on device" in refused.text and f"its data lies in {small_disk}" in refused.text
             filling.unlink()
             results = await asyncio.wait_for(asyncio.gather(*calls), 120)
             assert [r.stdout for r in results] == [f"{i}\n" for i in range(40)]
