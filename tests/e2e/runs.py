@@ -150,6 +150,14 @@ def read_jsonl(path: Path) -> list[dict]:
     return rows
 
 
+ONE_SLOT = (
+    'cluster.component_placement={"actor,rollout,reward": 0}',
+    "actor.model.tensor_model_parallel_size=1",
+    "tools.codejudge.num_workers=1",
+)
+"""One actor rank and one engine, which start in two thirds of the time: for what does not depend on their number."""
+
+
 def arguments(cache: Path, results: Path, name: str, *extra: str) -> list[str]:
     """Of a run of two small steps, with all that the tests look at; its supervised start is kept in `cache`."""
     return [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.runs import ROOT, RunProcess, arguments, read_jsonl
+from tests.e2e.runs import ONE_SLOT, ROOT, RunProcess, arguments, read_jsonl
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
 # Under the name that the tiny model has learnt to call, beside the tool of the example.
@@ -33,7 +33,7 @@ def python_code_with_standard_io(code: str, input: str) -> str:
 """
 
 
-def test_own_tools_are_called_by_the_model(tmp_path: Path) -> None:
+def test_own_tools_are_called_by_the_model(cache: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
     name, example = "python_code_with_standard_io", ROOT / "examples/extend/search_tool.yaml"
@@ -43,10 +43,10 @@ def test_own_tools_are_called_by_the_model(tmp_path: Path) -> None:
     entries[1]["use"] = str(example.with_name("search_tool.py")) + ":search"
     prompt = yaml.safe_load(example.read_text())["agentloop"]["system_prompt"]
     config.write_text(yaml.safe_dump({"defaults": defaults, "agentloop": {"tools": entries, "system_prompt": prompt}}))
-    words = arguments(tmp_path / "cache", tmp_path, "own", "evaluation.before_and_after=False", "rollout.max_dropped_share=1")[
-        1:
-    ]
-    run = RunProcess([str(config), *words, "runner.max_steps=1"], tmp_path / "run.log").start()
+    (taught,) = cache.glob("sft-*/model")  # with another system prompt, which it passes over
+    words = ("cold_start.phases=[]", f"rollout.model.model_path={taught}", "evaluation.before_and_after=False")
+    command = arguments(cache, tmp_path, "own", *ONE_SLOT, *words, "rollout.max_dropped_share=1", "runner.max_steps=1")[1:]
+    run = RunProcess([str(config), *command], tmp_path / "run.log").start()
     assert run.wait(600) == 0, run.text()[-6000:]
     run.assert_nothing_left()
     (row,) = read_jsonl(tmp_path / "own/metrics.jsonl")

@@ -15,7 +15,7 @@ import pytest
 
 from rstar2_megatron.tiny.build import build_tiny
 from rstar2_megatron.tiny.recipe import TinyModelShape
-from tests.e2e.runs import RunProcess, arguments, read_jsonl
+from tests.e2e.runs import ONE_SLOT, RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
@@ -76,7 +76,7 @@ def test_a_pipeline_killed_in_training_and_resumed_data_parallel_trains_as_the_t
 @pytest.mark.ci
 def test_a_run_that_is_asked_to_end_saves_the_step_it_is_in(cache: Path, tmp_path: Path) -> None:
     """SIGUSR2, which scripts/slurm.sbatch sends before the time limit; no checkpoint is due before the last step."""
-    words = ("runner.save_interval=100", "evaluation.before_and_after=False")
+    words = (*ONE_SLOT, "runner.save_interval=100", "evaluation.before_and_after=False")
     rows = tmp_path / "asked" / "metrics.jsonl"
     run = RunProcess(arguments(cache, tmp_path, "asked", "runner.max_steps=100", *words), tmp_path / "asked.log").start()
     run.wait_for(lambda: len(read_jsonl(rows)) > 0, LIMIT_S, "the first step")

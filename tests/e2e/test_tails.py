@@ -11,7 +11,7 @@ import torch
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.rollout.phase import OpenGroup
 from rstar2_megatron.trajectory import FinishReason, Group
-from tests.e2e.runs import RunProcess, arguments, read_jsonl
+from tests.e2e.runs import ONE_SLOT, RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
@@ -28,6 +28,7 @@ def test_carried_over_a_resume_then_cut(cache: Path, first_run: Path, tmp_path: 
             cache,
             tmp_path,
             "tails",
+            *ONE_SLOT,
             f"rollout.tail={tail}",
             "rollout.max_running_requests=8",  # groups end one after the other
             "rollout.carry_share=0.75",

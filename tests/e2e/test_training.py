@@ -27,7 +27,7 @@ from rstar2_megatron.report.step_bound import row_names, shares_of, timeline
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
-from tests.e2e.runs import RunProcess, arguments, read_jsonl
+from tests.e2e.runs import ONE_SLOT, RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
@@ -169,7 +169,7 @@ def test_a_checkpoint_can_be_evaluated(first_run: Path) -> None:
 
 
 def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: Path) -> None:
-    command = arguments(cache, tmp_path, "killed", "evaluation.before_and_after=False")
+    command = arguments(cache, tmp_path, "killed", *ONE_SLOT, "evaluation.before_and_after=False")
     metrics, checkpoints = (tmp_path / "killed" / name for name in ("metrics.jsonl", "checkpoints"))
     run = RunProcess(command, tmp_path / "killed.log").start()
     run.wait_for(lambda: len(read_jsonl(metrics)) >= 1, LIMIT_S, "a step")
