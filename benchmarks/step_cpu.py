@@ -1,8 +1,9 @@
 """`python -m benchmarks.step_cpu`: CPU time of a training step, compared in pairs.
 
-`--trees OLD NEW` starts the tiny run of two checkouts in turns, each with its own `.venv`. Counted is the CPU time of all
-processes of the run from the end of a step to the end of the next; the first two steps are left out. One JSON line: seconds of
-each step, the ratio of the means (second over first), and the middle 95% of this ratio in 2,000 resamples.
+`--trees OLD NEW` starts the tiny run of two checkouts in turns, each with its own `.venv`; with `--second-override` the second
+has other settings, and OLD and NEW may be the same. Counted is the CPU time of all processes of the run from the end of a step
+to the end of the next; the first two steps are left out. One JSON line: seconds of each step, the ratio of the means (second
+over first), the middle 95% of this ratio in 2,000 resamples, and the same of the CPU time of a rollout's token.
 """
 
 from __future__ import annotations
@@ -65,13 +66,15 @@ def ratio_of(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
 
 
 def compare_trees(options: argparse.Namespace) -> dict[str, Any]:
-    steps: dict[Path, list[dict[str, float]]] = {tree.resolve(): [] for tree in options.trees}
+    overrides = (options.override, [*options.override, *options.second_override])
+    steps: tuple[list[dict[str, float]], ...] = ([], [])
     for turn in range(options.rounds):
-        for tree in list(steps)[:: 1 if turn % 2 == 0 else -1]:
-            steps[tree] += run_steps(tree, options.override, options.steps, options.limit_s)
-    first, second = ([one["cpu_s"] for one in steps[tree]] for tree in steps)
-    tokens = [round(statistics.fmean(one["tokens"] for one in each)) for each in steps.values()]
-    return {"case": "trees", **ratio_of(first, second), "tokens_a_step": tokens, "steps": [first, second]}
+        for arm in (0, 1) if turn % 2 == 0 else (1, 0):
+            steps[arm].extend(run_steps(options.trees[arm].resolve(), overrides[arm], options.steps, options.limit_s))
+    first, second = ([one["cpu_s"] for one in arm] for arm in steps)
+    tokens = [round(statistics.fmean(one["tokens"] for one in arm)) for arm in steps]
+    a_token = ratio_of(*([1e6 * one["cpu_s"] / one["tokens"] for one in arm] for arm in steps))
+    return {"case": "trees", **ratio_of(first, second), "tokens_a_step": tokens, "us_a_token": a_token, "steps": [first, second]}
 
 
 def main() -> None:
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each tree")
     parser.add_argument("--limit-s", type=float, default=1800, help="of each run")
     parser.add_argument("--override", nargs="*", default=["runner.save_interval=-1"], help="of every run")
+    parser.add_argument("--second-override", nargs="*", default=[], help="of the runs of NEW, behind those of every run")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     result = compare_trees(options)

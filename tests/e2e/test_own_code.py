@@ -132,8 +132,9 @@ def test_an_exception_of_a_reward_ends_the_run_where_that_is_asked_for(cache: Pa
     assert "Traceback" not in run.text()
 
 
-def test_an_environment_trains(cache: Path, tmp_path: Path) -> None:
-    run = RunProcess(example("game", cache, tmp_path), tmp_path / "run.log").start()
+def test_an_environment_trains(cache: Path, first_run: Path, tmp_path: Path) -> None:
+    words = ("cold_start.phases=[]", f"rollout.model.model_path={first_run}/model")  # any model; this one is there
+    run = RunProcess(example("game", cache, tmp_path, *words), tmp_path / "run.log").start()
     assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
     run.assert_nothing_left()
     rows = read_jsonl(tmp_path / "game/metrics.jsonl")

@@ -33,7 +33,7 @@ def python_code_with_standard_io(code: str, input: str) -> str:
 """
 
 
-def test_own_tools_are_called_by_the_model(cache: Path, tmp_path: Path) -> None:
+def test_own_tools_are_called_by_the_model(cache: Path, first_run: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
     name, example = "python_code_with_standard_io", ROOT / "examples/extend/search_tool.yaml"
@@ -43,8 +43,8 @@ def test_own_tools_are_called_by_the_model(cache: Path, tmp_path: Path) -> None:
     entries[1]["use"] = str(example.with_name("search_tool.py")) + ":search"
     prompt = yaml.safe_load(example.read_text())["agentloop"]["system_prompt"]
     config.write_text(yaml.safe_dump({"defaults": defaults, "agentloop": {"tools": entries, "system_prompt": prompt}}))
-    (taught,) = cache.glob("sft-*/model")  # with another system prompt, which it passes over
-    words = ("cold_start.phases=[]", f"rollout.model.model_path={taught}", "evaluation.before_and_after=False")
+    # taught with another system prompt, which it passes over
+    words = ("cold_start.phases=[]", f"rollout.model.model_path={first_run}/model", "evaluation.before_and_after=False")
     command = arguments(cache, tmp_path, "own", *ONE_SLOT, *words, "rollout.max_dropped_share=1", "runner.max_steps=1")[1:]
     run = RunProcess([str(config), *command], tmp_path / "run.log").start()
     assert run.wait(600) == 0, run.text()[-6000:]
