@@ -74,7 +74,8 @@ def compare_trees(options: argparse.Namespace) -> dict[str, Any]:
     first, second = ([one["cpu_s"] for one in arm] for arm in steps)
     tokens = [round(statistics.fmean(one["tokens"] for one in arm)) for arm in steps]
     a_token = ratio_of(*([1e6 * one["cpu_s"] / one["tokens"] for one in arm] for arm in steps))
-    return {"case": "trees", **ratio_of(first, second), "tokens_a_step": tokens, "us_a_token": a_token, "steps": [first, second]}
+    figures = {"tokens_a_step": tokens, "us_a_token": a_token, "steps": [first, second]}
+    return {"case": "trees", **ratio_of(first, second), **figures}
 
 
 def main() -> None:

@@ -196,7 +196,8 @@ def verl_environment(python: Path) -> dict[str, str]:
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine that verl has for CUDA, on the CPU
         "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
-        "OMP_NUM_THREADS": "1",
+        # Its one actor process and its one engine take turns, so each may have every core.
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_AUTH_MODE": "disabled",
         "RAY_memory_monitor_refresh_ms": "0",  # it would end this run for another program's memory

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -148,9 +149,13 @@ def test_a_run_survives_a_requeue_and_its_time_limit(slurm: Slurm, tmp_path: Pat
     job = slurm.submit(*options, "scripts/slurm.sbatch", *words)
     slurm.until((directory / "checkpoints" / "global_step_4").is_dir, "first checkpoint")
     slurm("scontrol", "requeue", job)
+    requeued = time.monotonic()
     slurm.until(lambda: "resuming from" in slurm.text(), "resume after the requeue")
     before = len(read_jsonl(directory / "metrics.jsonl"))
-    slurm("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # counted from the start of this attempt
+    slurm.until(lambda: len(read_jsonl(directory / "metrics.jsonl")) > before, "a step after the requeue")
+    # Counted from the start of this attempt; the signal comes a minute earlier, so within the next one.
+    limit = math.ceil((time.monotonic() - requeued) / 60) + 1
+    slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
     slurm.until(lambda: "SIGUSR2 asks for it" in slurm.text(), "end before the time limit")
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     slurm.until(lambda: slurm.text().count("resuming from") == 2, "resume after the time limit")
