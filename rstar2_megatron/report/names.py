@@ -67,6 +67,7 @@ PASS_RATE = "rollout/pass_rate"
 LENGTH_ALL = "rollout/response_length_all"
 RESAMPLED = "rollout/total_num_sequence"  # logged by every code that resamples
 DRAWN = "rollout/num_trajectories"
+GENERATED = "rollout/generated_tokens"
 SECONDS = "time/step"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
 
 _CLOSE_TIMEOUT_S = 5.0
+NOISE = format_refusal("the tool is not available; call it again.")
+"""What the model reads of a call that `agentloop.tool_noise` lets fail."""
 
 
 class ToolRunner:
@@ -52,7 +55,13 @@ class ToolRunner:
                 again = await self._run_one(problem, trajectory, earlier, seconds_left())
                 if again.outcome is ToolOutcome.INFRASTRUCTURE:
                     return [again], []
-            done = await asyncio.gather(*(self._run_one(problem, trajectory, c, seconds_left()) for c in calls[:limit]))
+            failing = self._failing(trajectory, calls[:limit])
+            done = await asyncio.gather(
+                *(
+                    _failed(call) if fails else self._run_one(problem, trajectory, call, seconds_left())
+                    for call, fails in zip(calls, failing)
+                )
+            )
         finally:
             stats.tool_seconds += time.monotonic() - begun
         for call in done:
@@ -63,6 +72,12 @@ class ToolRunner:
             skipped = len(calls) - limit
             responses.append(format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn."))
         return done, responses
+
+    def _failing(self, trajectory: Trajectory, calls: Sequence[ParsedCall]) -> list[bool]:
+        """Which of the calls `agentloop.tool_noise` lets fail: the same ones when the turn is repeated."""
+        t = trajectory
+        draw = random.Random(f"{t.query_id} {t.rollout_index} {t.oldest_version} {len(t.tool_calls)}").random
+        return [draw() < self.settings.tool_noise and call.valid for call in calls]
 
     def _to_replay(self, trajectory: Trajectory, calls: list[ParsedCall]) -> list[ParsedCall]:
         """The calls of earlier turns that make the state again which `calls` need and which is not here.
@@ -79,7 +94,7 @@ class ToolRunner:
         return [
             ParsedCall(CallStatus.VALID, done.name, done.arguments)
             for done in trajectory.tool_calls
-            if done.name in lost and done.outcome is not ToolOutcome.MALFORMED
+            if done.name in lost and done.outcome is not ToolOutcome.MALFORMED and done.response_text != NOISE
         ]
 
     def expect(self, trajectory: Trajectory) -> None:
@@ -116,3 +131,7 @@ class ToolRunner:
                 text, trajectory.user_error = str(error), type(error.__cause__).__name__
             answer = ToolAnswer(ToolOutcome.INFRASTRUCTURE, text)
         return ToolCall(call.name, call.arguments, answer.outcome, answer.text, time.monotonic() - begun)
+
+
+async def _failed(call: ParsedCall) -> ToolCall:
+    return ToolCall(call.name, call.arguments, ToolOutcome.ERROR, NOISE)
