@@ -277,11 +277,10 @@ class RLRun(ClusterRun):
             if validate and self.held_out:
                 self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                 row.update(self.last_evaluation[1].metrics())
-            print(step_line(row), flush=True)
+            warnings = self.metric_watch.lines(self.files.metrics.rows(), row)
+            print("\n".join([step_line(row), *(f"warning: {line}" for line in warnings)]), flush=True)
             self._export_step(row)
             self.files.append(step, row, result.groups, result.shown)
-            for line in self.metric_watch.lines(self.files.metrics.rows()):
-                print(f"warning: {line}", flush=True)
             log.log({k: v for k, v in row.items() if k != "step"}, step)
             self._stop_on_collapse(step, row)
         self._publish_checkpoint()

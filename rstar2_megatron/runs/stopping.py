@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rstar2_megatron.report.corridor import read_corridor
+from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import Settings, StopCondition
 from rstar2_megatron.training.metric_names import unknown_metric
 
@@ -59,12 +61,19 @@ def _bounds(condition: StopCondition) -> str:
 
 
 def condition_problems(settings: Settings) -> Iterator[str]:
-    """Conditions on metrics that no run has."""
+    """Conditions on metrics that no run has, and a corridor that cannot be used."""
     runner = settings.runner
     for key, conditions in (("stop_when", runner.stop_when), ("warn_when", runner.warn_when or [])):
         for condition in conditions:
             if problem := unknown_metric(condition.metric):
                 yield f"runner.{key}: {problem}"
+    if runner.corridor:
+        try:
+            names = read_corridor(users_path(runner.corridor)).metrics
+        except ValueError as error:
+            yield f"runner.corridor: {error}"
+        else:
+            yield from (f"runner.corridor: {problem}" for name in names if (problem := unknown_metric(name)))
 
 
 def signs_of_collapse(settings: Settings) -> list[StopCondition]:
@@ -85,12 +94,20 @@ class MetricWatch:
     def __init__(self, settings: Settings) -> None:
         runner = settings.runner
         self._conditions = signs_of_collapse(settings) if runner.warn_when is None else runner.warn_when
-        self._holding: list[StopCondition] = []
+        self._corridor = read_corridor(users_path(runner.corridor)) if runner.corridor else None
+        self._told: set[str] = set()
 
-    def lines(self, rows: Rows) -> list[str]:
-        """After the last of `rows`."""
-        held = list(those_that_hold(self._conditions, rows))
-        new = [text for condition, text in held if condition not in self._holding]
-        self._holding = [condition for condition, _ in held]
-        collapse = "a collapse is likely, see trajectories.jsonl; a condition of runner.stop_when would end the run"
-        return [f"{text}: {collapse}" for text in new]
+    def lines(self, rows: Rows, row: dict[str, float]) -> list[str]:
+        """Of `row`, the step after `rows`. It gets the number of metrics outside of `runner.corridor`."""
+        rows = [*rows, row]
+        found = {
+            repr(condition): f"{text}: a collapse is likely, see trajectories.jsonl; runner.stop_when can end a run by it"
+            for condition, text in those_that_hold(self._conditions, rows)
+        }
+        if self._corridor:
+            outside = dict(self._corridor.outside(rows))
+            row["rollout/outside_corridor"] = float(len(outside))
+            found |= outside
+        new = [text for key, text in found.items() if key not in self._told]
+        self._told = set(found)
+        return new

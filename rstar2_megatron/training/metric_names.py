@@ -18,7 +18,7 @@ _NAMES = {
         "tool_calls tool_calls_positive tool_calls_negative no_tool_ratio no_tool_ratio_positive no_tool_ratio_negative "
         "calls_per_trajectory distinct_call_ratio void_turn_ratio tool_seconds max_of_tool_seconds penalty_error "
         "penalty_format penalty_error_kept penalty_format_kept answers_per_trajectory answers_zero answers_one "
-        "answers_many judge_restarts"
+        "answers_many judge_restarts outside_corridor"
     ),
     "train": "tokens_per_second",
     "train/actor": (

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
+from rstar2_megatron.records.whole_file import write_jsonl
+from rstar2_megatron.report.corridor import main as make_corridor_file
+from rstar2_megatron.report.corridor import read_corridor
+from rstar2_megatron.report.names import PASS_RATE
 from rstar2_megatron.runs.stopping import MetricWatch, condition_problems, first_that_holds, span_means
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import StopCondition
@@ -69,7 +76,7 @@ def warned(calls: list[float], void: list[float], *words: str) -> list[tuple[int
     """(step, metric) of each warning."""
     watch = MetricWatch(load_settings("rstar2-tiny-cpu", words))
     steps = [{"step": n, CALLS: c, VOID: v} for n, (c, v) in enumerate(zip(calls, void, strict=True), 1)]
-    return [(n, line.split()[0]) for n in range(1, len(steps) + 1) for line in watch.lines(steps[:n])]
+    return [(n, line.split()[0]) for n, step in enumerate(steps, 1) for line in watch.lines(steps[: n - 1], step)]
 
 
 def test_signs_of_a_collapse_are_told_once_each_time_that_they_begin() -> None:
@@ -91,3 +98,56 @@ def test_a_condition_on_no_metric_is_refused_with_the_nearest() -> None:
         "runner.stop_when: no run has a metric 'rollout/clip_ratios'; the nearest are rollout/clip_ratio,"
     )
     assert not list(condition_problems(load_settings("rstar2-tiny-cpu", ["runner.warn_when=[]"])))
+
+
+def seeds(directory: Path, *rates: float) -> list[str]:
+    """Runs of 8 steps with these pass rates, as seeds of one configuration."""
+    for seed, rate in enumerate(rates):
+        (directory / f"s{seed}").mkdir()
+        write_jsonl(directory / f"s{seed}" / "metrics.jsonl", [{"step": n, PASS_RATE: rate} for n in range(1, 9)])
+        config = {"actor": {"seed": seed}, "runner": {"experiment_name": f"s{seed}"}}
+        (directory / f"s{seed}" / "config.yaml").write_text(yaml.safe_dump(config))
+    return [str(directory / f"s{seed}") for seed in range(len(rates))]
+
+
+def test_a_corridor_of_earlier_seeds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three seeds at 0.4, 0.5, 0.6: deviation 0.1, and two of them times sqrt(4 / 3) are 0.231."""
+    file = tmp_path / "corridor.json"
+    runs = seeds(tmp_path, 0.4, 0.5, 0.6)
+    assert make_corridor_file([*runs, "--out", str(file), "--metrics", "pass-rate", "--width", "2"]) == 0
+    assert read_corridor(file).metrics[PASS_RATE][1] == pytest.approx((0.5 - 0.2309401, 0.5 + 0.2309401))
+    words = [f"runner.corridor={file}", "runner.warn_when=[]"]
+    settings = load_settings("rstar2-tiny-cpu", words)
+    assert list(condition_problems(settings)) == []
+    watch, steps, told = MetricWatch(settings), [], {}
+    for n, rate in enumerate([0.5, 0.5, 0.0, 0.0, 0.0, 0.9, 0.9, 0.9, 0.0], 1):
+        row = {"step": float(n), PASS_RATE: rate}
+        if lines := watch.lines(steps, row):
+            told[n] = lines
+        steps.append(row)
+    means = [0.5, 0.5, 1 / 3, 0.25, 0.2, 0.28, 0.36, 0.54]  # of the last 5 steps; the ninth has no band
+    assert [row["rollout/outside_corridor"] for row in steps] == [float(mean < 0.269) for mean in means] + [0]
+    said = "is 0.25 at step 4 (mean of 4 steps), outside of 0.2691 to 0.7309 by 3 earlier seeds"
+    assert told == {4: [f"{PASS_RATE} {said}"]}, "told when it leaves, not while it stays outside"
+    assert make_corridor_file([*runs[:2], "--out", str(file)]) == 1
+    assert "2 runs tell no spread of seeds" in capsys.readouterr().err
+    assert make_corridor_file([*runs, "--out", str(file), "--metrics", "turns"]) == 1
+    assert "not every run has rollout/num_turns" in capsys.readouterr().err
+    (tmp_path / "s1" / "config.yaml").write_text("actor: {lr: 1}")
+    assert make_corridor_file([*runs, "--out", str(file)]) == 1
+    assert "are no seeds of one saved configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "runner.corridor: .*c.json: No such file or directory; make it by python -m"),
+        ("{}", "runner.corridor: .*c.json: runs Field required"),
+        ('{"runs": [], "metrics": {"rollout/pass": {"1": [0, 1]}}}', "runner.corridor: no run has a metric 'rollout/pass'"),
+    ],
+)
+def test_a_corridor_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "c.json").write_text(content)
+    (problem,) = condition_problems(load_settings("rstar2-tiny-cpu", [f"runner.corridor={tmp_path / 'c.json'}"]))
+    assert re.match(message, problem)

@@ -130,6 +130,8 @@ class RunnerSettings(Section):
     """The run ends, with checkpoint and export, as soon as one of these conditions holds."""
     warn_when: list[StopCondition] | None = None
     """The run says when one of these conditions begins to hold; null: signs of a collapse (docs/metrics.md)."""
+    corridor: str | None = None
+    """A file of `python -m rstar2_megatron.report.corridor`: the run says when a metric leaves the band of earlier seeds."""
     seq_length: int = Field(ge=8)
     """Longest prompt + response in tokens."""
     enable_dynamic_batch_size: bool = True
