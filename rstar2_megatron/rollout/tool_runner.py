@@ -55,13 +55,8 @@ class ToolRunner:
                 again = await self._run_one(problem, trajectory, earlier, seconds_left())
                 if again.outcome is ToolOutcome.INFRASTRUCTURE:
                     return [again], []
-            failing = self._failing(trajectory, calls[:limit])
-            done = await asyncio.gather(
-                *(
-                    _failed(call) if fails else self._run_one(problem, trajectory, call, seconds_left())
-                    for call, fails in zip(calls, failing)
-                )
-            )
+            run = (self._run_one(problem, trajectory, c, seconds_left(), self.settings.tool_noise) for c in calls[:limit])
+            done = await asyncio.gather(*run)
         finally:
             stats.tool_seconds += time.monotonic() - begun
         for call in done:
@@ -72,12 +67,6 @@ class ToolRunner:
             skipped = len(calls) - limit
             responses.append(format_refusal(f"{skipped} further call(s) were not run: at most {limit} per turn."))
         return done, responses
-
-    def _failing(self, trajectory: Trajectory, calls: Sequence[ParsedCall]) -> list[bool]:
-        """Which of the calls `agentloop.tool_noise` lets fail: the same ones when the turn is repeated."""
-        t = trajectory
-        draw = random.Random(f"{t.query_id} {t.rollout_index} {t.oldest_version} {len(t.tool_calls)}").random
-        return [draw() < self.settings.tool_noise and call.valid for call in calls]
 
     def _to_replay(self, trajectory: Trajectory, calls: list[ParsedCall]) -> list[ParsedCall]:
         """The calls of earlier turns that make the state again which `calls` need and which is not here.
@@ -114,9 +103,16 @@ class ToolRunner:
                             await tool.close(trajectory.session, self.judge)
             trajectory.session = ""
 
-    async def _run_one(self, problem: Problem, trajectory: Trajectory, call: ParsedCall, limit_s: float) -> ToolCall:
+    async def _run_one(
+        self, problem: Problem, trajectory: Trajectory, call: ParsedCall, limit_s: float, noise: float = 0.0
+    ) -> ToolCall:
+        """noise: the chance that the call fails; the same calls do when a turn is repeated."""
         if not call.valid:
             return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, format_refusal(call.message))
+        t = trajectory
+        place = f"{t.query_id} {t.rollout_index} {t.oldest_version} {len(t.tool_calls)} {call.arguments}"
+        if noise and random.Random(place).random() < noise:
+            return ToolCall(call.name, call.arguments, ToolOutcome.ERROR, NOISE)
         tool = self.tools[call.name]
         if tool.has_session:
             trajectory.session = trajectory.session or uuid.uuid4().hex  # the name alone gives access
@@ -131,7 +127,3 @@ class ToolRunner:
                 text, trajectory.user_error = str(error), type(error.__cause__).__name__
             answer = ToolAnswer(ToolOutcome.INFRASTRUCTURE, text)
         return ToolCall(call.name, call.arguments, answer.outcome, answer.text, time.monotonic() - begun)
-
-
-async def _failed(call: ParsedCall) -> ToolCall:
-    return ToolCall(call.name, call.arguments, ToolOutcome.ERROR, NOISE)

@@ -17,7 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,16 +78,18 @@ class ArmRun:
         path = self.directory / "config.yaml"
         if not path.is_file():
             return
-        then, now = (
-            {k: v for k, v in work_of(s).items() if not k.startswith("runner.")}
-            for s in (yaml.safe_load(path.read_text(encoding="utf-8")), to_plain(self.settings))
-        )
-        if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
-            key = changed[0]
+        then, now = work_of(yaml.safe_load(path.read_text(encoding="utf-8"))), work_of(to_plain(self.settings))
+        for key in sorted(then.keys() | now.keys()):
+            if then.get(key) == now.get(key) or key.startswith("runner."):
+                continue
             raise ConfigError(
                 f"{self.directory} holds a run with {key}={then.get(key)!r}, now {now.get(key)!r}; give the ablation another "
                 "runner.experiment_name, or remove that directory"
             )
+
+
+Runs = dict[tuple[str, int], ArmRun]
+"""By arm and seed."""
 
 
 def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Sequence[str], *, dry_run: bool) -> int:
@@ -108,7 +110,7 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
     if strange := [seed for seed in seeds if not seed.isdigit()]:
         raise ConfigError(f"--seeds {strange[0]}: give whole numbers, e.g. --seeds 0,1,2")
     chosen, numbers = list(arms) or list(ablation.arms), [int(seed) for seed in seeds] or ablation.seeds
-    runs = {(arm, seed): run for arm, seed, run in _runs(ablation, words, chosen, numbers)}
+    runs = _runs(ablation, words, chosen, numbers)
     _check(runs, dry_run)
     for (arm, seed), run in runs.items():
         print(f"{arm}, seed {seed}: {run.state} ({run.directory})", flush=True)
@@ -116,40 +118,35 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended as well
     failed = 0
-    for number, seed in enumerate(numbers, 1):
-        failed += sum(_run(ablation.config, runs[arm, seed]) for arm in chosen)
-        failed += _draw(ablation, {arm: [runs[arm, s] for s in numbers[:number]] for arm in chosen})
+    try:
+        for number, seed in enumerate(numbers, 1):
+            failed += sum(_run(ablation.config, runs[arm, seed]) for arm in chosen)
+            failed += _draw(ablation, {arm: [runs[arm, s].directory for s in numbers[:number]] for arm in chosen})
+    except KeyboardInterrupt:
+        return 130
     return int(failed > 0)
 
 
-def _runs(
-    ablation: Ablation, words: Sequence[str], arms: Sequence[str], seeds: Sequence[int]
-) -> Iterator[tuple[str, int, ArmRun]]:
+def _runs(ablation: Ablation, words: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> Runs:
     """Seed by seed. Raises ConfigError with the arm's name."""
     common = [override_word(key, value) for key, value in ablation.overrides.items()]
     base = load(ablation.config, [*common, *words]).settings
     root = Path(base.runner.output_dir) / base.runner.experiment_name
-    start = [f"cold_start.seed={base.cold_start.seed}", override_word("runner.output_dir", str(root))]
+    runs: Runs = {}
     for seed in seeds:
+        last = [f"cold_start.seed={base.cold_start.seed}", f"actor.seed={seed}", f"data.seed={seed}"]
+        last.append(override_word("runner.output_dir", str(root)))
         for arm in arms:
             own = [override_word(key, value) for key, value in ablation.arms[arm].items()]
-            name = f"{arm}-{seed}"
-            all_words = [
-                *common,
-                *own,
-                *words,
-                *start,
-                f"actor.seed={seed}",
-                f"data.seed={seed}",
-                f"runner.experiment_name={name}",
-            ]
+            used = [*common, *own, *words, *last, f"runner.experiment_name={arm}-{seed}"]
             try:
-                yield arm, seed, ArmRun(name, all_words, resolve_tiny(load(ablation.config, all_words).settings))
+                runs[arm, seed] = ArmRun(f"{arm}-{seed}", used, resolve_tiny(load(ablation.config, used).settings))
             except ConfigError as error:
                 raise ConfigError(f"arm {arm}: {error}") from None
+    return runs
 
 
-def _check(runs: dict[tuple[str, int], ArmRun], dry_run: bool) -> None:
+def _check(runs: Runs, dry_run: bool) -> None:
     """All that can be known before the first run. Raises ConfigError."""
     seen: dict[str, str] = {}
     for (arm, _), run in runs.items():
@@ -199,15 +196,14 @@ def logged(command: Sequence[str], log: Path, environment: dict[str, str], cwd: 
         raise RuntimeError(f"{log.stem} ended with exit code {code}; the end of {log}:\n{end}")
 
 
-def _draw(ablation: Ablation, arms: dict[str, list[ArmRun]]) -> int:
+def _draw(ablation: Ablation, arms: dict[str, list[Path]]) -> int:
     """Draw the runs that have steps; returns 1 when there are none or they cannot be drawn."""
-    paths = {arm: [run.directory for run in runs if (run.directory / "metrics.jsonl").is_file()] for arm, runs in arms.items()}
-    logs = [log for directories in paths.values() for directory in directories for log in read_logs(directory)]
-    shown = [word for word in ablation.metrics if any(panel(word).metric in log.series for log in logs)]
+    there = {arm: [str(run) for run in runs if (run / "metrics.jsonl").is_file()] for arm, runs in arms.items()}
+    held = {name for runs in there.values() for run in runs for log in read_logs(run) for name in log.series}
+    shown = [word for word in ablation.metrics if panel(word).metric in held]
     if not shown:
-        print("error: no run has a step to draw", file=sys.stderr, flush=True)
+        print(f"error: no run has a step with one of {', '.join(ablation.metrics)}", file=sys.stderr, flush=True)
         return 1
-    words = [f"{arm}={','.join(map(str, directories))}" for arm, directories in paths.items() if directories]
-    given = [part for word in words for part in ("--arm", word)]
-    out = next(run.directory.parent for runs in arms.values() for run in runs)
+    given = [word for arm, runs in there.items() if runs for word in ("--arm", f"{arm}={','.join(runs)}")]
+    out = next(run.parent for runs in arms.values() for run in runs)
     return draw([*given, "--metrics", *shown, "--x", "generated", "--paired", "--out", str(out)])
