@@ -7,7 +7,7 @@ rejected and before the group's mean, so a trajectory that is left out has no pa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
@@ -40,12 +40,12 @@ def malformed_ending(problem: Problem, trajectory: Trajectory) -> bool:
 
 def repeated_calls(problem: Problem, trajectory: Trajectory) -> bool:
     """False when the same call, arguments included, was made twice."""
-    return num_distinct_calls(trajectory) == len(trajectory.tool_calls)
+    return num_distinct(trajectory.tool_calls) == len(trajectory.tool_calls)
 
 
-def num_distinct_calls(trajectory: Trajectory) -> int:
-    """Calls of the trajectory whose name and arguments no earlier one of it has."""
-    return len({json.dumps([call.name, call.arguments], sort_keys=True) for call in trajectory.tool_calls})
+def num_distinct(calls: Sequence[ToolCall]) -> int:
+    """Calls whose name and arguments no earlier one of them has."""
+    return len({json.dumps([call.name, call.arguments], sort_keys=True) for call in calls})
 
 
 def truncated(problem: Problem, trajectory: Trajectory) -> bool:

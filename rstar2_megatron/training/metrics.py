@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rstar2_megatron.algorithm.filters import num_distinct_calls, num_void_turns
+from rstar2_megatron.algorithm.filters import num_distinct, num_void_turns
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult
 from rstar2_megatron.records.step_shares import SHARES, step_shares
 from rstar2_megatron.trajectory import FinishReason, Group, ToolOutcome, Trajectory
@@ -187,8 +187,9 @@ def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
         metrics[f"rollout/no_tool_ratio{suffix}"] = _ratio(without, len(trajectories))
     every = [call for t in usable for call in t.tool_calls]
     _put_mean(metrics, "rollout/calls_per_trajectory", [len(t.tool_calls) for t in usable])
-    if every:
-        metrics["rollout/distinct_call_ratio"] = sum(map(num_distinct_calls, usable)) / len(every)
+    runnable = [[c for c in t.tool_calls if c.outcome is not ToolOutcome.MALFORMED] for t in usable]
+    if any(runnable):
+        metrics["rollout/distinct_call_ratio"] = sum(map(num_distinct, runnable)) / sum(map(len, runnable))
     metrics["rollout/void_turn_ratio"] = _ratio(sum(map(num_void_turns, usable)), sum(t.num_turns for t in usable))
     outcomes = Counter(call.outcome for call in every)
     metrics.update({f"rollout/tool_outcome/{o.value}": outcomes[o] for o in ToolOutcome})

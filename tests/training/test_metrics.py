@@ -109,7 +109,7 @@ def test_signs_of_a_collapse_by_hand() -> None:
     step[2].rollout_logprobs[1] = -11.5
     m = rollout_metrics([Group(Problem("q", [], ["1"]), step)], resample_on_correct([step[:3]], CONFIG, [""]))
     assert m["rollout/calls_per_trajectory"] == pytest.approx(4 / 3)
-    assert m["rollout/distinct_call_ratio"] == pytest.approx(3 / 4)
+    assert m["rollout/distinct_call_ratio"] == pytest.approx(2 / 3)
     assert m["rollout/void_turn_ratio"] == pytest.approx(1 / 7)
     assert m["rollout/no_tool_ratio"] == pytest.approx(1 / 3)
     assert m["rollout/logprob_min"] == -11.5 and m["rollout/improbable_token_ratio"] == pytest.approx(1 / 10)
