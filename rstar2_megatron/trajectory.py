@@ -10,6 +10,7 @@ bytes; lists of numbers, which earlier versions wrote, are read too.
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
@@ -62,6 +63,10 @@ class PerToken:
             else:
                 setattr(self, f.name, f.default if f.default_factory is MISSING else f.default_factory())
         PerToken.__post_init__(self)
+
+
+LOW_LOGPROB = math.log(1e-4)
+"""Tokens of less probability than 1e-4 are counted: SimpleTIR (arXiv 2509.02479) finds them behind void turns."""
 
 
 def generated_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
@@ -148,6 +153,8 @@ class HeldTokens:
     response_tokens: int
     spans: list[tuple[int, int]]  # `generated_spans`
     logprob_sum: float
+    logprob_min: float = 0.0
+    num_improbable: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +227,16 @@ class Trajectory(PerToken):
     def logprob_sum(self) -> float:
         """Sum of the engine's log-probs."""
         return self.held.logprob_sum if self.held else float(self.rollout_logprobs.sum(dtype=np.float64))
+
+    @property
+    def logprob_min(self) -> float:
+        """The engine's lowest log-prob of a generated token; 0.0 without one."""
+        return self.held.logprob_min if self.held else float(self.rollout_logprobs.min(initial=0.0))
+
+    @property
+    def num_improbable(self) -> int:
+        """Generated tokens whose log-prob is below LOW_LOGPROB."""
+        return self.held.num_improbable if self.held else int(np.count_nonzero(self.rollout_logprobs < LOW_LOGPROB))
 
     @property
     def length(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from rstar2_megatron.judge.client.service import CodeJudgeService
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
+from rstar2_megatron.runs.ablation import logged
 from rstar2_megatron.runs.cold_start import find_cached
-from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load_settings
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
@@ -73,8 +72,6 @@ _ON_A_CPU = {
     "ray_kwargs.ray_init.num_cpus": 12,
     "+ray_kwargs.ray_init.include_dashboard": False,
 }
-_RUN_TIMEOUT_S = 24 * 3600.0
-_CLOSE_S = 90.0  # a run of this project ends what it started
 
 
 @dataclass(frozen=True)
@@ -205,20 +202,3 @@ def verl_environment(python: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",
     }
-
-
-def logged(command: Sequence[str], log: Path, environment: dict[str, str], cwd: Path) -> None:
-    """Run a command with its output in `log`. Raises RuntimeError with the end of the log when it fails."""
-    print(f"{log.stem}: output in {log}", flush=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True
-        )
-        try:
-            code = process.wait(_RUN_TIMEOUT_S)
-        finally:
-            terminate_tree(process.pid, grace_s=_CLOSE_S)
-    if code:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise RuntimeError(f"{log.stem} ended with exit code {code}; the end of {log}:\n{end}")

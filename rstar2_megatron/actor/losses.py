@@ -26,6 +26,7 @@ LossFunction = Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]]
 SUMS = (
     "loss", "tokens", "ratio", "clipped", "dual_clipped", "approx_kl", "pg_loss", "entropy",
     "tis_ratio", "tis_clipped", "logprob_diff", "rollout_kl", "reference_kl", "pair_accuracy", "pair_margin",
+    "after_tool_entropy", "after_tool_tokens",
 )  # fmt: skip
 MAXIMA = ("tis_ratio_max", "logprob_diff_max")
 
@@ -113,6 +114,8 @@ def rl_loss(
             kl = kl_estimate(log_probs, there, algorithm.kl_penalty_type, algorithm.kl_clamp)
             value = value + algorithm.kl_beta * (token_weights * kl).sum() / weights.denominator
             sums["reference_kl"] = kl.detach().sum()
+        behind = batch.after_tool
+        sums |= {"after_tool_entropy": entropy.detach()[behind].sum(), "after_tool_tokens": behind.sum()}
         return value, {**sums, **loss_sums, "loss": value.detach()}
 
     return loss
@@ -126,6 +129,7 @@ def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool, names: Se
     """
     tokens = max(sum(s["tokens"] for s in steps), 1.0)
     first, first_tokens = steps[0], max(steps[0]["tokens"], 1.0)
+    behind = sum(s["after_tool_tokens"] for s in steps)
 
     def mean(name: str) -> float:
         return sum(s[name] for s in steps) / tokens
@@ -139,6 +143,7 @@ def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool, names: Se
         "actor/dual_clip_fraction": mean("dual_clipped"),
         "actor/approx_kl": mean("approx_kl"),
         "actor/entropy": mean("entropy"),
+        **({"actor/entropy_after_tool": sum(s["after_tool_entropy"] for s in steps) / behind} if behind else {}),
         "actor/logprob_diff_mean": first["logprob_diff"] / first_tokens,
         "actor/logprob_diff_max": first["logprob_diff_max"],
         "actor/rollout_kl": first["rollout_kl"] / first_tokens,

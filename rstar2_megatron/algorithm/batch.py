@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rstar2_megatron.trajectory import PerToken, Trajectory
+from rstar2_megatron.trajectory import PerToken, Trajectory, generated_spans
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +73,14 @@ def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return sequence
+
+
+def first_of_later_turns(loss_mask: np.ndarray, count: int) -> np.ndarray:
+    """bool [tokens]: the first `count` generated tokens of every turn but the first, so of those behind a tool response."""
+    result = np.zeros(len(loss_mask), bool)
+    for start, end in generated_spans(loss_mask)[1:]:
+        result[start : min(end, start + count)] = True
+    return result
 
 
 @dataclass(slots=True, frozen=True)

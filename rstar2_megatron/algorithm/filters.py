@@ -7,7 +7,7 @@ rejected and before the group's mean, so a trajectory that is left out has no pa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
@@ -16,7 +16,12 @@ _TRUNCATED = (FinishReason.LENGTH_LIMIT, FinishReason.TOOL_RESPONSE_TOO_LONG)
 
 def void_turns(problem: Problem, trajectory: Trajectory) -> bool:
     """SimpleTIR (arXiv 2509.02479, section 3.2): False when a turn has neither a call that could be run nor a final answer."""
-    return not any(_is_void(text, calls) for text, calls in _turns(trajectory))
+    return not num_void_turns(trajectory)
+
+
+def num_void_turns(trajectory: Trajectory) -> int:
+    """Turns that `void_turns` does not let pass."""
+    return sum(_is_void(text, calls) for text, calls in turns(trajectory))
 
 
 def failed_calls(problem: Problem, trajectory: Trajectory) -> bool:
@@ -35,8 +40,12 @@ def malformed_ending(problem: Problem, trajectory: Trajectory) -> bool:
 
 def repeated_calls(problem: Problem, trajectory: Trajectory) -> bool:
     """False when the same call, arguments included, was made twice."""
-    made = [json.dumps([call.name, call.arguments], sort_keys=True) for call in trajectory.tool_calls]
-    return len(made) == len(set(made))
+    return num_distinct(trajectory.tool_calls) == len(trajectory.tool_calls)
+
+
+def num_distinct(calls: Sequence[ToolCall]) -> int:
+    """Calls whose name and arguments no earlier one of them has."""
+    return len({json.dumps([call.name, call.arguments], sort_keys=True) for call in calls})
 
 
 def truncated(problem: Problem, trajectory: Trajectory) -> bool:
@@ -44,7 +53,7 @@ def truncated(problem: Problem, trajectory: Trajectory) -> bool:
     return trajectory.finish_reason not in _TRUNCATED
 
 
-def _turns(trajectory: Trajectory) -> Iterator[tuple[str, list[ToolCall]]]:
+def turns(trajectory: Trajectory) -> Iterator[tuple[str, list[ToolCall]]]:
     """(text, calls that were run) of each turn."""
     # Files of earlier versions do not say how many calls a turn made.
     counts = trajectory.calls_per_turn or [1] * len(trajectory.tool_calls)

@@ -11,13 +11,14 @@ from itertools import combinations
 from typing import Any
 
 from rstar2_megatron.report.log_formats import Log, Series
-from rstar2_megatron.report.names import DRAWN, LENGTH, PASS_RATE, RESAMPLED, SECONDS
+from rstar2_megatron.report.names import DRAWN, GENERATED, LENGTH, PASS_RATE, RESAMPLED, SECONDS
 
 # the words of --x, with the label of the axis
 CLOCKS = {
     "step": "step",
     "tokens": "response tokens trained on, tool responses included",
     "trajectories": "trajectories trained on",
+    "generated": "generated tokens, also of trajectories that were not trained on",
     "time": "hours in steps",
 }
 _SEED = re.compile(r"[-_.]?(?:seed|s)[-_.=]?\d+$", re.IGNORECASE)
@@ -106,6 +107,8 @@ def clock(log: Log, x: str) -> Series:
         return {step + 1 - log.first_step: float(step + 1 - log.first_step) for step in steps}
     if x == "time":
         per_step = {step: seconds / 3600 for step, seconds in log.aligned(SECONDS).items()}
+    elif x == "generated":
+        per_step = log.aligned(GENERATED)
     else:
         rows, lengths = trained_rows(log), log.aligned(LENGTH)
         # a step that trained on nothing has no length
@@ -160,6 +163,16 @@ def arm_label(logs: Sequence[Log]) -> str:
         label = _SEED.sub("", label) or label
     is_verl = logs[0].kind == "verl" and not label.lower().startswith("verl")
     return f"verl {label}" if is_verl else label
+
+
+def equal_seeds(one: Arm, two: Arm) -> list[tuple[Log, Log]]:
+    """The runs of both arms whose saved configurations have the same seeds."""
+    seeds = {_seeds(log): log for log in two.logs if log.settings}
+    return [(log, seeds[_seeds(log)]) for log in one.logs if log.settings and _seeds(log) in seeds]
+
+
+def _seeds(log: Log) -> tuple[Any, ...]:
+    return tuple((log.settings or {}).get(part, {}).get("seed") for part in ("actor", "data"))
 
 
 def work_of(settings: Mapping[str, Any]) -> dict[str, Any]:

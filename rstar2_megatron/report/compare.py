@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from rstar2_megatron.report.arms import Arm, Point, clock, last_values
+from rstar2_megatron.report.arms import Arm, Point, clock, equal_seeds, last_values
 from rstar2_megatron.report.log_formats import Log, Series
 from rstar2_megatron.report.names import COMPARABLE, DIFFERENT_IN_VERL, LENGTH, PASS_RATE, RESAMPLED, REWARD, Panel
 
@@ -76,8 +76,11 @@ class Difference:
     place: float
     at: Interval
     last: Interval
+    means: tuple[float, float]
+    """Of reference and arm over those steps."""
     seeds: tuple[int, int]
     """Runs with the metric of the reference and of the arm."""
+    paired: bool = False
 
     @property
     def verdict(self) -> str:
@@ -86,16 +89,24 @@ class Difference:
         if min(self.seeds) < SEEDS_FOR_A_CONCLUSION:
             return f"nothing may be concluded from fewer than {SEEDS_FOR_A_CONCLUSION} seeds an arm"
         if self.at.sign and self.at.sign == self.last.sign:
-            return f"{'higher' if self.at.sign > 0 else 'lower'}, by more than the seeds of an arm differ"
+            than = "the differences of equal seeds vary" if self.paired else "the seeds of an arm differ"
+            return f"{'higher' if self.at.sign > 0 else 'lower'}, by more than {than}"
         return "no difference may be concluded: an interval holds 0"
 
 
-def difference(reference: Arm, arm: Arm, name: str, *, x: str = "step", last: int = 5) -> Difference | None:
+def difference(
+    reference: Arm, arm: Arm, name: str, *, x: str = "step", last: int = 5, paired: bool = False
+) -> Difference | None:
     """Arm minus reference at the last place that every run of both has reached; None where there is none.
 
-    A value between two steps is interpolated. `last` counts the steps up to the place.
+    A value between two steps is interpolated. `last` counts the steps up to the place. paired: of runs with equal seeds alone,
+    whose differences are then resampled.
     """
-    sides = [[curve for log in side.logs if (curve := _Curve.of(log, name, x)) is not None] for side in (reference, arm)]
+    if paired:
+        pairs = [[_Curve.of(log, name, x) for log in pair] for pair in equal_seeds(reference, arm)]
+        sides = [[curve for pair in pairs if None not in pair and (curve := pair[i])] for i in (0, 1)]
+    else:
+        sides = [[curve for log in side.logs if (curve := _Curve.of(log, name, x))] for side in (reference, arm)]
     if not all(sides):
         return None
     runs = [curve for side in sides for curve in side]
@@ -104,7 +115,9 @@ def difference(reference: Arm, arm: Arm, name: str, *, x: str = "step", last: in
         return None
     at = [[curve.at(place) for curve in side] for side in sides]
     tail = [[curve.before(place, last) for curve in side] for side in sides]
-    return Difference(place, bootstrap(*at), bootstrap(*tail), (len(sides[0]), len(sides[1])))
+    interval = paired_bootstrap if paired else bootstrap
+    means = statistics.fmean(tail[0]), statistics.fmean(tail[1])
+    return Difference(place, interval(*at), interval(*tail), means, (len(sides[0]), len(sides[1])), paired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +151,26 @@ def bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
     if min(len(reference), len(arm)) < 2:
         return Interval(value)
     random = np.random.default_rng(0)
-
-    def means(values: Sequence[float]) -> np.ndarray:
-        seeds = np.asarray(values)
-        n = len(seeds)
-        drawn = seeds[random.integers(n, size=(BOOTSTRAPS, n))].mean(axis=1)
-        return seeds.mean() + (drawn - seeds.mean()) * math.sqrt(n / (n - 1))
-
-    low, high = np.percentile(means(arm) - means(reference), [2.5, 97.5])
+    low, high = np.percentile(_drawn_means(arm, random) - _drawn_means(reference, random), [2.5, 97.5])
     return Interval(value, float(low), float(high))
+
+
+def paired_bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
+    """As `bootstrap`, of values in the order of the same seeds: what is drawn are the differences of pairs."""
+    differences = [b - a for a, b in zip(reference, arm, strict=True)]
+    value = statistics.fmean(differences)
+    if len(differences) < 2:
+        return Interval(value)
+    low, high = np.percentile(_drawn_means(differences, np.random.default_rng(0)), [2.5, 97.5])
+    return Interval(value, float(low), float(high))
+
+
+def _drawn_means(values: Sequence[float], random: np.random.Generator) -> np.ndarray:
+    """[BOOTSTRAPS] means of n values drawn from n with replacement, widened."""
+    seeds = np.asarray(values)
+    n = len(seeds)
+    drawn = seeds[random.integers(n, size=(BOOTSTRAPS, n))].mean(axis=1)
+    return np.asarray(seeds.mean() + (drawn - seeds.mean()) * math.sqrt(n / (n - 1)))
 
 
 def not_comparable(reference: Arm, arm: Arm, name: str) -> str | None:
@@ -162,14 +186,16 @@ def not_comparable(reference: Arm, arm: Arm, name: str) -> str | None:
     return None
 
 
-def conclusions(arms: Sequence[Arm], panels: Sequence[Panel], *, x: str = "step", last: int = 5) -> list[str]:
+def conclusions(
+    arms: Sequence[Arm], panels: Sequence[Panel], *, x: str = "step", last: int = 5, paired: bool = False
+) -> list[str]:
     """A sentence for each panel and each arm against the first: the differences, and what may be concluded from them."""
     lines = []
     for panel in panels:
         for arm in arms[1:]:
             pair = f"{panel.title}, {arm.label} - {arms[0].label}"
             reason = not_comparable(arms[0], arm, panel.metric)
-            found = None if reason else difference(arms[0], arm, panel.metric, x=x, last=last)
+            found = None if reason else difference(arms[0], arm, panel.metric, x=x, last=last, paired=paired)
             if reason:
                 lines.append(f"{pair}: NOT COMPARABLE: {reason}")
             elif found is None:
@@ -178,20 +204,30 @@ def conclusions(arms: Sequence[Arm], panels: Sequence[Panel], *, x: str = "step"
             else:
                 lines.append(
                     f"{pair}: {found.at.text(panel.digits)} at {x} {found.place:.6g}, {found.last.text(panel.digits)} over "
-                    f"the last {last} steps ({found.seeds[1]} and {found.seeds[0]} seeds): {found.verdict}"
+                    f"the last {last} steps ({_counted(found)}): {found.verdict}"
                 )
     return lines
 
 
+def _counted(found: Difference) -> str:
+    return f"{found.seeds[0]} pairs of equal seeds" if found.paired else f"{found.seeds[1]} and {found.seeds[0]} seeds"
+
+
 # ------------------------------------------------------------------------------------------- table and notes
 
-HEADS = ("metric", "arm", "seeds", "steps", "final", "best (step)", "area under curve, per step", "difference")
+HEADS = ("metric", "arm", "seeds", "steps", "final", "best (step)", "area under curve, per step", "difference", "of")
 
 
 def comparison_table(
-    arms: Sequence[Arm], panels: Sequence[Panel], levels: Sequence[float], *, x: str = "step", last: int = 5
+    arms: Sequence[Arm],
+    panels: Sequence[Panel],
+    levels: Sequence[float],
+    *,
+    x: str = "step",
+    last: int = 5,
+    paired: bool = False,
 ) -> tuple[list[str], list[list[str]]]:
-    """(heads, rows): each arm in each panel, against the first arm over the last steps."""
+    """(heads, rows): each arm in each panel, against the first arm over the last steps that both have on the axis `x`."""
     heads = [*HEADS, *(f"step of {level:g}" for level in levels)]
     rows: list[list[str]] = []
     for panel in panels:
@@ -200,7 +236,7 @@ def comparison_table(
             if not curve:
                 continue
             comparable = i and not not_comparable(arms[0], arm, panel.metric)
-            gap = difference(arms[0], arm, panel.metric, x=x, last=last) if comparable else None
+            gap = difference(arms[0], arm, panel.metric, x=x, last=last, paired=paired) if comparable else None
             smooth = arm.curve(panel.metric, last)
             reached = [steps_to_reach(smooth, level) for level in levels]
             best = best_value(curve)
@@ -214,6 +250,7 @@ def comparison_table(
                     "-" if best is None else f"{best[1]:.{digits}f} ({best[0]})",
                     _form(area({step: point.mean for step, point in curve.items()}), digits),
                     "-" if gap is None else gap.last.text(digits),
+                    "-" if gap is None else f"{gap.means[1]:.{digits}f} - {gap.means[0]:.{digits}f}",
                     *("-" if panel.unit != "mean reward" or step is None else str(step) for step in reached),
                 ]
             )

@@ -33,6 +33,8 @@ class RunComparison:
     """Rewards whose first step the table names."""
     messages: Sequence[str] = ()
     """What is wrong with logs that give nothing."""
+    paired: bool = False
+    """Whether runs of equal seeds are compared with each other."""
 
     @property
     def faults(self) -> list[str]:
@@ -40,11 +42,11 @@ class RunComparison:
 
     @property
     def conclusions(self) -> list[str]:
-        return conclusions(self.arms, self.panels, x=self.x, last=self.last)
+        return conclusions(self.arms, self.panels, x=self.x, last=self.last, paired=self.paired)
 
     @property
     def table(self) -> tuple[list[str], list[list[str]]]:
-        return comparison_table(self.arms, self.panels, self.levels, x=self.x, last=self.last)
+        return comparison_table(self.arms, self.panels, self.levels, x=self.x, last=self.last, paired=self.paired)
 
     @property
     def text(self) -> str:

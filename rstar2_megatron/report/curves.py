@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--levels", nargs="*", type=float, default=[0.25, 0.5, 0.75], help="rewards whose first step the table names"
     )
+    parser.add_argument("--paired", action="store_true", help="intervals over the differences of runs with equal seeds")
     parser.add_argument("--strict", action="store_true", help="end with an error where a log has a fault")
     parser.add_argument("--out", type=Path, help="directory of the comparison (default: the first run)")
     return parser
@@ -107,7 +108,7 @@ def _compare(arguments: argparse.Namespace) -> RunComparison:
     for arm in with_curves:
         if not arm.clock(arguments.x):
             raise ValueError(f"{arm.label} does not log what --x {arguments.x} needs; --x step always works")
-    return RunComparison(with_curves, panels, arguments.x, arguments.last, arguments.levels, empty)
+    return RunComparison(with_curves, panels, arguments.x, arguments.last, arguments.levels, empty, arguments.paired)
 
 
 def _default_out(log: Log) -> Path:

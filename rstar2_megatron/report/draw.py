@@ -1,4 +1,4 @@
-"""The four panels of one run: reward, length, tool errors, time."""
+"""The panels of one run: reward, length, tool errors, time, tool use and the signs of a collapse."""
 
 from __future__ import annotations
 
@@ -51,6 +51,30 @@ PANELS: tuple[RunPanel, ...] = (
             ("time/sync_weights", "weight sync"),
         ),
     ),
+    ("Tool use", "a trajectory", None, (("rollout/calls_per_trajectory", "calls"), ("rollout/num_turns", "turns"))),
+    (
+        "Signs of collapse",
+        "share",
+        (0.0, 1.0),
+        (
+            ("rollout/no_tool_ratio", "trajectories without a call"),
+            ("rollout/distinct_call_ratio", "distinct calls of a trajectory"),
+            ("rollout/void_turn_ratio", "void turns"),
+            ("rollout/clip_ratio", "trajectories at the length limit"),
+        ),
+    ),
+    (
+        "Entropy",
+        "nats a trained token",
+        None,
+        (("train/actor/entropy", "all"), ("train/actor/entropy_after_tool", "first tokens after a tool response")),
+    ),
+    (
+        "Tokens of a probability below 1e-4",
+        "share of generated tokens",
+        None,
+        (("rollout/improbable_token_ratio", "all rollouts"),),
+    ),
 )
 
 
@@ -80,7 +104,7 @@ def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
     stages = held_out(directory)
     if stages:
         heading += "   held-out pass@1: " + ", ".join(f"{label} {value:.2f}" for label, value in stages)
-    return _draw(directory, out, PANELS, (2, 2), heading, stage_borders(directory))
+    return _draw(directory, out, PANELS, (4, 2), heading, stage_borders(directory))
 
 
 def draw_sft(directory: str | Path) -> Path:

@@ -67,6 +67,7 @@ PASS_RATE = "rollout/pass_rate"
 LENGTH_ALL = "rollout/response_length_all"
 RESAMPLED = "rollout/total_num_sequence"  # logged by every code that resamples
 DRAWN = "rollout/num_trajectories"
+GENERATED = "rollout/generated_tokens"
 SECONDS = "time/step"
 
 
@@ -88,8 +89,18 @@ PANELS: dict[str, Panel] = {
     "length-all": Panel(LENGTH_ALL, "Response length (all rollouts)", "tokens, tool responses included", 0),
     "tool-errors": Panel("rollout/tool_error_ratio", "Tool errors", "errors per call"),
     "tool-errors-positive": Panel("rollout/tool_error_ratio_positive", "Tool errors of positives", "errors per call"),
+    "calls": Panel("rollout/calls_per_trajectory", "Tool calls", "calls a trajectory", 2),
+    "no-call": Panel("rollout/no_tool_ratio", "Trajectories without a call", "share of rollouts"),
+    "distinct-calls": Panel("rollout/distinct_call_ratio", "Distinct calls of a trajectory", "share of calls"),
+    "void-turns": Panel("rollout/void_turn_ratio", "Void turns", "share of turns"),
+    "improbable-tokens": Panel(
+        "rollout/improbable_token_ratio", "Tokens of a probability below 1e-4", "share of generated tokens", 6
+    ),
     "turns": Panel("rollout/num_turns", "Turns", "assistant turns a trajectory", 2),
     "entropy": Panel("train/actor/entropy", "Entropy", "nats a trained token"),
+    "entropy-after-tool": Panel(
+        "train/actor/entropy_after_tool", "Entropy of the first tokens after a tool response", "nats a trained token"
+    ),
     "grad-norm": Panel("train/actor/grad_norm", "Gradient norm", "L2 norm before clipping"),
     "kl": Panel("train/actor/approx_kl", "KL to the old policy", "nats a trained token", 6),
     "rollout-kl": Panel("train/actor/rollout_kl", "KL between engine and actor (k3)", "nats a trained token", 6),

@@ -27,9 +27,9 @@ class TokenStore:
         """Move the tokens of an ended trajectory here and leave their figures. Raises ValueError for unequal arrays."""
         trajectory.check()
         number = next(self._numbers)
-        held = HeldTokens(
-            self._worker, number, trajectory.prompt_tokens, trajectory.response_tokens, trajectory.spans, trajectory.logprob_sum
-        )
+        t = trajectory
+        figures = t.prompt_tokens, t.response_tokens, t.spans, t.logprob_sum, t.logprob_min, t.num_improbable
+        held = HeldTokens(self._worker, number, *figures)
         kept = Trajectory(trajectory.query_id, trajectory.rollout_index, finish_reason=trajectory.finish_reason)
         for name, empty in zip(_ARRAYS, [getattr(kept, name) for name in _ARRAYS], strict=True):
             setattr(kept, name, getattr(trajectory, name).copy())  # without the room of a TokenBuffer

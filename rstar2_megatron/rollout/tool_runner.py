@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
 
 _CLOSE_TIMEOUT_S = 5.0
+NOISE = format_refusal("the tool is not available; call it again.")
+"""What the model reads of a call that `agentloop.tool_noise` lets fail."""
 
 
 class ToolRunner:
@@ -52,7 +55,8 @@ class ToolRunner:
                 again = await self._run_one(problem, trajectory, earlier, seconds_left())
                 if again.outcome is ToolOutcome.INFRASTRUCTURE:
                     return [again], []
-            done = await asyncio.gather(*(self._run_one(problem, trajectory, c, seconds_left()) for c in calls[:limit]))
+            run = (self._run_one(problem, trajectory, c, seconds_left(), self.settings.tool_noise) for c in calls[:limit])
+            done = await asyncio.gather(*run)
         finally:
             stats.tool_seconds += time.monotonic() - begun
         for call in done:
@@ -79,7 +83,7 @@ class ToolRunner:
         return [
             ParsedCall(CallStatus.VALID, done.name, done.arguments)
             for done in trajectory.tool_calls
-            if done.name in lost and done.outcome is not ToolOutcome.MALFORMED
+            if done.name in lost and done.outcome is not ToolOutcome.MALFORMED and done.response_text != NOISE
         ]
 
     def expect(self, trajectory: Trajectory) -> None:
@@ -99,9 +103,16 @@ class ToolRunner:
                             await tool.close(trajectory.session, self.judge)
             trajectory.session = ""
 
-    async def _run_one(self, problem: Problem, trajectory: Trajectory, call: ParsedCall, limit_s: float) -> ToolCall:
+    async def _run_one(
+        self, problem: Problem, trajectory: Trajectory, call: ParsedCall, limit_s: float, noise: float = 0.0
+    ) -> ToolCall:
+        """noise: the chance that the call fails; the same calls do when a turn is repeated."""
         if not call.valid:
             return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, format_refusal(call.message))
+        t = trajectory
+        place = f"{t.query_id} {t.rollout_index} {t.oldest_version} {len(t.tool_calls)} {call.arguments}"
+        if noise and random.Random(place).random() < noise:
+            return ToolCall(call.name, call.arguments, ToolOutcome.ERROR, NOISE)
         tool = self.tools[call.name]
         if tool.has_session:
             trajectory.session = trajectory.session or uuid.uuid4().hex  # the name alone gives access

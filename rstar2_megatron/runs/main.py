@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from rstar2_megatron.runs.ablation import run_ablation
 from rstar2_megatron.runs.check.command import check
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.inputs.new_config import write_new_config
@@ -19,12 +20,15 @@ HELP = f"""\
 bash run_rstar2.sh [NAME] [key=value ...] [--dry-run | --check | --print-config | --help]
 bash run_rstar2.sh --new NAME --model DIR --data FILE[,FILE]
 bash run_rstar2.sh recipe=NAME [key=value ...] [STAGE/key=value ...] [--dry-run | --print-config]
+bash run_rstar2.sh --ablate FILE [--arms NAME,NAME] [--seeds N,N] [key=value ...] [--dry-run]
 
   NAME            a file of config/ without .yaml, or a path to a YAML, relative to the working directory
                   (default {DEFAULT_CONFIG}); --config-path DIR --config-name NAME means DIR/NAME, as in RLinf's scripts
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
                   after a kill, the same command continues in the right stage
+  --ablate FILE   the arms of FILE under its seeds, one after another, and their comparison (docs/ablations.md); what is
+                  finished is not run again, so after a stop the same command continues
   --new NAME      write NAME.yaml here: a short YAML that fits this machine, a Hugging Face directory and jsonl of
                   problems (docs/your_model.md)
   --dry-run       check the configuration, print the plan (algorithm, placement, batch arithmetic, token budgets), exit
@@ -70,6 +74,8 @@ class Arguments:
     print_config: bool = False
     new: dict[str, str] = field(default_factory=dict)
     """Of --new: its NAME, --model and --data."""
+    ablate: dict[str, str] = field(default_factory=dict)
+    """Of --ablate: its FILE, --arms and --seeds."""
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -90,6 +96,8 @@ def parse(argv: list[str]) -> Arguments:
                 arguments.config, name_given = value, True
         elif option in ("--new", "--model", "--data"):
             arguments.new[option] = value if equals else next(words, "")
+        elif option in ("--ablate", "--arms", "--seeds"):
+            arguments.ablate[option] = value if equals else next(words, "")
         elif word in ("--help", "-h"):
             arguments.help = True
         elif word == "--dry-run":
@@ -99,7 +107,8 @@ def parse(argv: list[str]) -> Arguments:
         elif word == "--print-config":
             arguments.print_config = True
         elif word.startswith("-"):
-            known = "--help, --dry-run, --check, --print-config, --new, --model, --data, --config-path, --config-name"
+            known = "--help, --dry-run, --check, --print-config, --new, --model, --data, --ablate, --arms, --seeds"
+            known += ", --config-path, --config-name"
             raise ConfigError(f"unknown option {word}; known: {known}")
         elif "=" in word or word.startswith("~"):
             arguments.overrides.append(word)
@@ -109,6 +118,10 @@ def parse(argv: list[str]) -> Arguments:
             arguments.config, name_given = word, True
     if arguments.new and (missing := [o for o in ("--new", "--model", "--data") if not arguments.new.get(o)]):
         raise ConfigError(f"{missing[0]} has no value; the whole form: --new NAME --model DIR --data FILE[,FILE]")
+    if arguments.ablate and (not all(arguments.ablate.values()) or "--ablate" not in arguments.ablate or name_given):
+        raise ConfigError(
+            "an ablation is --ablate FILE [--arms NAME,NAME] [--seeds N,N] [key=value ...]; FILE names its configuration"
+        )
     if directory and not name_given:
         raise ConfigError(f"--config-path {directory} needs --config-name NAME, a YAML of that directory")
     if directory:
@@ -128,6 +141,9 @@ def main(argv: list[str]) -> int:
             path = write_new_config(name, model, data.split(","))
             print(f"wrote {path}\nplan:  bash run_rstar2.sh {path} --dry-run\ntrain: bash run_rstar2.sh {path}")
             return 0
+        if arguments.ablate:
+            arms, seeds = ([x for x in arguments.ablate.get(option, "").split(",") if x] for option in ("--arms", "--seeds"))
+            return run_ablation(arguments.ablate["--ablate"], arguments.overrides, arms, seeds, dry_run=arguments.dry_run)
         recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
         if recipes:
             return _run_recipe(recipes, arguments)

@@ -26,6 +26,7 @@ from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.runs.inputs.output_directory import output_problems
 from rstar2_megatron.runs.inputs.training_files import training_file_problems
+from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
@@ -88,6 +89,8 @@ def check_before_start(
         memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
         problems = object_store_problems(settings, memory, shared, gpus=not slots.is_cpu)
         _raise_or_warn(list(problems), dry_run, warnings)
+    if settings.runner.task_type == "reasoning":
+        _raise(condition_problems(settings))
     _raise(loss_problems(settings.algorithm))
     _raise(algorithm_code_problems(settings.algorithm))
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here

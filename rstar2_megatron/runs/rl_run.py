@@ -35,7 +35,7 @@ from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start
-from rstar2_megatron.runs.stopping import first_that_holds
+from rstar2_megatron.runs.stopping import MetricWatch, first_that_holds
 from rstar2_megatron.services.loopback import listening_address
 from rstar2_megatron.services.metrics_server import MetricsServer
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
@@ -69,6 +69,7 @@ class RLRun(ClusterRun):
         )
         self.last_evaluation: tuple[int, Any] = (-1, None)
         self.watch = CollapseWatch(settings.runner.max_empty_steps)
+        self.metric_watch = MetricWatch(settings)
         self._unfinished: UnfinishedCheckpoint | None = None
         self._unfinished_updated = False
         self._updated = False  # the weights changed since the last checkpoint
@@ -276,7 +277,8 @@ class RLRun(ClusterRun):
             if validate and self.held_out:
                 self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                 row.update(self.last_evaluation[1].metrics())
-            print(step_line(row), flush=True)
+            warnings = self.metric_watch.lines(self.files.metrics.rows(), row)
+            print("\n".join([step_line(row), *(f"warning: {line}" for line in warnings)]), flush=True)
             self._export_step(row)
             self.files.append(step, row, result.groups, result.shown)
             log.log({k: v for k, v in row.items() if k != "step"}, step)

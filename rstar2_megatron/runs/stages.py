@@ -25,7 +25,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -34,6 +34,7 @@ from rstar2_megatron.records.checkpoint import complete_checkpoints
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, users_path
 from rstar2_megatron.settings.schema import Section, Settings
 
+S = TypeVar("S", bound=Section)
 RECIPE_DIR = CONFIG_DIR / "recipe"
 MODEL_KEY = "rollout.model.model_path"
 CONFIGURED = "configured"
@@ -138,16 +139,20 @@ def load_recipe(name: str) -> Recipe:
         near = difflib.get_close_matches(path.stem, recipe_names(), n=1, cutoff=0.3)
         hint = f"; nearest: {near[0]}" if near else ""
         raise ConfigError(f"no recipe {name!r}{hint}; there are {', '.join(recipe_names())}, or give a path")
+    recipe = read_section(path, Recipe)
+    recipe.name = recipe.name or path.stem
+    return recipe
+
+
+def read_section(path: Path, model: type[S]) -> S:
+    """A YAML file of this form. Raises ConfigError."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        recipe = Recipe.model_validate(data)
+        return model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in error.errors()]
         raise ConfigError(f"{path}: " + "; ".join(lines)) from None
-    recipe.name = recipe.name or path.stem
-    return recipe
 
 
 def split_overrides(recipe: Recipe, words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

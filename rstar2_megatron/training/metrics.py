@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rstar2_megatron.algorithm.filters import num_distinct, num_void_turns
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult
 from rstar2_megatron.records.step_shares import SHARES, step_shares
 from rstar2_megatron.trajectory import FinishReason, Group, ToolOutcome, Trajectory
@@ -101,6 +102,8 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
     generated = sum(t.num_trained_tokens for t in usable)
     if generated:
         metrics["rollout/logprob_mean"] = sum(logprobs) / generated
+        metrics["rollout/logprob_min"] = min(t.logprob_min for t in usable)
+        metrics["rollout/improbable_token_ratio"] = sum(t.num_improbable for t in usable) / generated
 
     metrics["rollout/num_trajectories"] = len(every)
     metrics["rollout/total_num_sequence"] = len(kept)
@@ -183,6 +186,11 @@ def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
         without = sum(not t.tool_calls for t in trajectories)
         metrics[f"rollout/no_tool_ratio{suffix}"] = _ratio(without, len(trajectories))
     every = [call for t in usable for call in t.tool_calls]
+    _put_mean(metrics, "rollout/calls_per_trajectory", [len(t.tool_calls) for t in usable])
+    runnable = [[c for c in t.tool_calls if c.outcome is not ToolOutcome.MALFORMED] for t in usable]
+    if any(runnable):
+        metrics["rollout/distinct_call_ratio"] = sum(map(num_distinct, runnable)) / sum(map(len, runnable))
+    metrics["rollout/void_turn_ratio"] = _ratio(sum(map(num_void_turns, usable)), sum(t.num_turns for t in usable))
     outcomes = Counter(call.outcome for call in every)
     metrics.update({f"rollout/tool_outcome/{o.value}": outcomes[o] for o in ToolOutcome})
     _put_mean(metrics, "rollout/tool_seconds", [call.seconds for call in every])

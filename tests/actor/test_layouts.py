@@ -101,6 +101,22 @@ def reference_history(directory: Path) -> list[tuple[float, float]]:
     return reference.train(reference.load(directory), BATCHES, actor, algorithm)
 
 
+@cache
+def entropy_after_tool(directory: Path) -> float:
+    """Of the first 8 tokens of every turn but the first, before the first step."""
+    model, values = reference.load(directory), []
+    for sequence in BATCHES[0]:
+        with torch.no_grad():
+            entropy = reference.log_probs_entropy(model, sequence, settings()[2].sampling_params.temperature)[1]
+        turn = place = 0
+        for i in range(1, sequence.length):
+            begins = sequence.loss_mask[i] and not sequence.loss_mask[i - 1]
+            turn, place = turn + int(begins), 0 if begins else place + 1
+            if sequence.loss_mask[i] and turn > 1 and place < 8:
+                values.append(float(entropy[i - 1]))
+    return sum(values) / len(values)
+
+
 @pytest.mark.parametrize(
     "name, ranks, model, optim, which",
     [pytest.param(*row, id=row[0], marks=[] if row[0] in DEFAULT else pytest.mark.ci) for row in LAYOUTS],
@@ -113,6 +129,7 @@ def test_layout_matches_transformers(
     for step, (loss, norm) in enumerate(expected):
         assert results[0][step]["actor/policy_loss"] == pytest.approx(loss, abs=1e-5)
         assert results[0][step]["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert results[0][0]["actor/entropy_after_tool"] == pytest.approx(entropy_after_tool(models[which]), abs=1e-5)
     for other in results[1:]:
         for mine, first in zip(other, results[0]):
             for key in ("actor/policy_loss", "actor/grad_norm", "actor/entropy", "actor/logprob_diff_max"):

@@ -27,6 +27,7 @@ from rstar2_megatron.report.step_bound import row_names, shares_of, timeline
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.training.metric_names import unknown_metric
 from tests.e2e.runs import ONE_SLOT, RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600
@@ -56,6 +57,8 @@ def test_metrics_of_every_step(first_run: Path) -> None:
         assert row["rollout/groups_kept"] + row["rollout/groups_rejected"] == 4
         assert row["time/step"] >= row["time/rollout"] > 0
         assert "rollout/tool_error_ratio_positive" in row
+        assert row["rollout/logprob_min"] < 0 <= row["rollout/void_turn_ratio"] <= 1
+        assert [name for name in row if name != "step" and unknown_metric(name)] == []
         judge = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("rollout/engine/judge/")}
         answered = sum(value for name, value in judge.items() if name.startswith("outcome_"))
         assert judge["calls"] == answered > 0 and judge["outage_seconds"] >= 0

@@ -56,6 +56,22 @@ def test_a_pretrained_model_learns() -> None:
     shutil.rmtree(PLACE / "smollm2")
 
 
+def test_an_ablation_runs_what_is_not_finished_and_compares_it() -> None:
+    """The second command continues the first one's run from its checkpoint, and runs the other arm."""
+    words = ("--ablate", "examples/ablations/tiny.yaml", "--seeds=0", "runner.val_check_interval=-1", "--arms")
+    to_its_end("ablation", *words, "grpo", "runner.max_steps=1")
+    root = to_its_end("ablation", *words, "grpo,roc-paper", "runner.max_steps=2") / "ablation-tiny"
+    assert "resuming from" in (root / "grpo-0.log").read_text()
+    for arm in ("grpo-0", "roc-paper-0"):
+        rows = read_jsonl(root / arm / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [1, 2]
+        noise, calls = (sum(row[f"rollout/{name}"] for row in rows) for name in ("tool_outcome/error", "tool_calls"))
+        assert noise > 0.08 * calls > 0
+        assert all(row["train/actor/entropy_after_tool"] > 0 for row in rows if not row["train/actor/skipped_update"])
+    assert "roc-paper - grpo: " in (root / "comparison.txt").read_text() and (root / "comparison.png").is_file()
+    shutil.rmtree(PLACE / "ablation")
+
+
 @pytest.mark.parametrize("name", ["rstar2-tiny", "rstar-math-tiny", "rstar-math-chained"])
 def test_a_recipe_runs_all_its_stages(name: str) -> None:
     root = to_its_end(name, f"recipe={name}") / name

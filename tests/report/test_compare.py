@@ -107,8 +107,10 @@ def test_smoothing_and_axes() -> None:
     log.series = {
         LENGTH: {0: 10.0, 1: 20.0},
         "rollout/total_num_sequence": {0: 4.0, 1: 2.0, 2: 0.0},
+        "rollout/generated_tokens": {0: 90.0, 1: 70.0},
         "time/step": {0: 1800.0, 1: 1800.0},
     }
+    assert clock(log, "generated") == {1: 90.0, 2: 160.0}
     assert clock(log, "step") == {1: 1.0, 2: 2.0, 3: 3.0}
     assert clock(log, "trajectories") == {1: 4.0, 2: 6.0, 3: 6.0}
     assert clock(log, "tokens") == {1: 40.0, 2: 80.0, 3: 80.0}
@@ -161,6 +163,27 @@ def test_what_may_be_concluded() -> None:
     two = difference(low, arm("two", [0.9] * 6, [0.9] * 6), REWARD)
     assert two is not None and "fewer than 3 seeds" in two.verdict
     assert difference(low, arm("none"), REWARD) is None
+
+
+def test_pairs_of_equal_seeds_tell_what_seeds_that_differ_hide() -> None:
+    """Seeds differ by 0.4, and the arm is 0.05 to 0.06 above the reference under each; a run of another seed has no pair."""
+    reference, other = (
+        arm("a", *([rate] * 6 for rate in (0.1, 0.3, 0.5, 0.7))),
+        arm("b", *([r] * 6 for r in (0.56, 0.15, 0.36))),
+    )
+    for logs, seeds in ((reference.logs, (0, 1, 2, 3)), (other.logs, (2, 0, 1))):
+        for log, seed in zip(logs, seeds, strict=True):
+            log.settings = {"actor": {"seed": seed}, "data": {"seed": seed}}
+    apart, paired = (difference(reference, other, REWARD, paired=paired) for paired in (False, True))
+    assert apart is not None and apart.verdict.startswith("no difference")
+    assert paired is not None and paired.seeds == (3, 3)
+    assert paired.last.value == pytest.approx((0.06 + 0.05 + 0.06) / 3)
+    assert paired.means == pytest.approx((0.3, (0.56 + 0.15 + 0.36) / 3))
+    assert paired.verdict == "higher, by more than the differences of equal seeds vary"
+    assert paired.last.low is not None and paired.last.low > 0.04
+    for log in other.logs:
+        log.settings = None
+    assert difference(reference, other, REWARD, paired=True) is None
 
 
 def test_the_difference_is_taken_where_all_runs_still_are() -> None:

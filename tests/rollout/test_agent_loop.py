@@ -15,9 +15,10 @@ from aiohttp.test_utils import TestServer
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome, make_result
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerationTimeout
+from rstar2_megatron.rollout.tool_runner import NOISE
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome
-from tests.rollout.written import ANSWER, CELL, PROBLEM, WrittenJudge, call, make_loop, run, written
+from tests.rollout.written import ANSWER, CELL, PROBLEM, WrittenJudge, assert_same_tokens, call, make_loop, run, written
 
 
 async def test_answer_after_a_tool_call_is_token_exact(tokenizer) -> None:
@@ -101,6 +102,23 @@ async def test_the_same_call_again_and_again_is_an_ending(tokenizer) -> None:
     assert loop.stats.endings == {"repeated_call": 1}
     trajectory, _ = await run(tokenizer, turns, max_assistant_turns=9)  # off unless asked for
     assert trajectory.finish_reason is FinishReason.ANSWERED
+
+
+async def test_noise_lets_calls_fail_and_the_same_ones_again(tokenizer) -> None:
+    turns = [call(str(i)) for i in range(30)]
+    judges = [WrittenJudge(), WrittenJudge(), WrittenJudge()]
+    words = {"max_assistant_turns": 40, "max_new_tokens": 7000}
+    noisy, again = [
+        (await run(tokenizer, [*turns, "<tool_call>{oops</tool_call>", ANSWER], judge, tool_noise=0.3, **words))[0]
+        for judge in judges[:2]
+    ]
+    failed = [c.arguments["code"] for c in noisy.tool_calls if c.response_text == NOISE]
+    assert 3 <= len(failed) <= 15 and judges[0].codes == [str(i) for i in range(30) if str(i) not in failed]
+    assert {c.outcome for c in noisy.tool_calls if c.response_text == NOISE} == {ToolOutcome.ERROR}
+    assert noisy.tool_calls[-1].outcome is ToolOutcome.MALFORMED
+    assert_same_tokens(noisy, again)
+    await run(tokenizer, [*turns, ANSWER], judges[2], **words)
+    assert judges[2].codes == [str(i) for i in range(30)], "off unless asked for"
 
 
 async def test_malformed_calls_in_a_row_are_an_ending(tokenizer) -> None:

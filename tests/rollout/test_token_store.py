@@ -57,7 +57,8 @@ def test_an_answer_with_unequal_arrays_is_refused() -> None:
 
 def test_a_kept_trajectory_has_its_figures_and_gets_its_tokens_back() -> None:
     t, whole = trajectory(index=2), trajectory(index=2)
-    figures = ("prompt_tokens", "response_tokens", "num_trained_tokens", "spans", "logprob_sum", "length")
+    lengths = ("prompt_tokens", "response_tokens", "num_trained_tokens", "length")
+    figures = (*lengths, "spans", "logprob_sum", "logprob_min", "num_improbable")
     store = TokenStore(3)
     store.keep(trajectory(index=1))
     store.keep(t)

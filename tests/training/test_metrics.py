@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rstar2_megatron.actor.losses import MAXIMA, SUMS, rl_metrics
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
+from rstar2_megatron.training.metric_names import unknown_metric
 from rstar2_megatron.training.metrics import header_line, rollout_metrics, staleness_metrics, step_line, step_metrics
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory, VersionSpan
 from tests.algorithm.trajectories import trajectory
@@ -96,6 +98,33 @@ def test_groups_endings_tools_and_format_are_counted() -> None:
         "rollout/grade/wrong": 4,
     }
     assert {name: m[name] for name in expected} == pytest.approx(expected)
+
+
+def test_signs_of_a_collapse_by_hand() -> None:
+    """Three usable trajectories: a repeated call, a turn whose only call is malformed, no call; one has a token of 1e-5."""
+    turns = [trajectory(1.0, [OK, OK, ERROR], tokens=4), trajectory(0.0, [ToolOutcome.MALFORMED], tokens=4)]
+    step = [*turns, trajectory(0.0, [], tokens=2), trajectory(0.0, [OK] * 9, finish=FinishReason.INFRASTRUCTURE)]
+    for number, code in enumerate(("1", "2", "1")):
+        turns[0].tool_calls[number].arguments = {"code": code}
+    step[2].rollout_logprobs[1] = -11.5
+    m = rollout_metrics([Group(Problem("q", [], ["1"]), step)], resample_on_correct([step[:3]], CONFIG, [""]))
+    assert m["rollout/calls_per_trajectory"] == pytest.approx(4 / 3)
+    assert m["rollout/distinct_call_ratio"] == pytest.approx(2 / 3)
+    assert m["rollout/void_turn_ratio"] == pytest.approx(1 / 7)
+    assert m["rollout/no_tool_ratio"] == pytest.approx(1 / 3)
+    assert m["rollout/logprob_min"] == -11.5 and m["rollout/improbable_token_ratio"] == pytest.approx(1 / 10)
+    without = rollout_metrics([], [])
+    assert "rollout/distinct_call_ratio" not in without and "rollout/logprob_min" not in without
+
+
+def test_conditions_may_be_on_every_metric_of_a_step_and_on_no_other() -> None:
+    """`metric_names` is written by hand; tests/e2e asks the same of a whole run."""
+    _, m, _ = measured()
+    actor = dict.fromkeys((*SUMS, *MAXIMA, "grad_norm", "lr"), 1.0)
+    m |= {f"train/{name}": value for name, value in rl_metrics([actor], with_reference=True).items()}
+    assert [name for name in m if unknown_metric(name)] == []
+    assert not unknown_metric("eval/math/average") and not unknown_metric("eval/pass@4")
+    assert "rollout/void_turn_ratio" in unknown_metric("rollout/void_turns") and unknown_metric("eval/avrage")
 
 
 def test_parts_are_named_and_rates_follow_from_them() -> None:

@@ -15,10 +15,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rstar2_megatron.actor.network.attention import PackedBatch, rotary_tables
-from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.algorithm.batch import TrainSequence, first_of_later_turns
 
 _LENGTHS = 1024  # the longest length that TransformerEngine is told is a multiple
 
+AFTER_TOOL = 8
+"""Tokens behind a tool response whose entropy is a metric."""
 Wanted = Literal["trained", "all", "last"]
 """Log-probs of the tokens of `loss_mask`, or of every token with a predecessor; the scores of the last tokens."""
 
@@ -36,6 +38,7 @@ class MicroBatch:
     place: Tensor  # [n] index of the token in its sequence
     advantages: Tensor  # [n]
     rollout_logprobs: Tensor  # [n]
+    after_tool: Tensor  # [n] bool, of the first AFTER_TOOL tokens behind a tool response; "trained" only
     members: tuple[int, ...]
     """The sequences of the micro-batch, also those whose wanted tokens other CP ranks have."""
 
@@ -130,6 +133,7 @@ def build_microbatch(
     counts = [len(x) for x in owner]
     advantages = torch.tensor([m.advantage for m in members], dtype=torch.float32)
     rollout = [torch.tensor(m.rollout_logprobs, dtype=torch.float32)[p] for m, p in zip(members, place)]
+    behind = [torch.from_numpy(first_of_later_turns(m.loss_mask, AFTER_TOOL))[p] for m, p in zip(members, place)]
     device = context.device
     return MicroBatch(
         input_ids=torch.cat(ids)[None].to(device),
@@ -141,6 +145,7 @@ def build_microbatch(
         place=places_,
         advantages=advantages.repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device),
         rollout_logprobs=(torch.cat(rollout) if rollout else torch.zeros(0)).to(device),
+        after_tool=joined(behind).bool().to(device),
         members=tuple(indices),
     )
 

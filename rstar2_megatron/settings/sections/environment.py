@@ -155,6 +155,8 @@ class AgentLoopSettings(Section):
     """How the model writes calls; auto: as its chat template says. Others than hermes need a chat_template, whose tool role
     then also writes the responses, or a system_prompt that describes the format.
     """
+    tool_noise: float = Field(0.0, ge=0, lt=1)
+    """Share of the calls that are not run and fail, as those of an unreliable tool: for experiments (docs/ablations.md)."""
     max_tool_response_length: int = Field(256, ge=16)
     """Characters of a program's result shown to the model; why a call was refused is shown whole."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"

@@ -63,11 +63,15 @@ class StopCondition(Section):
     """Number of consecutive values that must satisfy the condition."""
     average_over: int = Field(1, ge=1)
     """Steps with the metric that are averaged to one value."""
+    times_first: int | None = Field(None, ge=1)
+    """The bounds are factors of the mean over the first so many steps with the metric, if that is not 0."""
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> StopCondition:
         if self.at_least is None and self.at_most is None:
             raise ValueError("a condition needs at_least or at_most")
+        if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
+            raise ValueError(f"at_least={self.at_least:g} is above at_most={self.at_most:g}, so that it never holds")
         return self
 
 
@@ -124,6 +128,10 @@ class RunnerSettings(Section):
     """A global_step_N directory of another run whose model and optimizer this run starts from, at step 0."""
     stop_when: list[StopCondition] = []
     """The run ends, with checkpoint and export, as soon as one of these conditions holds."""
+    warn_when: list[StopCondition] | None = None
+    """The run says when one of these conditions begins to hold; null: signs of a collapse (docs/metrics.md)."""
+    corridor: str | None = None
+    """A file of `python -m rstar2_megatron.report.corridor`: the run says when a metric leaves the band of earlier seeds."""
     seq_length: int = Field(ge=8)
     """Longest prompt + response in tokens."""
     enable_dynamic_batch_size: bool = True

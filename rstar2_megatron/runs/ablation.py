@@ -1,0 +1,209 @@
+"""Arms times seeds of one configuration from one file: runs what is not finished, and draws what is there.
+
+    config: rstar2-tiny-cpu                 of every run, a name of config/ or a path
+    overrides: {dotted.key: value, ...}     of every run; runner.experiment_name names the ablation
+    seeds: [0, 1, 2]
+    arms: {NAME: {dotted.key: value, ...}, ...}     the first is what the others are compared with
+
+Every run starts from one model: the cold start has one seed, and its cache serves all. A seed of the file decides the order of
+the problems and the sampling. Runs come one after another, seed by seed, so that an ablation that is stopped has whole seeds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+
+from rstar2_megatron.report.arms import work_of
+from rstar2_megatron.report.curves import main as draw
+from rstar2_megatron.report.names import panel
+from rstar2_megatron.report.read import read_logs
+from rstar2_megatron.runs.preflight import check_before_start
+from rstar2_megatron.runs.stages import override_word, read_section
+from rstar2_megatron.services.process import terminate_tree
+from rstar2_megatron.settings.load import ConfigError, load, to_plain, users_path
+from rstar2_megatron.settings.schema import Section, Settings
+from rstar2_megatron.tiny.resolve import resolve_tiny
+
+_RUN_TIMEOUT_S = 24 * 3600.0
+_CLOSE_S = 90.0  # a run ends what it started
+_SHOWN_LINES = 15
+
+
+class Ablation(Section):
+    """The file."""
+
+    config: str
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    seeds: list[int] = Field(min_length=1)
+    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], dict[str, Any]] = Field(min_length=1)
+    metrics: list[str] = Field(min_length=1)
+    """Words or names of metrics, as for --metrics of report.curves."""
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """One arm under one seed."""
+
+    name: str
+    words: list[str]
+    settings: Settings
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.settings.runner.output_dir) / self.name
+
+    @property
+    def state(self) -> str:
+        """What a run of it would do."""
+        path = self.directory / "finished.json"
+        done = json.loads(path.read_text()) if path.is_file() else None
+        if done and (done["step"] >= self.settings.runner.max_steps or done["condition"]):
+            return "finished"
+        return "continues, if it has a checkpoint" if self.directory.is_dir() else "to run"
+
+    def check_earlier(self) -> None:
+        """Raises ConfigError when the directory holds a run of another configuration; `runner.` keys may differ."""
+        path = self.directory / "config.yaml"
+        if not path.is_file():
+            return
+        then, now = work_of(yaml.safe_load(path.read_text(encoding="utf-8"))), work_of(to_plain(self.settings))
+        for key in sorted(then.keys() | now.keys()):
+            if then.get(key) == now.get(key) or key.startswith("runner."):
+                continue
+            raise ConfigError(
+                f"{self.directory} holds a run with {key}={then.get(key)!r}, now {now.get(key)!r}; give the ablation another "
+                "runner.experiment_name, or remove that directory"
+            )
+
+
+Runs = dict[tuple[str, int], ArmRun]
+"""By arm and seed."""
+
+
+def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Sequence[str], *, dry_run: bool) -> int:
+    """Run the chosen arms and seeds of the file, all where none are chosen, and draw them.
+
+    Returns 0, or 1 when a run failed; the others are run all the same. Raises ConfigError before anything is started.
+    """
+    path = users_path(file)
+    if not path.is_file():
+        raise ConfigError(f"no file {path}; examples/ablations/tiny.yaml is one")
+    ablation = read_section(path, Ablation)
+    for arm in arms:
+        if arm not in ablation.arms:
+            near = difflib.get_close_matches(arm, ablation.arms, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"--arms {arm}: {path.name} has no such arm, the nearest is {near[0]}; it has {', '.join(ablation.arms)}"
+            )
+    if strange := [seed for seed in seeds if not seed.isdigit()]:
+        raise ConfigError(f"--seeds {strange[0]}: give whole numbers, e.g. --seeds 0,1,2")
+    chosen, numbers = list(arms) or list(ablation.arms), [int(seed) for seed in seeds] or ablation.seeds
+    runs = _runs(ablation, words, chosen, numbers)
+    _check(runs, dry_run)
+    for (arm, seed), run in runs.items():
+        print(f"{arm}, seed {seed}: {run.state} ({run.directory})", flush=True)
+    if dry_run:
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended as well
+    failed = 0
+    try:
+        for number, seed in enumerate(numbers, 1):
+            failed += sum(_run(ablation.config, runs[arm, seed]) for arm in chosen)
+            failed += _draw(ablation, {arm: [runs[arm, s].directory for s in numbers[:number]] for arm in chosen})
+    except KeyboardInterrupt:
+        return 130
+    return int(failed > 0)
+
+
+def _runs(ablation: Ablation, words: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> Runs:
+    """Seed by seed. Raises ConfigError with the arm's name."""
+    common = [override_word(key, value) for key, value in ablation.overrides.items()]
+    base = load(ablation.config, [*common, *words]).settings
+    root = Path(base.runner.output_dir) / base.runner.experiment_name
+    runs: Runs = {}
+    for seed in seeds:
+        last = [f"cold_start.seed={base.cold_start.seed}", f"actor.seed={seed}", f"data.seed={seed}"]
+        last.append(override_word("runner.output_dir", str(root)))
+        for arm in arms:
+            own = [override_word(key, value) for key, value in ablation.arms[arm].items()]
+            used = [*common, *own, *words, *last, f"runner.experiment_name={arm}-{seed}"]
+            try:
+                runs[arm, seed] = ArmRun(f"{arm}-{seed}", used, resolve_tiny(load(ablation.config, used).settings))
+            except ConfigError as error:
+                raise ConfigError(f"arm {arm}: {error}") from None
+    return runs
+
+
+def _check(runs: Runs, dry_run: bool) -> None:
+    """All that can be known before the first run. Raises ConfigError."""
+    seen: dict[str, str] = {}
+    for (arm, _), run in runs.items():
+        work = json.dumps(work_of(to_plain(run.settings)), sort_keys=True)
+        if work not in seen:
+            try:
+                check_before_start(run.settings, dry_run=dry_run)
+            except ValueError as error:
+                raise ConfigError(f"arm {arm}: {error}") from None
+        if (same := seen.setdefault(work, arm)) != arm:
+            raise ConfigError(
+                f"arms {same} and {arm} are one configuration; a key of theirs is overridden, or has this value anyway"
+            )
+        run.check_earlier()
+
+
+def _run(config: str, run: ArmRun) -> bool:
+    """Whether the run failed."""
+    if run.state == "finished":
+        return False
+    try:
+        command = [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", config, *run.words]
+        logged(command, run.directory.with_name(f"{run.name}.log"), dict(os.environ), Path.cwd())
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return True
+    return False
+
+
+def logged(command: Sequence[str], log: Path, environment: dict[str, str], cwd: Path) -> None:
+    """Run a command with its output in `log`; it ends with its caller.
+
+    Raises RuntimeError with the end of the log when it fails.
+    """
+    print(f"{log.stem}: output in {log}", flush=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True
+        )
+        try:
+            code = process.wait(_RUN_TIMEOUT_S)
+        finally:
+            terminate_tree(process.pid, grace_s=_CLOSE_S)
+    if code:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+        raise RuntimeError(f"{log.stem} ended with exit code {code}; the end of {log}:\n{end}")
+
+
+def _draw(ablation: Ablation, arms: dict[str, list[Path]]) -> int:
+    """Draw the runs that have steps; returns 1 when there are none or they cannot be drawn."""
+    there = {arm: [str(run) for run in runs if (run / "metrics.jsonl").is_file()] for arm, runs in arms.items()}
+    held = {name for runs in there.values() for run in runs for log in read_logs(run) for name in log.series}
+    shown = [word for word in ablation.metrics if panel(word).metric in held]
+    if not shown:
+        print(f"error: no run has a step with one of {', '.join(ablation.metrics)}", file=sys.stderr, flush=True)
+        return 1
+    given = [word for arm, runs in there.items() if runs for word in ("--arm", f"{arm}={','.join(runs)}")]
+    out = next(run.parent for runs in arms.values() for run in runs)
+    return draw([*given, "--metrics", *shown, "--x", "generated", "--paired", "--out", str(out)])

@@ -1,0 +1,137 @@
+"""Arms times seeds of one file: the shipped file, what is refused, what is run again, the comparison."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rstar2_megatron.report.arms import work_of
+from rstar2_megatron.runs.ablation import Ablation, run_ablation
+from rstar2_megatron.runs.main import main, parse
+from rstar2_megatron.runs.stages import override_word, read_section
+from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, print_config, to_plain
+from tests.runs.inputs.models import write_directory
+
+TINY = CONFIG_DIR.parent / "examples" / "ablations" / "tiny.yaml"
+ARMS = {"plain": {"algorithm.down_sampling.do_down_sampling": False}, "roc": {}, "cispo": {"algorithm.policy_loss": "cispo"}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """An ablation of a model and problems that are here."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}+1?"}], "solutions": [str(i + 1)], "query_id": f"q{i}"} for i in range(20)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {
+        "config": "rstar2-tiny-cpu",
+        "seeds": [0, 1, 2],
+        "metrics": ["pass-rate", "held-out"],
+        "overrides": {
+            "runner": {"experiment_name": "three", "output_dir": str(tmp_path), "max_steps": 4},
+            "cold_start.enabled": False,
+            "rollout.model.model_path": str(write_directory(tmp_path / "model")),
+            "data": {"train_data_paths": [str(tmp_path / "train.jsonl")], "val_data_paths": []},
+        },
+        "arms": ARMS,
+    }
+    (tmp_path / "ablation.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return tmp_path / "ablation.yaml"
+
+
+def ended(directory: Path, rate: float, words: list[str], steps: int = 4) -> None:
+    """A run of `words` as it ends: `rate` is its pass rate."""
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(print_config(load("rstar2-tiny-cpu", words).settings))
+    (directory / "finished.json").write_text(json.dumps({"step": steps, "condition": "", "seconds": 1.0}))
+    rows = [{"step": step, "rollout/pass_rate": rate, "rollout/generated_tokens": 100.0} for step in range(1, steps + 1)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def words_of(file: Path, arm: str, seed: int) -> list[str]:
+    ablation = read_section(file, Ablation)
+    keys = {**ablation.overrides, **ablation.arms[arm], "actor.seed": seed, "data.seed": seed, "cold_start.seed": 0}
+    return [override_word(key, value) for key, value in keys.items()]
+
+
+def test_the_shipped_arms_differ_in_the_algorithm_alone() -> None:
+    ablation = read_section(TINY, Ablation)
+    work = {arm: work_of(to_plain(load(ablation.config, words_of(TINY, arm, 0)).settings)) for arm in ablation.arms}
+    for arm in list(work)[1:]:
+        changed = {key for key in work["grpo"] if work[arm].get(key) != work["grpo"][key]} | work[arm].keys() - work[
+            "grpo"
+        ].keys()
+        assert changed and all(key.startswith("algorithm.") for key in changed), (arm, changed)
+    assert {row["algorithm.group_size"] for row in work.values()} == {16}
+    assert {row["agentloop.tool_noise"] for row in work.values()} == {0.15}
+
+
+def test_what_is_there_is_drawn_and_only_the_rest_is_run(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the third seed one run is missing; another process holds its name, so that it fails. Two pairs are there."""
+    root = tmp_path / "three"
+    for seed, (plain, roc) in enumerate([(0.2, 0.3), (0.5, 0.65), (0.8, 0.85)]):
+        ended(root / f"plain-{seed}", plain, words_of(file, "plain", seed))
+        if seed < 2:
+            ended(root / f"roc-{seed}", roc, words_of(file, "roc", seed))
+    with (root / ".roc-2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run_ablation(str(file), [], ["plain", "roc"], [], dry_run=False) == 1
+    errors = capsys.readouterr().err
+    assert "error: roc-2 ended with exit code 2" in errors and "is in use by a run" in errors
+    assert sorted(path.name for path in root.glob("*.log")) == ["roc-2.log"]
+    gap = "+0.125 [+0.090, +0.160]"
+    said = f"Pass rate (all rollouts), roc - plain: {gap} at generated 400, {gap} over the last 5 steps"
+    text = (root / "comparison.txt").read_text()
+    assert f"{said} (2 pairs of equal seeds): nothing may be concluded" in text
+    assert (root / "comparison.png").stat().st_size > 10_000
+    assert run_ablation(str(file), [], ["plain"], ["0", "1"], dry_run=False) == 0, "all of it is finished"
+
+
+def test_a_plan_says_what_each_run_would_do(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended(tmp_path / "three" / "plain-0", 0.5, words_of(file, "plain", 0))
+    ended(tmp_path / "three" / "plain-1", 0.5, words_of(file, "plain", 1), steps=2)
+    command = ["--ablate", str(file), "--arms", "plain,cispo", "--seeds=0,1", "--dry-run"]
+    assert main(command) == 0
+    lines = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()]
+    continues = "continues, if it has a checkpoint"
+    assert lines == ["plain, seed 0: finished", "cispo, seed 0: to run", f"plain, seed 1: {continues}", "cispo, seed 1: to run"]
+    assert main([*command, "runner.max_steps=6"]) == 0
+    assert f"plain, seed 0: {continues}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arms", "rock"], "--arms rock: ablation.yaml has no such arm, the nearest is roc; it has plain, roc, cispo"),
+        (["--seeds", "0,x"], "--seeds x: give whole numbers"),
+        (["algorithm.policy_loss=clipped"], "arms roc and cispo are one configuration"),
+        (["algorithm.groupsize=3"], "unknown key algorithm.groupsize; the nearest valid key is algorithm.group_size"),
+        (["--arms=roc", "algorithm.group_size=4"], "arm roc: down_sample_to_n=8 exceeds algorithm.group_size=4"),
+        (["--arms", ""], "an ablation is --ablate FILE"),
+        (["rstar2-tiny-cpu"], "an ablation is --ablate FILE"),
+        (["actor.optim.lr=0.5"], "plain-0 holds a run with actor.optim.lr=0.0003, now 0.5; give the ablation another"),
+    ],
+)
+def test_bad_words_are_refused_before_anything_runs(
+    file: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(tmp_path / "three" / "plain-0", 0.5, words_of(file, "plain", 0))
+    assert main(["--ablate", str(file), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "three").glob("*.log"))
+
+
+def test_a_file_of_another_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("config: rstar2-tiny-cpu\nseeds: []\nmetrics: [reward]\narms: {'a b': {}}\n")
+    with pytest.raises(ConfigError, match=r"x\.yaml: seeds: List should have at least 1 item.*arms\.a b"):
+        run_ablation(str(tmp_path / "x.yaml"), [], [], [], dry_run=True)
+    with pytest.raises(ConfigError, match=r"no file .*absent\.yaml"):
+        run_ablation(str(tmp_path / "absent.yaml"), [], [], [], dry_run=True)
+    with pytest.raises(ConfigError, match="an ablation is --ablate FILE"):
+        parse(["--arms", "a"])
