@@ -16,7 +16,7 @@ _TRUNCATED = (FinishReason.LENGTH_LIMIT, FinishReason.TOOL_RESPONSE_TOO_LONG)
 
 def void_turns(problem: Problem, trajectory: Trajectory) -> bool:
     """SimpleTIR (arXiv 2509.02479, section 3.2): False when a turn has neither a call that could be run nor a final answer."""
-    return not any(_is_void(text, calls) for text, calls in _turns(trajectory))
+    return not any(_is_void(text, calls) for text, calls in turns(trajectory))
 
 
 def failed_calls(problem: Problem, trajectory: Trajectory) -> bool:
@@ -44,7 +44,7 @@ def truncated(problem: Problem, trajectory: Trajectory) -> bool:
     return trajectory.finish_reason not in _TRUNCATED
 
 
-def _turns(trajectory: Trajectory) -> Iterator[tuple[str, list[ToolCall]]]:
+def turns(trajectory: Trajectory) -> Iterator[tuple[str, list[ToolCall]]]:
     """(text, calls that were run) of each turn."""
     # Files of earlier versions do not say how many calls a turn made.
     counts = trajectory.calls_per_turn or [1] * len(trajectory.tool_calls)

@@ -127,8 +127,7 @@ def build_microbatch(
 
     all_positions = torch.cat(positions)
     owners, places_ = joined(owner), joined(place)
-    counts = [len(x) for x in owner]
-    advantages = torch.tensor([m.advantage for m in members], dtype=torch.float32)
+    advantages = [torch.tensor(m.advantage, dtype=torch.float32).expand(m.length)[p] for m, p in zip(members, place)]
     rollout = [torch.tensor(m.rollout_logprobs, dtype=torch.float32)[p] for m, p in zip(members, place)]
     device = context.device
     return MicroBatch(
@@ -139,7 +138,7 @@ def build_microbatch(
         targets=joined(targets).to(device),
         sequence=owners,
         place=places_,
-        advantages=advantages.repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device),
+        advantages=(torch.cat(advantages) if advantages else torch.zeros(0)).to(device),
         rollout_logprobs=(torch.cat(rollout) if rollout else torch.zeros(0)).to(device),
         members=tuple(indices),
     )
