@@ -74,9 +74,9 @@ class TurnReturnsSettings(Section):
     """GTPO's advantages of turns in place of trajectories (`algorithm.credit`)."""
 
     discount: float | None = Field(None, gt=0, le=1)
-    """Of the rewards of later turns, for each turn between; the paper has 0.9. null: one advantage a trajectory."""
+    """Of the rewards of later turns, for each turn between, e.g. 0.9. null: one advantage a trajectory."""
     malformed_penalty: float = Field(0.0, ge=0)
-    """Taken from the reward of a turn with a call that could not be run, in units of reward; the paper has 0.1."""
+    """Taken from the reward of a turn with a call that could not be run, in units of reward, e.g. 0.1."""
 
 
 class RefillSettings(Section):
