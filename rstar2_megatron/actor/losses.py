@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rstar2_megatron.algorithm.batch import TrainSequence, first_of_later_turns
 from rstar2_megatron.algorithm.correction import tis_weights
 from rstar2_megatron.algorithm.kl import kl_estimate
 from rstar2_megatron.algorithm.loss import Aggregation, PolicyLoss, Tokens, policy_loss
@@ -32,7 +33,7 @@ MAXIMA = ("tis_ratio_max", "logprob_diff_max")
 
 
 class FlatLogProbs:
-    """Log-probs of many sequences in one flat tensor, one entry per token."""
+    """Log-probs of many sequences, or other numbers of their tokens, in one flat tensor, one entry per token."""
 
     def __init__(self, lengths: list[int], device: str) -> None:
         self.lengths = lengths
@@ -49,6 +50,18 @@ class FlatLogProbs:
     def to_arrays(self) -> list[np.ndarray]:
         """float32, one array a sequence."""
         return np.split(self.values.numpy(force=True), self.starts.tolist()[1:])
+
+
+def explored_tokens(sequences: Sequence[TrainSequence], count: int | None, device: str) -> FlatLogProbs | None:
+    """1 for the tokens that `algorithm.entropy_bonus_tokens` = `count` names, else 0. None without `count`.
+
+    It needs the masks of what was generated, before `algorithm.mismatch` leaves tokens out.
+    """
+    if count is None:
+        return None
+    mask = FlatLogProbs([s.length for s in sequences], device)
+    mask.values += torch.from_numpy(np.concatenate([first_of_later_turns(s.loss_mask, count) for s in sequences])).to(device)
+    return mask
 
 
 def sft_loss(divisor: float) -> LossFunction:
@@ -71,6 +84,7 @@ def rl_loss(
     reference: FlatLogProbs | None,
     first: int,
     across_ranks: Callable[[Tensor], Tensor],
+    entropy_mask: FlatLogProbs | None = None,
 ) -> LossFunction:
     """The policy loss of a mini-batch whose first sequence is number `first` of the step's batch.
 
@@ -78,6 +92,7 @@ def rl_loss(
     `old`: recomputed log-probs of the step's sequences. Without `old`, `recompute_logprobs` uses the current log-probs,
     which is exact for a single mini-batch: the weights have not been updated since.
     `reference`: log-probs of the frozen reference for the KL term, which has the token weights of the policy loss.
+    `entropy_mask`: as of `algorithm.loss.policy_loss`, of the step's sequences.
     """
     per_sequence = weights.sequence_weights.to(device, torch.float32)
 
@@ -108,6 +123,7 @@ def rl_loss(
             denominator=weights.denominator,
             token_weights=token_weights,
             tis_weights=correction if algorithm.importance_sampling_fix or algorithm.decoupled_loss else None,
+            entropy_mask=None if entropy_mask is None else entropy_mask.of(batch.sequence + first, batch.place),
         )
         if reference is not None:
             there = reference.of(batch.sequence + first, batch.place)

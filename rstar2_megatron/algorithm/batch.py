@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,7 +25,8 @@ class TrainSequence(PerToken):
     input_ids: np.ndarray
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray
-    advantage: float
+    advantage: float | np.ndarray
+    """Of the trajectory, or of each token (`over_turns`)."""
 
     @property
     def length(self) -> int:
@@ -45,7 +45,7 @@ class TrainSequence(PerToken):
             raise ValueError("empty training sequence")
         if self.loss_mask[0]:
             raise ValueError("token 0 has no log-prob and cannot be trained, but loss_mask[0] is 1")
-        if not math.isfinite(self.advantage):
+        if not np.isfinite(self.advantage).all():
             raise ValueError(f"advantage {self.advantage} is not finite")
         wrong = np.flatnonzero(~np.isfinite(self.rollout_logprobs))
         if len(wrong):
@@ -73,6 +73,14 @@ def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return sequence
+
+
+def over_turns(loss_mask: np.ndarray, advantages: Sequence[float]) -> np.ndarray:
+    """float32 [tokens]: each run of generated tokens has the advantage of its turn, all other tokens 0."""
+    result = np.zeros(len(loss_mask), np.float32)
+    for (start, end), advantage in zip(generated_spans(loss_mask), advantages):
+        result[start:end] = advantage
+    return result
 
 
 def first_of_later_turns(loss_mask: np.ndarray, count: int) -> np.ndarray:
@@ -105,10 +113,12 @@ class TokenBlock:
             np.cumsum([s.length for s in sequences]),
         )
 
-    def sequence(self, row: int, advantage: float) -> TrainSequence:
-        """Sequence `row`, as views of the block."""
+    def sequence(self, row: int, advantage: float | Sequence[float]) -> TrainSequence:
+        """Sequence `row`, as views of the block. advantage: of the trajectory, or of its turns."""
         tokens = slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
-        return TrainSequence(self.input_ids[tokens], self.loss_mask[tokens], self.rollout_logprobs[tokens], advantage)
+        mask = self.loss_mask[tokens]
+        given = advantage if isinstance(advantage, float) else over_turns(mask, advantage)
+        return TrainSequence(self.input_ids[tokens], mask, self.rollout_logprobs[tokens], given)
 
     @property
     def trained_tokens(self) -> int:
@@ -122,7 +132,7 @@ class TrainBatch:
     blocks: list[Any]  # references of TokenBlocks in the object store
     block: np.ndarray  # [sequences] index into `blocks`
     row: np.ndarray  # [sequences] row of that block
-    advantages: np.ndarray  # [sequences] float64
+    advantages: np.ndarray  # [sequences] or [sequences, turns] float64
     trained_tokens: int
 
     def __len__(self) -> int:

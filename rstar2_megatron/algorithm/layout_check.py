@@ -32,7 +32,7 @@ def load_policy_loss(algorithm: AlgorithmSettings) -> tuple[PolicyLoss, list[str
     loss = resolve(KEY, algorithm.policy_loss, POLICY_LOSSES, "tokens")
     if isinstance(algorithm.policy_loss, UserCode):
         loss = functools.partial(_checked, loss, f"{KEY}={algorithm.policy_loss.label}")
-    batch = _trial()
+    batch = _trial(algorithm)
     batch["logprobs"].requires_grad_()
     _, values = loss(_part(batch, algorithm, range(len(_LENGTHS)), torch.arange(sum(_LENGTHS))))
     return loss, sorted(values)
@@ -96,19 +96,23 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
                 )
 
 
-def _trial() -> dict[str, Tensor]:
-    """Tensors of a batch that has ratios on both sides of the clips."""
+def _trial(algorithm: AlgorithmSettings) -> dict[str, Tensor]:
+    """Tensors of a batch that has ratios on both sides of the clips, with advantages of turns where these are on."""
     generator, lengths = torch.Generator().manual_seed(0), torch.tensor(_LENGTHS)
     old = -3 * torch.rand(sum(_LENGTHS), generator=generator, dtype=torch.float64) - 0.1
     signs = torch.tensor([1.0, -1.0, -0.5, 0.7], dtype=torch.float64)
+    position = torch.cat([torch.arange(4, 4 + length) for length in _LENGTHS])  # behind a prompt of 4
+    advantages = signs.repeat_interleave(lengths)
+    if algorithm.turn_returns.discount is not None:
+        advantages = advantages * 0.8 ** (position // 3)
     return {
         "logprobs": old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64),
         "old_logprobs": old,
         "rollout_logprobs": old + 0.01,
-        "advantages": signs.repeat_interleave(lengths),
+        "advantages": advantages,
         "entropy": -old,
         "sequence": torch.arange(len(_LENGTHS)).repeat_interleave(lengths),
-        "position": torch.cat([torch.arange(4, 4 + length) for length in _LENGTHS]),  # behind a prompt of 4
+        "position": position,
     }
 
 
@@ -130,7 +134,7 @@ def _run(
     loss: PolicyLoss, algorithm: AlgorithmSettings, microbatches: Sequence[Sequence[int]], ranks: int
 ) -> tuple[Tensor, Tensor]:
     """(losses, gradients of their weighted sum) of all tokens, in the order of the trial batch."""
-    batch = _trial()
+    batch = _trial(algorithm)
     logprobs = batch["logprobs"].requires_grad_()
     losses = torch.zeros_like(batch["old_logprobs"])
     for members in microbatches:

@@ -103,7 +103,7 @@ class Tokens:
     logprobs: Tensor  # [n] of the policy that is trained, with gradient
     old_logprobs: Tensor  # [n] of the policy that generated the tokens, or recomputed by the actor, without gradient
     rollout_logprobs: Tensor  # [n] of the engine
-    advantages: Tensor  # [n] the advantage of the token's trajectory
+    advantages: Tensor  # [n] the advantage of the token's trajectory, or of its turn (algorithm.turn_returns)
     entropy: Tensor  # [n] of the policy; with gradient if algorithm.entropy_bonus is set
     sequence: Tensor  # [n] int64, the token's sequence: 0 to s - 1
     position: Tensor  # [n] int64, the token's place in prompt and response
@@ -194,11 +194,13 @@ def policy_loss(
     denominator: float,
     token_weights: Tensor | None = None,
     tis_weights: Tensor | None = None,
+    entropy_mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`loss` of one micro-batch, normalised so that the sum over micro-batches and ranks is the loss.
 
     denominator, token_weights: from `aggregate`; `token_weights` [n] repeats the sequence weight on its tokens.
     tis_weights: [n] truncated importance weights between engine and actor, from `correction.tis_weights`.
+    entropy_mask: [n] 1 where `algorithm.entropy_bonus` counts, else 0; None: everywhere. The denominator is the same.
 
     Returns the loss (0-dim; zero with a gradient of zeros when nothing is trained) and detached 0-dim sums over the
     tokens, to be summed over micro-batches and ranks and divided by `tokens`: `tokens`, `ratio`, `approx_kl` (old - new, the
@@ -212,7 +214,8 @@ def policy_loss(
     if tis_weights is not None:
         objective = objective * tis_weights.detach()
     if tokens.settings.entropy_bonus:
-        objective = objective - tokens.settings.entropy_bonus * tokens.entropy
+        entropy = tokens.entropy if entropy_mask is None else tokens.entropy * entropy_mask
+        objective = objective - tokens.settings.entropy_bonus * entropy
     if token_weights is not None:
         objective = objective * token_weights.detach()
     with torch.no_grad():

@@ -85,10 +85,11 @@ class TokenSource:
             self.fetch_complete(groups)
 
     def put_batch(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[float], done: Iterable[Trajectory]
+        self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | np.ndarray, done: Iterable[Trajectory]
     ) -> TrainBatch:
         """The batch of `trajectories`; their workers put its tokens. They then forget those of `done`.
 
+        advantages: as `credit.advantages_of`.
         Raises WorkerLost, after which nothing is forgotten, and WorkerFailed for a trajectory that cannot be trained on.
         """
         places: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, number): (block, row)

@@ -150,6 +150,16 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             f"data.max_prompt_length={data.max_prompt_length} + evaluation.max_new_tokens="
             f"{settings.evaluation.max_new_tokens} exceed runner.seq_length={runner.seq_length}"
         )
+    if algorithm.overlong.buffer_tokens > response:
+        yield (
+            f"algorithm.overlong.buffer_tokens={algorithm.overlong.buffer_tokens} is longer than the whole response, "
+            f"algorithm.sampling_params.max_new_tokens={response}; lower it"
+        )
+    if algorithm.entropy_bonus_tokens and settings.agentloop.max_assistant_turns == 1:
+        yield (
+            f"algorithm.entropy_bonus_tokens={algorithm.entropy_bonus_tokens} is for turns behind a tool response, and "
+            "agentloop.max_assistant_turns=1 has none; set it to null, or allow more turns"
+        )
     sampling = algorithm.down_sampling
     kept = algorithm.group_size
     if sampling.do_down_sampling:
@@ -216,6 +226,23 @@ def loss_problems(algorithm: AlgorithmSettings) -> Iterator[str]:
                     f"algorithm.policy_loss=gspo weighs whole sequences and algorithm.{key}=True weighs tokens; take "
                     "policy_loss=gspo-token, or set it to False"
                 )
+
+    returns = algorithm.turn_returns
+    if algorithm.policy_loss == "gspo" and returns.discount is not None:
+        yield (
+            f"algorithm.policy_loss=gspo has one advantage a sequence and algorithm.turn_returns.discount={returns.discount:g} "
+            "one a turn; take policy_loss=gspo-token, or set it to null"
+        )
+    if returns.malformed_penalty and returns.discount is None:
+        yield (
+            f"algorithm.turn_returns.malformed_penalty={returns.malformed_penalty:g} is for rewards of turns, which "
+            "algorithm.turn_returns.discount=null has none of; set discount, e.g. to 0.9, or malformed_penalty=0"
+        )
+    if algorithm.entropy_bonus_tokens and not algorithm.entropy_bonus:
+        yield (
+            f"algorithm.entropy_bonus_tokens={algorithm.entropy_bonus_tokens} restricts a bonus that "
+            "algorithm.entropy_bonus=0 turns off; set entropy_bonus, e.g. to 0.01, or entropy_bonus_tokens=null"
+        )
 
 
 def algorithm_code_problems(algorithm: AlgorithmSettings) -> Iterator[str]:

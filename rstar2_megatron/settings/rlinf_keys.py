@@ -57,7 +57,7 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("algorithm.clip_log_ratio_min", "the log-ratio is always cut at 20"),
     ("algorithm.clip_log_ratio_max", "the log-ratio is always cut at 20"),
     ("algorithm.loss_scales", "one loss"),
-    ("algorithm.advantage_mode", "one advantage per trajectory"),
+    ("algorithm.advantage_mode", "one advantage per trajectory, or per turn with algorithm.turn_returns"),
     ("algorithm.sampling_params.min_new_tokens", "the model ends its turn when it will"),
     ("data.val_rollout_batch_size", "evaluation runs all its problems at once"),
     ("data.num_workers", "problems are read at start"),

@@ -17,8 +17,10 @@ from rstar2_megatron.settings.sections.algorithm import (
     AlgorithmSettings,
     DownSamplingConfig,
     DownSamplingSettings,
+    OverlongSettings,
     RefillSettings,
     SamplingParams,
+    TurnReturnsSettings,
 )
 from rstar2_megatron.settings.sections.base import Section
 from rstar2_megatron.settings.sections.environment import (
@@ -62,6 +64,7 @@ __all__ = [
     "LrSchedSettings",
     "McpSettings",
     "OptimSettings",
+    "OverlongSettings",
     "OwnToolSettings",
     "PreferenceSettings",
     "ProfilerSettings",
@@ -79,6 +82,7 @@ __all__ = [
     "Settings",
     "StopCondition",
     "ToolsSettings",
+    "TurnReturnsSettings",
     "WeightSyncSettings",
 ]
 

@@ -26,7 +26,7 @@ _NAMES = {
         "logprob_diff_mean logprob_diff_max logprob_drift rollout_kl tis_ratio tis_ratio_max tis_clip_fraction "
         "reference_kl trained_tokens total_tokens masked_tokens masked_token_fraction masked_sequence_fraction "
         "optimizer_steps skipped_steps skipped_update num_microbatches imbalance seconds tflops_per_rank mfu "
-        "handover_seconds sync_seconds sync_bytes sync_bytes_per_second sync_fallbacks"
+        "handover_seconds sync_seconds sync_bytes sync_bytes_per_second sync_fallbacks overlong_punishment"
     ),
     "time": "step rollout checkpoint resample batch training save sync_weights to_first_step",
     "share": "rollout tail grading training sync checkpoint other",

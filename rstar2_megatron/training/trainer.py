@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rstar2_megatron.algorithm.advantage import group_advantages
 from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence, train_sequence
+from rstar2_megatron.algorithm.credit import advantages_of, overlong_metrics
 from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.algorithm.selection import Selection
 from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup, WorkerLost
@@ -100,7 +100,7 @@ class Trainer:
             gates.check_staleness(kept, step - 1, bound)
         clock.lap("batch")
         self._check_first(kept, batch, version=step - 1)
-        actor_metrics = self.train(batch, shown)
+        actor_metrics = {**self.train(batch, shown), **overlong_metrics(kept, self.settings.algorithm)}
         del batch  # Ray frees its blocks
         clock.lap("training")
         after_training(groups, bool(kept))
@@ -162,11 +162,9 @@ class Trainer:
 
         The rollout workers then forget the tokens of all `groups`.
         """
-        rewards = [[t.reward for t in result.kept if t.reward is not None] for result in resampled]
-        advantages = group_advantages(rewards, self.settings.algorithm.adv_type)
+        advantages = advantages_of([result.kept for result in resampled], self.settings.algorithm)
         kept = [t for result in resampled for t in result.kept]
-        each = [a for result, row in zip(resampled, advantages) for _, a in zip(result.kept, row, strict=True)]
-        return self.coordinator.tokens.put_batch(kept, each, [t for group in groups for t in group.trajectories])
+        return self.coordinator.tokens.put_batch(kept, advantages, [t for group in groups for t in group.trajectories])
 
     def train(self, batch: TrainBatch, shown: Sequence[ShownGroup] = ()) -> dict[str, float]:
         """One update of the actor, or none, which is counted, when every group was rejected.

@@ -34,7 +34,7 @@ def log_probs(model: Any, sequence: TrainSequence, temperature: float) -> Tensor
 def rl_loss(model: Any, batch: list[TrainSequence], algorithm: AlgorithmSettings, frozen: Any = None) -> Tensor:
     """Token mean over the whole batch of the clipped, dual-clipped policy loss, written out.
 
-    With `frozen` also its KL term to that model and its entropy term.
+    With its entropy term, and with `frozen` also its KL term to that model.
     """
     low, high, c = algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c
     total = torch.zeros(())
@@ -42,18 +42,28 @@ def rl_loss(model: Any, batch: list[TrainSequence], algorithm: AlgorithmSettings
         temperature = algorithm.sampling_params.temperature
         scores, entropy = log_probs_entropy(model, sequence, temperature)
         ratio = (scores - torch.tensor(sequence.rollout_logprobs[1:])).exp()
-        advantage = sequence.advantage
+        advantage = torch.tensor(sequence.advantage, dtype=torch.float32).expand(sequence.length)[1:]
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-        if advantage < 0 and c is not None:
-            gain = gain.clamp(min=c * advantage)
+        if c is not None:
+            gain = torch.where(advantage < 0, gain.maximum(c * advantage), gain)
         if frozen is not None:
             with torch.no_grad():
                 d = log_probs(frozen, sequence, temperature)
             d = d - scores
             kl = d.exp() - d - 1 if algorithm.kl_penalty_type == "low_var_kl" else d * d / 2
-            gain = gain - algorithm.kl_beta * kl + algorithm.entropy_bonus * entropy
+            gain = gain - algorithm.kl_beta * kl
+        gain = gain + algorithm.entropy_bonus * entropy * explored(sequence, algorithm.entropy_bonus_tokens)
         total = total - (gain * torch.tensor(sequence.loss_mask[1:])).sum()
     return total / sum(s.num_trained_tokens for s in batch)
+
+
+def explored(sequence: TrainSequence, count: int | None) -> Tensor:
+    """[length - 1] 1 for the tokens that the entropy bonus is for, by a walk over the tokens."""
+    marks, turn, place = [], 0, 0
+    for before, here in zip(sequence.loss_mask, sequence.loss_mask[1:]):
+        turn, place = (turn + 1, 0) if here and not before else (turn, place + 1)
+        marks.append(1.0 if count is None or (here and turn > 1 and place < count) else 0.0)
+    return torch.tensor(marks)
 
 
 def train(

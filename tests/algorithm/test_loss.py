@@ -79,6 +79,23 @@ def test_tis_weights_and_entropy_enter_the_loss_but_not_the_reported_loss() -> N
     assert sums["pg_loss"].item() == pytest.approx(1.0) and sums["entropy"].item() == 4.0
 
 
+def test_an_entropy_bonus_of_some_tokens_keeps_the_denominator() -> None:
+    """Three tokens, entropies 1, 3 and 5, the bonus for the second alone: 0.25 * 3 / 3 comes off the loss."""
+    arguments = (torch.zeros(3), torch.zeros(3), torch.tensor([1.0, -2.0, 0.5]))
+    entropy, mask = torch.tensor([1.0, 3.0, 5.0], requires_grad=True), torch.tensor([0.0, 1.0, 0.0])
+    weights = {"denominator": 3.0, "entropy_mask": mask}
+    loss, sums = clipped_loss(*arguments, entropy=entropy, entropy_bonus=0.25, weights=weights)
+    assert loss.item() == pytest.approx((-1.0 + 2.0 - 0.5 - 0.25 * 3.0) / 3)
+    (gradient,) = torch.autograd.grad(loss, entropy)
+    assert gradient.tolist() == pytest.approx([0.0, -0.25 / 3, 0.0])
+    assert sums["entropy"].item() == 9.0, "the metric is that of all tokens"
+    everywhere = [
+        clipped_loss(*arguments, entropy=entropy, entropy_bonus=0.25, weights={"denominator": 3.0, "entropy_mask": one})[0]
+        for one in (None, torch.ones(3))
+    ]
+    assert everywhere[0].item() == everywhere[1].item()
+
+
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=8)
 
 

@@ -111,6 +111,18 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             [f"algorithm.{key}=True" for key in ("decoupled_loss", "importance_sampling_fix", "recompute_logprobs")],
             r"weigh every token twice by the same ratio; set one of them to False",
         ),
+        (
+            ["algorithm.overlong.buffer_tokens=257"],
+            r"algorithm.overlong.buffer_tokens=257 is longer .* algorithm.sampling_params.max_new_tokens=256; lower it",
+        ),
+        (
+            ["algorithm.entropy_bonus=0.01", "algorithm.entropy_bonus_tokens=8", "agentloop.max_assistant_turns=1"],
+            r"algorithm.entropy_bonus_tokens=8 is for turns .* agentloop.max_assistant_turns=1 has none",
+        ),
+        (
+            ["algorithm.policy_loss=gspo", "algorithm.turn_returns.discount=0.9"],
+            r"policy_loss=gspo has one advantage a sequence and algorithm.turn_returns.discount=0.9 one a turn",
+        ),
         (["algorithm.icepop=[1.5,5]"], r"\[1.5, 5\] is no band of ratios around 1: .* 0 < low <= 1 <= high"),
         (["algorithm.sampling_params.top_p=0.9"], r"top_p=0.9 in training: .* biased; set it to 1.0"),
         (["algorithm.sampling_params.top_k=50"], r"top_k=50 in training: .* biased; set it to -1"),

@@ -130,8 +130,7 @@ def build_microbatch(
 
     all_positions = torch.cat(positions)
     owners, places_ = joined(owner), joined(place)
-    counts = [len(x) for x in owner]
-    advantages = torch.tensor([m.advantage for m in members], dtype=torch.float32)
+    advantages = [torch.tensor(m.advantage, dtype=torch.float32).expand(m.length)[p] for m, p in zip(members, place)]
     rollout = [torch.tensor(m.rollout_logprobs, dtype=torch.float32)[p] for m, p in zip(members, place)]
     behind = [torch.from_numpy(first_of_later_turns(m.loss_mask, AFTER_TOOL))[p] for m, p in zip(members, place)]
     device = context.device
@@ -143,7 +142,7 @@ def build_microbatch(
         targets=joined(targets).to(device),
         sequence=owners,
         place=places_,
-        advantages=advantages.repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device),
+        advantages=(torch.cat(advantages) if advantages else torch.zeros(0)).to(device),
         rollout_logprobs=(torch.cat(rollout) if rollout else torch.zeros(0)).to(device),
         after_tool=joined(behind).bool().to(device),
         members=tuple(indices),

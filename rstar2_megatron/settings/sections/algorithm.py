@@ -61,6 +61,24 @@ class SamplingParams(Section):
     """Response budget of a trajectory in tokens, tool responses included."""
 
 
+class OverlongSettings(Section):
+    """DAPO's soft overlong punishment (`algorithm.credit.punishment`): it enters the advantages and nothing else."""
+
+    buffer_tokens: int = Field(0, ge=0)
+    """Last tokens of sampling_params.max_new_tokens in which the punishment grows from 0 to `penalty`. 0: none."""
+    penalty: float = Field(1.0, gt=0)
+    """Largest punishment, in units of reward."""
+
+
+class TurnReturnsSettings(Section):
+    """GTPO's advantages of turns in place of trajectories (`algorithm.credit`)."""
+
+    discount: float | None = Field(None, gt=0, le=1)
+    """Of the rewards of later turns, for each turn between, e.g. 0.9. null: one advantage a trajectory."""
+    malformed_penalty: float = Field(0.0, ge=0)
+    """Taken from the reward of a turn with a call that could not be run, in units of reward, e.g. 0.1."""
+
+
 class RefillSettings(Section):
     """Adds problems when groups are rejected. Off as released: a step then trains on the groups that are left."""
 
@@ -86,6 +104,8 @@ class AlgorithmSettings(Section):
     """grpo: (r - mean) / std over the kept group (the paper); grpo-no-std: without the std.
     leave-one-out: the mean is over the other trajectories. Your own: advantage(rewards, valid) (docs/extend.md).
     """
+    overlong: OverlongSettings = OverlongSettings()
+    turn_returns: TurnReturnsSettings = TurnReturnsSettings()
     policy_loss: Annotated[str | UserCode, name_or_code("clipped", "gspo", "gspo-token", "cispo")] = "clipped"
     """clipped: with clip_ratio_low, clip_ratio_high, clip_ratio_c; gspo, gspo-token: ratios of whole sequences, with clips
     of the size of 3e-4; cispo: the clipped ratio as a weight. Your own: loss(tokens) -> losses (docs/extend.md).
@@ -116,6 +136,8 @@ class AlgorithmSettings(Section):
     """Largest value of low_var_kl of a token; the public codes have 10. null: none."""
     entropy_bonus: float = Field(0.0, ge=0)
     """Weight of the mean token entropy, subtracted from the loss."""
+    entropy_bonus_tokens: int | None = Field(None, ge=1)
+    """The bonus is for the first so many generated tokens behind each tool response alone (after TAO-RL). null: for all."""
     importance_sampling_fix: bool = False
     """Truncated importance sampling between engine and actor; needs recompute_logprobs."""
     importance_sampling_clip: float = Field(2.0, gt=0)
