@@ -54,9 +54,9 @@ class _Process:
         size = os.fstat(self._log).st_size
         return os.pread(self._log, _LOG_TAIL, max(0, size - _LOG_TAIL)).decode(errors="replace")
 
-    def end(self) -> None:
+    def end(self, grace_s: float) -> None:
         self.connection.close()
-        terminate_tree(self.process.pid, grace_s=1.0)
+        terminate_tree(self.process.pid, grace_s=grace_s)
         self.process.wait(10)
         os.close(self._log)
 
@@ -64,8 +64,9 @@ class _Process:
 class NodeAgent:
     """The processes of one node, by the accelerators that they see. Without `visible` they are numbered as the driver's."""
 
-    def __init__(self, visible: str | None = None) -> None:
-        self._visible = visible
+    def __init__(self, visible: str | None = None, end_s: float = 1.0) -> None:
+        """end_s: what a process has for its own end before it is killed."""
+        self._visible, self._end_s = visible, end_s
         self._processes: dict[tuple[int, ...], _Process] = {}
 
     def free_port(self, host: str) -> int:
@@ -111,7 +112,7 @@ class NodeAgent:
         return self._processes[key]
 
     def _end(self, key: tuple[int, ...]) -> None:
-        self._processes.pop(key).end()
+        self._processes.pop(key).end(self._end_s)
 
     def close(self) -> None:
         """End all processes: their memory is free for others. Runs after it start new ones."""
