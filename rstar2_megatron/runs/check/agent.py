@@ -17,6 +17,7 @@ from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.services.process import free_port, start_child, terminate_tree
 
 _OTHERS_S = 5.0  # what the other ranks of a program may still take when one has failed
+_END_S = 75.0  # in which a whole run ends what it started; all other programs end at once
 _LOG_TAIL = 4000
 
 
@@ -54,9 +55,9 @@ class _Process:
         size = os.fstat(self._log).st_size
         return os.pread(self._log, _LOG_TAIL, max(0, size - _LOG_TAIL)).decode(errors="replace")
 
-    def end(self, grace_s: float) -> None:
+    def end(self) -> None:
         self.connection.close()
-        terminate_tree(self.process.pid, grace_s=grace_s)
+        terminate_tree(self.process.pid, grace_s=_END_S)
         self.process.wait(10)
         os.close(self._log)
 
@@ -64,9 +65,8 @@ class _Process:
 class NodeAgent:
     """The processes of one node, by the accelerators that they see. Without `visible` they are numbered as the driver's."""
 
-    def __init__(self, visible: str | None = None, end_s: float = 1.0) -> None:
-        """end_s: what a process has for its own end before it is killed."""
-        self._visible, self._end_s = visible, end_s
+    def __init__(self, visible: str | None = None) -> None:
+        self._visible = visible
         self._processes: dict[tuple[int, ...], _Process] = {}
 
     def free_port(self, host: str) -> int:
@@ -112,7 +112,7 @@ class NodeAgent:
         return self._processes[key]
 
     def _end(self, key: tuple[int, ...]) -> None:
-        self._processes.pop(key).end(self._end_s)
+        self._processes.pop(key).end()
 
     def close(self) -> None:
         """End all processes: their memory is free for others. Runs after it start new ones."""

@@ -119,9 +119,6 @@ def check(
 
 
 def _close(context: Context) -> None:
-    program = context.found.get("cluster_program")
-    if program is not None:
-        program.stop()
     context.nodes.close()
     shutil.rmtree(context.scratch, ignore_errors=True)
 

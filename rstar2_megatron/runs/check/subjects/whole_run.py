@@ -6,10 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any, get_args
 
-from rstar2_megatron.runs.check.agent import NodeAgent
 from rstar2_megatron.runs.check.context import Context
-from rstar2_megatron.runs.check.nodes import values
-from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, train_share
 from rstar2_megatron.settings.schema import Settings
@@ -18,25 +15,6 @@ from rstar2_megatron.weights.route import RouteKind
 _PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program:part"
 _ROUTES: tuple[str, ...] = get_args(RouteKind)
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 256
-_END_S = 75.0  # in which a run ends what it started
-
-
-class ClusterProgram:
-    """The run, in one process of this node for all parts. Where a part had to be ended, the next one starts it again."""
-
-    def __init__(self, context: Context) -> None:
-        self._settings = run_settings(context)
-        self._agent = NodeAgent(end_s=_END_S)
-
-    def part(self, name: str, deadline_s: float) -> dict[str, Any]:
-        """The figures of a part. Raises CheckFailed."""
-        answers = self._agent.run(_PROGRAM, [Job()], {"settings": self._settings, "name": name}, deadline_s)
-        figures: dict[str, Any] = values(answers)[0]
-        return figures
-
-    def stop(self) -> None:
-        """End the run with everything that it started. Safe to call twice."""
-        self._agent.close()
 
 
 def run_settings(context: Context) -> Settings:
@@ -101,13 +79,13 @@ def run_settings(context: Context) -> Settings:
     return Settings.model_validate(data)
 
 
-def program(context: Context) -> ClusterProgram:
-    found = context.found.get("cluster_program")
-    if found is None:
+def part(context: Context, name: str, deadline_s: float) -> dict[str, Any]:
+    """The figures of a part of the run, which one process of this node keeps. Raises CheckFailed."""
+    if "run" not in context.found:
         context.nodes.close()  # memory and ports belong to the run now
-        found = context.found["cluster_program"] = ClusterProgram(context)
-    assert isinstance(found, ClusterProgram)
-    return found
+        context.found["run"] = run_settings(context)
+    figures: dict[str, Any] = context.nodes.engine(_PROGRAM, (), deadline_s, settings=context.found["run"], name=name)
+    return figures
 
 
 def start(context: Context) -> Finding:
@@ -115,7 +93,7 @@ def start(context: Context) -> Finding:
         raise CheckSkipped(
             f"rollout.model.model_path={context.settings.rollout.model.model_path} has no tokenizer: the agent loop needs one"
         )
-    figures = program(context).part("start", 780.0 if context.device == "cuda" else 420.0)
+    figures = part(context, "start", 780.0 if context.device == "cuda" else 420.0)
     if figures["device"] != context.device:
         raise CheckFailed(f"actor and engines are on {figures['device']}, the YAML is for {context.device}", figures)
     context.found["routes"] = figures["routes"]
@@ -130,7 +108,7 @@ def route(kind: str) -> Callable[[Context], Finding]:
     def run(context: Context) -> Finding:
         if kind not in context.found["routes"]:
             raise CheckSkipped("not possible with this placement (weights/route.py)")
-        figures = program(context).part(kind, 660.0 if context.device == "cuda" else 180.0)
+        figures = part(context, kind, 660.0 if context.device == "cuda" else 180.0)
         words = (
             f"{figures['bytes'] / 1e6:.1f} MB in {figures['sync_seconds']:.2f} s, "
             f"{figures['bytes_per_second'] / 1e9:.3g} GB/s{planned_sync(context, figures['bytes'])}; "
@@ -149,7 +127,7 @@ def planned_sync(context: Context, num_bytes: float) -> str:
 
 
 def step(context: Context) -> Finding:
-    row = program(context).part("step", 900.0 if context.device == "cuda" else 240.0)
+    row = part(context, "step", 900.0 if context.device == "cuda" else 240.0)
     words = (
         f"rollout {row.get('time/rollout', 0.0):.1f} s, training {row.get('time/training', 0.0):.1f} s, sync "
         f"{row.get('time/sync_weights', 0.0):.1f} s; {row.get('rollout/tokens_per_second', 0.0):.0f} tokens/s rolled out"
@@ -161,7 +139,7 @@ def step(context: Context) -> Finding:
 
 
 def checkpoint(context: Context) -> Finding:
-    figures = program(context).part("checkpoint", 660.0 if context.device == "cuda" else 180.0)
+    figures = part(context, "checkpoint", 660.0 if context.device == "cuda" else 180.0)
     words = f"{figures['bytes'] / 1e6:.1f} MB, loaded by all ranks in {figures['load_seconds']:.1f} s, every bit as saved"
     return Finding(words, figures)
 
