@@ -128,8 +128,10 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
     """
     if path.suffix == ".parquet":
         return _parquet_rows(path, columns, skip)
-    is_array = path.suffix == ".json" and _is_array(path)
-    rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path) if is_array else _jsonl_rows(path)
+    if path.suffix == ".csv":
+        rows = _csv_rows(path)
+    else:
+        rows = _json_rows(path) if path.suffix == ".json" and _is_array(path) else _jsonl_rows(path)
     return islice(rows, skip, None)
 
 
