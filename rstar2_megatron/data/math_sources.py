@@ -21,19 +21,6 @@ Published = tuple[str, str]
 """A problem and its answer, as they were published."""
 
 
-class MathSource(Source):
-    __slots__ = ()
-
-    def parse(self, row: Row) -> Published:
-        """Raises Unusable with a reason, or DataError for a row of another shape."""
-        self.check(row)
-        try:
-            problem, answer = self.read(row.values)
-        except ValueError as error:
-            raise Unusable(str(error)) from None
-        return problem, answer
-
-
 def _text(value: Any, column: str) -> str:
     """A text column; numbers are written out, null is empty. Raises ValueError, as do the others."""
     if value is None:
@@ -100,21 +87,21 @@ def _read_own(values: Mapping[str, Any]) -> Published:
     return _last_user_message(values["prompt"], "prompt"), _text(solutions, "solutions")
 
 
-SOURCES: dict[str, MathSource] = {
+SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
-        MathSource(
+        Source(
             "dapo", (("prompt",), ("solution", "reward_model")), _read_dapo, HubName("open-r1/DAPO-Math-17k-Processed", "en")
         ),
-        MathSource(
+        Source(
             "openmathreasoning",
             (("problem",), ("expected_answer",)),
             _read_openmath,
             HubName("nvidia/OpenMathReasoning", "default", "cot"),
             ("problem_type",),
         ),
-        MathSource("project-euler", (_EULER_TEXT, _EULER_ANSWER), _read_euler),
-        MathSource("problems", (("prompt",), ("solutions",)), _read_own),
+        Source("project-euler", (_EULER_TEXT, _EULER_ANSWER), _read_euler),
+        Source("problems", (("prompt",), ("solutions",)), _read_own),
     )
 }
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,10 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
     if path.suffix == ".parquet":
         return _parquet_rows(path, columns, skip)
     if path.suffix == ".csv":
-        return _csv_rows(path, skip)
-    return _json_rows(path, skip) if path.suffix == ".json" and _is_array(path) else _jsonl_rows(path, skip)
+        rows = _csv_rows(path)
+    else:
+        rows = _json_rows(path) if path.suffix == ".json" and _is_array(path) else _jsonl_rows(path)
+    return islice(rows, skip, None)
 
 
 def _is_array(path: Path) -> bool:
@@ -138,30 +140,25 @@ def _is_array(path: Path) -> bool:
     return next((line.lstrip() for _, line in text_lines(path) if line.strip()), "").startswith("[")
 
 
-def _csv_rows(path: Path, skip: int) -> Iterator[Row]:
+def _csv_rows(path: Path) -> Iterator[Row]:
     lines = csv.DictReader((line for _, line in text_lines(path)), strict=True)
     try:
         for number, values in enumerate(lines, 1):
             if None in values or None in values.values():
                 raise DataError(f"{path} row {number}: {len(lines.fieldnames or [])} columns are named, the row has others")
-            if number > skip:
-                yield Row(f"{path} row {number}", values)
+            yield Row(f"{path} row {number}", values)
     except csv.Error as error:
         raise DataError(f"{path}:{lines.line_num}: not a row of a table ({error})") from None
 
 
-def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
-    seen = 0
+def _jsonl_rows(path: Path) -> Iterator[Row]:
     for number, line in text_lines(path):
-        if not line.strip():
-            continue
-        seen += 1
-        if seen > skip:
+        if line.strip():
             where = f"{path}:{number}"
             yield _row(where, json_line(line, where))
 
 
-def _json_rows(path: Path, skip: int) -> Iterator[Row]:
+def _json_rows(path: Path) -> Iterator[Row]:
     """A JSON array of objects, as some data sets are published."""
     try:
         values = json.loads("".join(line for _, line in text_lines(path)))
@@ -169,7 +166,7 @@ def _json_rows(path: Path, skip: int) -> Iterator[Row]:
         raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
     if not isinstance(values, list):
         raise DataError(f"{path}: expected a JSON array of rows, got {type(values).__name__}")
-    for number, value in enumerate(values[skip:], skip + 1):
+    for number, value in enumerate(values, 1):
         yield _row(f"{path} row {number}", value)
 
 
@@ -293,22 +290,31 @@ class Source:
     needs: tuple[tuple[str, ...], ...]
     """A row must have at least one column of each group."""
     read: Callable[[Mapping[str, Any]], Any]
+    """Raises ValueError with the reason for a row that cannot be used."""
     hub: HubName | None = None
     optional: tuple[str, ...] = ()
     """Further columns that are read."""
+    unreadable: str = ""
+    """The reason in place of the error's text, which may be another for each row."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (*chain(*self.needs), *self.optional)
 
-    def check(self, row: Row) -> None:
-        """Raises DataError naming file, row and the columns that are missing."""
+    def parse(self, row: Row) -> Any:
+        """What `read` makes of a row. Raises Unusable, or DataError naming file, row and the columns that are missing."""
         for group in self.needs:
             if not any(name in row.values for name in group):
                 raise DataError(
                     f"{row.where}: a row of {self.name} needs {' or '.join(map(repr, group))}; it has "
                     f"{', '.join(sorted(row.values)) or 'nothing'}"
                 )
+        try:
+            return self.read(row.values)
+        except Unusable:
+            raise
+        except ValueError as error:
+            raise Unusable(self.unreadable or str(error)) from error
 
 
 def inputs_of(word: str, sources: Mapping[str, Source]) -> list[Input]:

@@ -32,20 +32,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SFTSource(Source):
+    unreadable: str = "tool call or schema cannot be read"
     count: int = 0
     """Conversations in the paper's mixture (arXiv 2508.20722, section 3.1)."""
 
     def parse(self, row: Row) -> dict[str, Any]:
         """A conversation. Raises Unusable with a reason, or DataError for a row of another shape."""
-        self.check(row)
         try:
-            messages, tools = self.read(row.values)
-        except Unusable:
-            raise
+            messages, tools = Source.parse(self, row)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise Unusable(f"not as {self.name} writes its rows ({type(error).__name__}: {error})") from error
-        except ValueError as error:  # of tool_text
-            raise Unusable("tool call or schema cannot be read") from error
         check_conversation(messages, tools)
         return {"messages": messages, "tools": tools, "source": self.name}
 
@@ -179,7 +175,7 @@ def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
 
 
 def _source(name: str, needs: str, optional: str, read: Any, hub: HubName, count: int) -> SFTSource:
-    return SFTSource(name, tuple((column,) for column in needs.split()), read, hub, tuple(optional.split()), count)
+    return SFTSource(name, tuple((column,) for column in needs.split()), read, hub, tuple(optional.split()), count=count)
 
 
 _NEMOTRON = HubName("nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat")

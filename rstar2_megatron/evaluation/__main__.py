@@ -29,6 +29,7 @@ from rstar2_megatron.evaluation.configure import (
     exit_code,
     parse_words,
     read_benchmarks,
+    sampling_parser,
 )
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.records.text_table import aligned
@@ -47,11 +48,7 @@ MAX_TURNS = 30
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m rstar2_megatron.evaluation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR")
-    parser.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems")
+    parser = sampling_parser("python -m rstar2_megatron.evaluation", __doc__, "RUN/evaluation/NAME, or evaluations/NAME here")
     parser.add_argument("-k", "--samples", type=int, default=SAMPLES, help=f"attempts per problem ({SAMPLES})")
     parser.add_argument("--temperature", type=float, default=TEMPERATURE, help=f"({TEMPERATURE})")
     parser.add_argument("--top-p", type=float, default=1.0, help="(1.0)")
@@ -59,11 +56,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=int, help=f"response tokens, tool responses included ({MAX_TOKENS}, or the model's context)"
     )
-    parser.add_argument("--problems", type=int, help="only the first N problems of each file")
-    parser.add_argument("--config", help="configuration when DIR is not in a run (base, with the format saved beside DIR)")
-    parser.add_argument("--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)")
-    parser.add_argument("--out", type=Path, help="output directory (RUN/evaluation/NAME, or evaluations/NAME here)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
     arguments = parse_words(parser, argv, ("samples", "max_turns", "max_tokens", "problems", "engines"))
     if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
         parser.error(f"--temperature {arguments.temperature} and --top-p {arguments.top_p}: give >= 0 and (0, 1]")

@@ -13,7 +13,7 @@ from typing import Any
 
 from rstar2_megatron.data.json_text import exact_number
 from rstar2_megatron.data.problems import problem_of
-from rstar2_megatron.data.rows import DataError, with_names
+from rstar2_megatron.data.rows import DataError, HubName, file_rows, find_files, hub_rows, with_names
 
 Row = dict[str, Any]
 
@@ -109,7 +109,7 @@ def _says_something(value: Any) -> bool:
 
 
 def load(name: str, source: str | Path | None = None, seed: int = 0) -> list[Row]:
-    """A benchmark from the hub, or from `source`: a local directory or file in a form that `datasets` reads.
+    """A benchmark from the hub, or from `source`: a file, or a directory that `datasets` reads.
 
     Raises BenchmarkError for an unknown name, a failed download, or a data set of another shape or size (a local source may
     be smaller).
@@ -128,26 +128,15 @@ def load(name: str, source: str | Path | None = None, seed: int = 0) -> list[Row
     return rows
 
 
-def _read(benchmark: Benchmark, source: str | Path | None) -> Iterable[Mapping[str, Any]]:
-    import datasets  # here: it takes seconds
-
+def _read(benchmark: Benchmark, source: str | Path | None) -> list[Row]:
     try:
-        if source is None:
-            return datasets.load_dataset(benchmark.path, benchmark.config, split=benchmark.split)
-        source = Path(source)
-        if source.is_dir():
-            return datasets.load_dataset(str(source), split=benchmark.split)
-        kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-        if source.suffix not in kinds:
-            raise BenchmarkError(f"{source}: give a directory or a file of {', '.join(kinds)}")
-        return datasets.load_dataset(kinds[source.suffix], data_files=str(source), split="train")
-    except BenchmarkError:
-        raise
-    except Exception as error:  # the hub's client raises many kinds: no network, gated, moved
+        if source is not None and not Path(source).is_dir():
+            return [row.values for file in find_files(str(source)) for row in file_rows(file)]
+        config = benchmark.config if source is None else None
+        return [row.values for row in hub_rows(HubName(str(source or benchmark.path), config, benchmark.split))]
+    except DataError as error:
         remedy = (
-            "GPQA is gated: accept its terms on the hub and log in; without network download it elsewhere and give its "
+            ". GPQA is gated: accept its terms on the hub and log in; without network download it elsewhere and give its "
             "directory with --source"
         )
-        raise BenchmarkError(
-            f"{source or benchmark.path} cannot be loaded: {type(error).__name__}: {error}{'' if source else '. ' + remedy}"
-        ) from error
+        raise BenchmarkError(f"{source or benchmark.path} cannot be loaded: {error}{'' if source else remedy}") from error

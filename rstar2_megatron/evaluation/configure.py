@@ -35,6 +35,19 @@ MAX_TOKENS = 30 * 1024
 """The paper's response budget (arXiv 2508.20722, section 5)."""
 
 
+def sampling_parser(prog: str | None, description: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser with --model, --data, --problems, --config, --engines, --out and overrides. out: the default of --out."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face directory, checkpoint or run")
+    parser.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems")
+    parser.add_argument("--problems", type=int, help="only the first N problems of each file")
+    parser.add_argument("--config", help="configuration when DIR is not in a run (base, with the format saved beside DIR)")
+    parser.add_argument("--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)")
+    parser.add_argument("--out", type=Path, help=f"output directory ({out})")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
+    return parser
+
+
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, positive: Sequence[str]) -> argparse.Namespace:
     """Parse options, data files and overrides in any order. Ends the process by `parser.error` for bad words.
 

@@ -79,15 +79,11 @@ class SampleFile:
         check_identity(self.path, self._identity)
         by_id = {problem.query_id: problem for problem in problems}
         found: dict[tuple[str, int], Sample] = {}
-        for row in self._rows():
+        for _, row in read_rows(self._file):
             problem = by_id.get(row.get("query_id", ""))
             if problem is None:
                 continue
-            if (row.get("prompt"), row.get("solutions")) != (problem.prompt, problem.solutions):
-                raise SamplesError(
-                    f"{self.path} holds samples of another problem under query_id {problem.query_id!r}; the data "
-                    "has changed since. Give another output, or remove this one"
-                )
+            check_problem(self.path, row, problem)
             try:
                 sample = Sample.from_row(row)
             except (KeyError, TypeError, ValueError) as error:
@@ -100,12 +96,23 @@ class SampleFile:
         """Write one line; the operating system has it before this returns."""
         self._file.append(row)
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        self._file.drop_torn_line()
-        for number, row in self._file.numbered_rows():
-            if row is None:
-                raise SamplesError(f"{self.path}:{number}: not JSON; repair or remove it")
-            yield row
+
+def read_rows(file: JsonlFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, row) of each line; one that a kill cut short is removed. Raises SamplesError for a line that is no row."""
+    file.drop_torn_line()
+    for number, row in file.numbered_rows():
+        if row is None:
+            raise SamplesError(f"{file.path}:{number}: not JSON; repair or remove this line, and its problem is done again")
+        yield number, row
+
+
+def check_problem(path: Path, row: Mapping[str, Any], problem: Problem) -> None:
+    """Raises SamplesError when a row of `path` is of another problem under the same query_id."""
+    if (row.get("prompt"), row.get("solutions")) != (problem.prompt, problem.solutions):
+        raise SamplesError(
+            f"{path} holds results of another problem under query_id {problem.query_id!r}; the data has changed since. Give "
+            "another output, or remove this one"
+        )
 
 
 def check_identity(path: Path, identity: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ torch; a fraction of a second for any size.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -109,20 +110,20 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         with file.open("rb") as opened:
             if opened.read(8) == b"version ":
                 raise ValueError(f"{file} is a pointer of Git LFS and no weights; git lfs pull in {file.parent} fetches them")
-        with safe_open(file, framework="np") as checked:
-            parts = [(name, checked.get_slice(name)) for name in checked.offset_keys()]
-            found = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts]
+        with safe_open(file, framework="np"), file.open("rb") as opened:
+            start = 8 + int.from_bytes(opened.read(8), "little")
+            stored = json.loads(opened.read(start - 8))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}; check that it is there and who may read it") from None
     except SafetensorError as error:
         short = "header too" in str(error)  # small, or large for the file
         what = f"truncated: {size} bytes end inside its header" if short else f"truncated or damaged: {size} bytes, {error}"
         raise ValueError(f"{file} is {what}; {AGAIN}") from None
-    tensors, end = {}, size
-    for name, dtype, shape in reversed(found):
-        begin = end - prod(shape) * int(re.sub(r"_.*|\D", "", dtype) or 8) // 8  # BF16, F8_E4M3, BOOL
-        tensors[name], end = StoredTensor(name, file, dtype, shape, begin, end), begin
-    return tensors
+    stored.pop("__metadata__", None)
+    return {
+        name: StoredTensor(name, file, part["dtype"], tuple(part["shape"]), *(start + place for place in part["data_offsets"]))
+        for name, part in stored.items()
+    }
 
 
 def model_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:

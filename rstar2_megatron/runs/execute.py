@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import time
@@ -22,6 +23,13 @@ from rstar2_megatron.settings.variant import Origins, algorithm_rows
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
 logger = logging.getLogger(__name__)
+_RUNS = {
+    "reasoning": ("rl_run", "RLRun"),
+    "sft": ("sft_run", "SFTRun"),
+    "preference": ("preference_run", "PreferenceRun"),
+    "search": ("search_run", "SearchRun"),
+    "difficulty_filter": ("filter_run", "FilterRun"),
+}
 _CLOSE_LIMIT_S = 75.0  # for workers, engines, judge and Ray; below the grace period of a recipe
 
 
@@ -91,22 +99,6 @@ def make_run(settings: Settings, signals: StopSignals) -> BaseRun:
 
     Runs are imported here, because torch, Ray and RLinf take seconds; a dry run and bad input need none of them.
     """
-    if settings.runner.task_type == "sft":
-        from rstar2_megatron.runs.sft_run import SFTRun
-
-        return SFTRun(settings, signals)
-    if settings.runner.task_type == "preference":
-        from rstar2_megatron.runs.preference_run import PreferenceRun
-
-        return PreferenceRun(settings, signals)
-    if settings.runner.task_type == "search":
-        from rstar2_megatron.runs.search_run import SearchRun
-
-        return SearchRun(settings, signals)
-    if settings.runner.task_type == "difficulty_filter":
-        from rstar2_megatron.runs.filter_run import FilterRun
-
-        return FilterRun(settings, signals)
-    from rstar2_megatron.runs.rl_run import RLRun
-
-    return RLRun(settings, signals)
+    module, name = _RUNS[settings.runner.task_type]
+    kind: type[BaseRun] = getattr(importlib.import_module(f"rstar2_megatron.runs.{module}"), name)
+    return kind(settings, signals)

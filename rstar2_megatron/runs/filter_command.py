@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rstar2_megatron.evaluation.configure import parse_words
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.settings.load import ConfigError, load_settings
 
@@ -17,26 +18,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Drop the problems that a model always solves; write how often it solved each problem."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
-    parser.add_argument("--data", required=True, nargs="+", metavar="FILE", help="jsonl of problems")
+    parser.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("-k", "--samples", type=int, default=8, help="attempts at each problem (default 8)")
     parser.add_argument("--drop-never-solved", action="store_true", help="also drop problems that it never solves")
     parser.add_argument("--limit", type=int, default=-1, help="only the first N problems, for a trial")
     parser.add_argument("--config", required=True, metavar="NAME", help="configuration of its training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
-    arguments = parser.parse_intermixed_args(argv)
-    files = [word for word in arguments.data if "=" not in word or Path(word).exists()]
-    overrides = [*arguments.overrides, *(word for word in arguments.data if word not in files)]
+    arguments = parse_words(parser, argv, ("samples",))
     words = [
         "runner.task_type=difficulty_filter",
         f"runner.output_dir='{arguments.out.parent}'",
         f"runner.experiment_name='{arguments.out.name}'",
         f"rollout.model.model_path='{arguments.model}'",
-        "data.train_data_paths=[" + ",".join(f"'{path}'" for path in files) + "]",
+        "data.train_data_paths=[" + ",".join(f"'{path}'" for path in arguments.data) + "]",
         f"difficulty_filter.num_samples={arguments.samples}",
         f"difficulty_filter.num_problems={arguments.limit}",
         f"difficulty_filter.drop_never_solved={arguments.drop_never_solved}",
-        *overrides,
+        *arguments.overrides,
     ]
     try:
         return execute(load_settings(arguments.config, words), dry_run=False)

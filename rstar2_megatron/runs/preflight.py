@@ -25,13 +25,12 @@ from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.runs.inputs.output_directory import output_problems
-from rstar2_megatron.runs.inputs.training_files import training_file_problems
 from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus, visible_host_gb
-from rstar2_megatron.settings.planning.disk import checkpoint_bytes
+from rstar2_megatron.settings.planning.disk import checkpoint_bytes, disk_needed
 from rstar2_megatron.settings.planning.memory import GB
 from rstar2_megatron.settings.planning.plan import model_of, remedy
 from rstar2_megatron.settings.planning.transport import object_store_problems
@@ -41,6 +40,7 @@ from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
 
 PLACEHOLDER = "/path/to/"
 """How a path of a shipped YAML begins that is the user's to give."""
+_MAKERS = {"sft": "data_process/build_sft_dataset.py", "preference": "python -m rstar2_megatron.search (its mcts.jsonl)"}
 
 
 def check_before_start(
@@ -427,8 +427,13 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
 
 def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[str]:
     """Missing files, bad rows, too few problems."""
-    if settings.runner.task_type in ("sft", "preference"):
-        yield from training_file_problems(settings, later)
+    if (task := settings.runner.task_type) in ("sft", "preference"):
+        section, maker = settings.sft if task == "sft" else settings.preference, _MAKERS[task]
+        if not section.train_data_paths and f"{task}.train_data_paths" not in later:
+            yield f"{task}.train_data_paths is empty; {maker} writes such files"
+        for path in [*section.train_data_paths, *section.val_data_paths]:
+            if not path.startswith(BUILT_PREFIXES) and not Path(path).is_file():
+                yield f"{task} data file {path} does not exist; {maker} writes such files"
         return
     data = settings.data
     least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
@@ -498,12 +503,10 @@ def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[
     directory = run.resolve()
     while not directory.exists():
         directory = directory.parent
-    one = checkpoint_bytes(settings, model)
+    disk, one = disk_needed(settings, model), checkpoint_bytes(settings, model)
     existing = len(list((run / "checkpoints").glob("global_step_*")))
-    count = 1 if runner.save_interval <= 0 else runner.keep_checkpoints + runner.keep_best + 1
-    count = max(count - existing, 1)
-    export = model.num_parameters * (2 if settings.actor.model.precision == "bf16" else 4)
-    needed, free = one * count + export, free_bytes(directory)
+    count = max(disk.num_checkpoints - existing, 1)
+    needed, free = one * count + disk.export, free_bytes(directory)
     if free < needed:
         yield (
             f"{run} needs {needed} bytes ({needed / GB:.2f} GB: {count} checkpoints of {one / GB:.2f} GB and the "

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from rstar2_megatron.data.difficulty import pass_counts
 from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.evaluation.configure import check_model, configure, default_out, exit_code, parse_words
+from rstar2_megatron.evaluation.configure import check_model, configure, default_out, exit_code, parse_words, sampling_parser
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.reward.pool import GraderPool
@@ -42,12 +42,8 @@ _FLAGS = ("mode", "rollouts", "candidates", "depth")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m rstar2_megatron.search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = sampling_parser("python -m rstar2_megatron.search", __doc__, "RUN/search/NAME, or evaluations/NAME here")
     default = SearchSettings()
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="the policy")
-    parser.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems")
     parser.add_argument("--mode", choices=("mcts", "beam"), help=f"({default.mode})")
     parser.add_argument("--rollouts", help=f"rollouts of mcts ({default.rollouts})")
     parser.add_argument("--candidates", help=f"continuations of a node ({default.candidates})")
@@ -55,11 +51,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depth", help=f"most steps of a solution ({default.depth})")
     parser.add_argument("--compare", action="store_true", help="with greedy, sampling of equal price, other search")
     parser.add_argument("--max-tokens", type=int, help="tokens of a whole solution, as for evaluation")
-    parser.add_argument("--problems", type=int, help="only the first N problems")
-    parser.add_argument("--config", help="configuration when DIR is not in a run, as for evaluation")
-    parser.add_argument("--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)")
-    parser.add_argument("--out", type=Path, help="output directory (RUN/search/NAME, or evaluations/NAME here)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
     arguments = parse_words(parser, argv, ("max_tokens", "problems", "engines"))
     arguments.overrides += [f"search.{name}={value}" for name in _FLAGS if (value := getattr(arguments, name)) is not None]
     # `session` takes these from the search's settings

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rstar2_megatron.evaluation.samples import SamplesError, check_identity
+from rstar2_megatron.evaluation.samples import SamplesError, check_identity, check_problem, read_rows
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import replacing
 from rstar2_megatron.search.choose import best_value, solutions
@@ -106,7 +106,7 @@ class TreeFile:
         by_id = {problem.query_id: problem for problem in problems}
         finished = {self._check(row, by_id, number) for number, row in self.rows()} & set(by_id)
         recorded: dict[str, Recorded] = {}
-        for number, row in _read(self._journal):
+        for number, row in read_rows(self._journal):
             try:
                 if row["query_id"] not in finished:
                     recorded.setdefault(row["query_id"], {})[row["tag"]] = _STEPS.validate_python(row["steps"])
@@ -117,21 +117,17 @@ class TreeFile:
 
     def _check(self, row: Mapping[str, Any], by_id: Mapping[str, Problem], number: int) -> str:
         try:
-            query_id, found = row["query_id"], (row["prompt"], row["solutions"])
+            query_id = str(row["query_id"])
             tree_of(row)
         except (KeyError, ValueError) as error:
             raise _broken(self.path, number, error) from None
-        problem = by_id.get(query_id)
-        if problem is not None and found != (problem.prompt, problem.solutions):
-            raise SamplesError(
-                f"{self.path} holds the tree of another problem under query_id {query_id!r}; the data has changed "
-                "since. Give another output, or remove this one"
-            )
-        return str(query_id)
+        if query_id in by_id:
+            check_problem(self.path, row, by_id[query_id])
+        return query_id
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(line number, row) of each finished tree."""
-        return _read(self._rows)
+        return read_rows(self._rows)
 
     def record(self, query_id: str, tag: str, steps: Sequence[Step]) -> None:
         """Write an expansion; the operating system has it before this returns."""
@@ -150,17 +146,9 @@ class TreeFile:
         """Drop the expansions of finished trees."""
         if finished and self.journal_path.exists():
             with self.journal_path.open(encoding="utf-8") as old, replacing(self.journal_path) as new:
-                for (_, row), line in zip(_read(self._journal), old, strict=True):
+                for (_, row), line in zip(read_rows(self._journal), old, strict=True):
                     if row["query_id"] not in finished:
                         new.write(line)
-
-
-def _read(file: JsonlFile) -> Iterator[tuple[int, dict[str, Any]]]:
-    file.drop_torn_line()
-    for number, row in file.numbered_rows():
-        if row is None:
-            raise _broken(file.path, number, ValueError("not JSON"))
-        yield number, row
 
 
 def _broken(path: Path, number: int, error: Exception) -> SamplesError:

@@ -25,8 +25,6 @@ class Prefix:
 class Scorer(Protocol):
     """Scores prefixes, for example a process preference model."""
 
-    name: str
-
     async def score(self, prefixes: Sequence[Prefix]) -> list[float]:
         """A value in [-1, 1] for each. Raises when the infrastructure fails; a failure is never a value."""
         ...
@@ -34,8 +32,6 @@ class Scorer(Protocol):
 
 class LikelihoodScorer:
     """The policy's own confidence: from -1 to 1 by the geometric mean of its tokens' probabilities. Needs no model."""
-
-    name = "likelihood"
 
     async def score(self, prefixes: Sequence[Prefix]) -> list[float]:
         return [self._score(prefix.steps) for prefix in prefixes]

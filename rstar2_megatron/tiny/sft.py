@@ -19,8 +19,9 @@ import random
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.judge.sandbox.snippet import FILE_NAME
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_response import format_tool_response, truncate
@@ -35,20 +36,6 @@ REASON_CALL = "Use code."
 REASON_RETRY = "Fix it."
 REASON_ANSWER = "Done."
 REASON_GUESS = "I know."
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of trusted code, in the shape of a judge's result."""
-
-    outcome: str  # "ok" or "error"
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def success(self) -> bool:
-        return self.outcome == "ok"
 
 
 @dataclass(slots=True)
@@ -105,9 +92,9 @@ class TraceWriter:
             turns.append(f"{REASON_ANSWER}</reason>\n\\boxed{{{value}}}")
         return self._segments(problem, turns, responses)
 
-    def _response(self, run: Run) -> str:
+    def _response(self, run: JudgeResult) -> str:
         if self.rng.random() < 0.5:  # judges and clients differ in whether they keep the last line end
-            run = replace(run, stdout=run.stdout.rstrip("\n"), stderr=run.stderr.rstrip("\n"))
+            run = run._replace(stdout=run.stdout.rstrip("\n"), stderr=run.stderr.rstrip("\n"))
         settings = self.template.settings
         return truncate(format_tool_response(run), settings.max_tool_response_length, settings.tool_response_truncate_side)
 
@@ -140,7 +127,7 @@ def answer_turn(reason: str, value: str) -> str:
     return f"{reason}</reason>\n<answer>\n\\boxed{{{value}}}\n</answer>"
 
 
-def run_trusted(code: str, seconds: float) -> Run:
+def run_trusted(code: str, seconds: float) -> JudgeResult:
     """Run code of `problems` in this process and report as the judge would, traceback included.
 
     Only for code of our own generator: nothing limits or isolates it.
@@ -155,8 +142,8 @@ def run_trusted(code: str, seconds: float) -> Run:
         while frame is not None and frame.tb_frame.f_code.co_filename != FILE_NAME:
             frame = frame.tb_next
         stderr = "".join(traceback.format_exception(type(error), error, frame))
-        return Run("error", out.getvalue(), stderr, seconds)
-    return Run("ok", out.getvalue(), "", seconds)
+        return JudgeResult(Outcome.ERROR, out.getvalue(), stderr, seconds=seconds)
+    return JudgeResult(Outcome.OK, out.getvalue(), seconds=seconds, success=True)
 
 
 # ------------------------------------------------------------------------------------- copy curriculum

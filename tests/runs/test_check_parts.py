@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -349,7 +348,7 @@ def test_a_run_on_the_wrong_device_fails(tmp_path: Path, monkeypatch: pytest.Mon
     here = on_gpu(tmp_path)
     (here.thin / "tokenizer.json").write_text("{}")
     figures = {"device": "cpu", "actor_ranks": 8, "engines": 8, "routes": ["disk"]}
-    monkeypatch.setattr(whole_run, "program", lambda _: SimpleNamespace(part=lambda *_: figures))
+    monkeypatch.setattr(whole_run, "part", lambda *_: figures)
     with pytest.raises(CheckFailed, match="are on cpu, the YAML is for cuda"):
         whole_run.start(here)
 

@@ -17,6 +17,7 @@ from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.services.process import free_port, start_child, terminate_tree
 
 _OTHERS_S = 5.0  # what the other ranks of a program may still take when one has failed
+_END_S = 75.0  # in which a whole run ends what it started; all other programs end at once
 _LOG_TAIL = 4000
 
 
@@ -56,7 +57,7 @@ class _Process:
 
     def end(self) -> None:
         self.connection.close()
-        terminate_tree(self.process.pid, grace_s=1.0)
+        terminate_tree(self.process.pid, grace_s=_END_S)
         self.process.wait(10)
         os.close(self._log)
 

@@ -105,7 +105,8 @@ def check(
         signals.ignore()
         remove = functools.partial(shutil.rmtree, scratch, ignore_errors=True)
         with close_deadline(_CLOSE_LIMIT_S, 1, remove, output / "check-close.log"):
-            _close(context)
+            nodes.close()
+            remove()
             files.remove()
         signals.restore()
     path = report_path(settings)
@@ -116,14 +117,6 @@ def check(
         f"{time.monotonic() - started:.0f} s; report: {path}"
     )
     return 1 if failed else 0
-
-
-def _close(context: Context) -> None:
-    program = context.found.get("cluster_program")
-    if program is not None:
-        program.stop()
-    context.nodes.close()
-    shutil.rmtree(context.scratch, ignore_errors=True)
 
 
 def _plan(settings: Settings) -> str:

@@ -54,8 +54,9 @@ def serve(connection: Connection) -> None:
         try:
             answer = (True, find(program)(job, **arguments))
         except BaseException as error:
-            first = (str(error).strip().splitlines() or ["(no message)"])[0]
-            answer = (False, f"{traceback.format_exc()}\n{type(error).__name__}: {first}")  # in short, last
+            first, *more = str(error).strip().splitlines() or ["(no message)"]
+            in_short = " ".join([f"{type(error).__name__}: {first}", *more[-1:]])
+            answer = (False, f"{traceback.format_exc()}\n{in_short}")
         _leave()
         connection.send(answer)
 

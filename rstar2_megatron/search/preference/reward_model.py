@@ -35,8 +35,6 @@ SCALE = 5.0
 class RewardModelScorer:
     """The values of a reward model, in (-1, 1)."""
 
-    name = "reward model"
-
     def __init__(self, engine: RewardEngine, timeout_s: float) -> None:
         self.engine, self.timeout_s = engine, timeout_s
 

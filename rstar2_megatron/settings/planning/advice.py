@@ -62,13 +62,11 @@ def _dimensions(settings: Settings, model: ModelConfig, world: int, engines: int
     experts = [n for n in range(1, world // pp + 1) if model.is_moe and model.num_experts % n == 0 and world % (n * pp) == 0]
     shares = [share for share in _ENGINE_SHARES if share != rollout.gpu_memory_utilization]
     offload = settings.actor.optim.use_distributed_optimizer and not settings.actor.optim.optimizer_cpu_offload
-    tokens = settings.runner.max_tokens_per_mbs
-    halves = [n for n in (tokens >> i for i in range(1, tokens.bit_length())) if n >= settings.runner.seq_length]
     return [
         [{}, *({"rollout.gpu_memory_utilization": share} for share in shares)],
         _sizes("rollout.tensor_parallel_size", rollout.tensor_parallel_size, _divisors(engines, model.num_kv_heads)),
         [{}, *([{"actor.optim.optimizer_cpu_offload": True}] if offload else [])],
-        [{}, *({"runner.max_tokens_per_mbs": n} for n in halves)],
+        [{}, *({"runner.max_tokens_per_mbs": n} for n in smaller_micro_batches(settings))],
         [
             {**size, "actor.model.sequence_parallel": next(iter(size.values())) > 1} if size else size
             for size in _sizes("actor.model.tensor_model_parallel_size", tp, tensors)
@@ -76,6 +74,12 @@ def _dimensions(settings: Settings, model: ModelConfig, world: int, engines: int
         _sizes("actor.model.expert_model_parallel_size", parallel.expert_model_parallel_size, experts or [1]),
         [{}, *([RECOMPUTE] if parallel.recompute_granularity != "full" else [])],
     ]
+
+
+def smaller_micro_batches(settings: Settings) -> list[int]:
+    """Halves of `runner.max_tokens_per_mbs`, down to the longest trajectory."""
+    tokens = settings.runner.max_tokens_per_mbs
+    return [n for n in (tokens >> i for i in range(1, tokens.bit_length())) if n >= settings.runner.seq_length]
 
 
 def _divisors(*numbers: int) -> list[int]:

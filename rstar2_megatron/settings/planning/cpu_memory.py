@@ -8,10 +8,9 @@ parts of the gated MLP, and in bf16 the norms' fp32 inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.advice import RECOMPUTE, as_words, changed
+from rstar2_megatron.settings.planning.advice import RECOMPUTE, Change, as_words, changed, smaller_micro_batches
 from rstar2_megatron.settings.planning.host_memory import save_bytes
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
 from rstar2_megatron.settings.planning.memory import GB, training_memory
@@ -76,23 +75,18 @@ def plan_cpu_memory(plan: RunPlan, settings: Settings, model: ModelConfig, world
 
 def _remedy(settings: Settings, model: ModelConfig, world: int, engines: int, host_gb: float) -> str:
     """The first that fits: smaller micro-batches, the smallest with recompute, these and a single engine."""
-    runner, change = settings.runner, dict[str, Any]()
+    changes: list[Change] = [{"runner.max_tokens_per_mbs": n} for n in smaller_micro_batches(settings)]
+    if settings.actor.model.recompute_granularity != "full":
+        changes.append((changes[-1] if changes else {}) | RECOMPUTE)
 
-    def fits(engines: int) -> bool:
+    def fits(change: Change, engines: int) -> bool:
         return cpu_memory(changed(settings, change), model, world, engines).total <= host_gb
 
-    tokens = runner.max_tokens_per_mbs
-    while tokens // 2 >= runner.seq_length:
-        tokens //= 2
-        change["runner.max_tokens_per_mbs"] = tokens
-        if fits(engines):
+    for change in changes:
+        if fits(change, engines):
             return f"set {as_words(change)}"
-    change["runner.max_tokens_per_mbs"] = tokens
-    if settings.actor.model.recompute_granularity != "full":
-        change |= RECOMPUTE
-        if fits(engines):
-            return f"set {as_words(change)}"
-    if engines > 1 and fits(1):
+    least = changes[-1] if changes else {}
+    if engines > 1 and fits(least, 1):
         place = "place the rollout on one slot: cluster.component_placement={actor: all, rollout: 0, reward: 0}"
-        return f"set {as_words(change)}, and {place}"
+        return f"set {as_words(least)}, and {place}" if least else place
     return "take a smaller model or a machine with more memory"

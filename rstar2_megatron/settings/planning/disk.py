@@ -24,7 +24,7 @@ class Disk:
 
     checkpoints: float
     num_checkpoints: int
-    export: float
+    export: int
     rollouts: float
     other: float
     """trajectories.jsonl, rollouts.jsonl, traces, metrics; logs are bounded by `runner.max_file_mb` each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def save_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[
         "seconds": seconds,
         "bytes": sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()),
         "device_peak_bytes": torch.cuda.max_memory_allocated() - device_before if job.device == "cuda" else 0,
-        "host_peak_bytes": max(0, _peak() - host_before),
+        "host_peak_bytes": max(0, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host_before),
         "state_bytes": 12 * sum(p.numel() for chunk in actor.policy.chunks for p in chunk.parameters()),
     }
     later = actor.train_step(batch)
@@ -123,13 +124,6 @@ def _reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # not allowed in some containers: the peak is then that of the whole life
         return
-
-
-def _peak() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def training_speed(job: Job, case: Case, batch: Batch, steps: int) -> dict[str, float]:

@@ -3,101 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rstar2_megatron.runs.check.context import Context
-from rstar2_megatron.runs.check.programs.cluster_names import CHECKPOINT, ROUTES, START, STEP
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
-from rstar2_megatron.services.process import start_child, terminate_tree
-from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, train_share
 from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.weights.route import RouteKind
 
-PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program"
-_PARTS = (START, *ROUTES, STEP, CHECKPOINT)
+_PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program:part"
+_ROUTES: tuple[str, ...] = get_args(RouteKind)
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 256
-_TAIL = 6000
-
-
-class ClusterProgram:
-    """The program that runs the parts. After a part had to be killed it is restarted with the parts that are left."""
-
-    def __init__(self, context: Context) -> None:
-        self._directory = context.scratch / "run"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._config = self._directory / "config.yaml"
-        self._config.write_text(print_config(run_settings(context)))
-        self._process: subprocess.Popen[bytes] | None = None
-        self._runs = 0
-
-    def part(self, name: str, deadline_s: float) -> dict[str, Any]:
-        """The figures of a part, waiting for it. Raises CheckFailed."""
-        if self._process is None:
-            self._start([part for part in _PARTS if _PARTS.index(part) >= _PARTS.index(name)])
-        assert self._process is not None
-        deadline = time.monotonic() + deadline_s
-        while (event := self._event(name)) is None:
-            if self._process.poll() is not None and self._event(name) is None:
-                code = self._process.returncode
-                self.stop()
-                raise CheckFailed(f"the run ended with {code} before this part did", details=self._log()[-_TAIL:])
-            if time.monotonic() > deadline:
-                self.stop()
-                raise CheckFailed(
-                    f"did not end within its deadline of {deadline_s:.0f} s; the run was ended", details=self._log()[-_TAIL:]
-                )
-            time.sleep(0.1)
-        if event["state"] == "failed":
-            last = event["words"].strip().splitlines() or ["(no words)"]
-            raise CheckFailed(
-                last[0] if len(last) == 1 else f"{last[0]} {last[-1]}", details=f"{event['trace']}\n{self._log()[-_TAIL:]}"
-            )
-        figures: dict[str, Any] = event["figures"]
-        return figures
-
-    def _start(self, parts: list[str]) -> None:
-        self._runs += 1
-        self._events.touch()
-        with (self._directory / f"log-{self._runs}.txt").open("wb") as log:
-            self._process = start_child(
-                [sys.executable, "-u", "-m", PROGRAM, str(self._config), str(self._events), *parts],
-                log,
-                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-            )
-
-    @property
-    def _events(self) -> Path:
-        return self._directory / f"events-{self._runs}.jsonl"
-
-    def _event(self, name: str) -> dict[str, Any] | None:
-        for line in self._events.read_text().splitlines():
-            event: dict[str, Any] = json.loads(line)
-            if event["part"] == name and event["state"] != "begun":
-                return event
-        return None
-
-    def _log(self) -> str:
-        return (self._directory / f"log-{self._runs}.txt").read_text(errors="replace")
-
-    def wait(self, timeout_s: float) -> None:
-        """Let the program end by itself, as it cleans up; kill it when it does not."""
-        if self._process is not None:
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.stop()
-
-    def stop(self) -> None:
-        """End the program with everything that it started. Safe to call twice."""
-        if self._process is not None:
-            terminate_tree(self._process.pid, grace_s=30.0)
-            self._process = None
 
 
 def run_settings(context: Context) -> Settings:
@@ -162,13 +79,13 @@ def run_settings(context: Context) -> Settings:
     return Settings.model_validate(data)
 
 
-def program(context: Context) -> ClusterProgram:
-    found = context.found.get("cluster_program")
-    if found is None:
+def part(context: Context, name: str, deadline_s: float) -> dict[str, Any]:
+    """The figures of a part of the run, which one process of this node keeps. Raises CheckFailed."""
+    if "run" not in context.found:
         context.nodes.close()  # memory and ports belong to the run now
-        found = context.found["cluster_program"] = ClusterProgram(context)
-    assert isinstance(found, ClusterProgram)
-    return found
+        context.found["run"] = run_settings(context)
+    figures: dict[str, Any] = context.nodes.engine(_PROGRAM, (), deadline_s, settings=context.found["run"], name=name)
+    return figures
 
 
 def start(context: Context) -> Finding:
@@ -176,7 +93,7 @@ def start(context: Context) -> Finding:
         raise CheckSkipped(
             f"rollout.model.model_path={context.settings.rollout.model.model_path} has no tokenizer: the agent loop needs one"
         )
-    figures = program(context).part(START, 780.0 if context.device == "cuda" else 420.0)
+    figures = part(context, "start", 780.0 if context.device == "cuda" else 420.0)
     if figures["device"] != context.device:
         raise CheckFailed(f"actor and engines are on {figures['device']}, the YAML is for {context.device}", figures)
     context.found["routes"] = figures["routes"]
@@ -191,7 +108,7 @@ def route(kind: str) -> Callable[[Context], Finding]:
     def run(context: Context) -> Finding:
         if kind not in context.found["routes"]:
             raise CheckSkipped("not possible with this placement (weights/route.py)")
-        figures = program(context).part(kind, 660.0 if context.device == "cuda" else 180.0)
+        figures = part(context, kind, 660.0 if context.device == "cuda" else 180.0)
         words = (
             f"{figures['bytes'] / 1e6:.1f} MB in {figures['sync_seconds']:.2f} s, "
             f"{figures['bytes_per_second'] / 1e9:.3g} GB/s{planned_sync(context, figures['bytes'])}; "
@@ -210,7 +127,7 @@ def planned_sync(context: Context, num_bytes: float) -> str:
 
 
 def step(context: Context) -> Finding:
-    row = program(context).part(STEP, 900.0 if context.device == "cuda" else 240.0)
+    row = part(context, "step", 900.0 if context.device == "cuda" else 240.0)
     words = (
         f"rollout {row.get('time/rollout', 0.0):.1f} s, training {row.get('time/training', 0.0):.1f} s, sync "
         f"{row.get('time/sync_weights', 0.0):.1f} s; {row.get('rollout/tokens_per_second', 0.0):.0f} tokens/s rolled out"
@@ -222,8 +139,7 @@ def step(context: Context) -> Finding:
 
 
 def checkpoint(context: Context) -> Finding:
-    figures = program(context).part(CHECKPOINT, 660.0 if context.device == "cuda" else 180.0)
-    program(context).wait(75.0)
+    figures = part(context, "checkpoint", 660.0 if context.device == "cuda" else 180.0)
     words = f"{figures['bytes'] / 1e6:.1f} MB, loaded by all ranks in {figures['load_seconds']:.1f} s, every bit as saved"
     return Finding(words, figures)
 
@@ -237,7 +153,7 @@ CHECKS = [
         deadline_s=840.0,
         after=("configuration", "thin model", "engine", "judge"),
     ),
-    *(Check(f"weights by {kind}", route(kind), _NETWORK, deadline_s=720.0, after=("run starts",)) for kind in ROUTES),
+    *(Check(f"weights by {kind}", route(kind), _NETWORK, deadline_s=720.0, after=("run starts",)) for kind in _ROUTES),
     Check(
         "training step",
         step,
