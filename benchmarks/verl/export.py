@@ -140,6 +140,18 @@ def differences(settings: Settings) -> Iterator[str]:
         yield f"algorithm.clip_ratio_c=null: verl always has a dual clip; it is {_NO_DUAL_CLIP:g} there"
     if algorithm.kl_beta and algorithm.kl_clamp is None:
         yield "algorithm.kl_clamp=null: verl cuts low_var_kl to +-10"
+    if algorithm.policy_loss in ("gspo", "gspo-token", "cispo"):
+        yield f"algorithm.policy_loss={algorithm.policy_loss}: not exported; verl trains with its clipped loss"
+    if built_in := [name for name in algorithm.trajectory_filters if isinstance(name, str)]:
+        yield f"algorithm.trajectory_filters={built_in}: verl leaves no trajectory out"
+    if algorithm.overlong.buffer_tokens:
+        yield "algorithm.overlong: not exported; verl's rewards are not punished for their length"
+    if algorithm.turn_returns.discount is not None:
+        yield "algorithm.turn_returns: verl has one advantage a trajectory"
+    if algorithm.entropy_bonus_tokens is not None:
+        yield "algorithm.entropy_bonus_tokens: verl's entropy_coeff is for every token"
+    if agentloop.tool_noise:
+        yield f"agentloop.tool_noise={agentloop.tool_noise:g}: no call of verl's fails by intent"
     if algorithm.refill.enabled:
         yield "algorithm.refill: verl adds no problems"
     if settings.rollout.tail != "wait":

@@ -86,6 +86,25 @@ def test_what_verl_cannot_do_is_listed(variant: str) -> None:
     assert "rollout.tail=cut" in text
 
 
+def test_variants_of_the_algorithm_that_verl_does_not_get_are_listed() -> None:
+    words = {
+        "algorithm.policy_loss": "gspo-token",
+        "algorithm.trajectory_filters": "[void_turns]",
+        "algorithm.overlong.buffer_tokens": 512,
+        "algorithm.turn_returns.discount": 0.9,
+        "algorithm.entropy_bonus": 0.01,
+        "algorithm.entropy_bonus_tokens": 8,
+        "agentloop.tool_noise": 0.1,
+    }
+    plain = list(differences(load(SIZE, []).settings))
+    found = list(differences(load(SIZE, [f"{key}={value}" for key, value in words.items()]).settings))
+    named = {line.split(":")[0].split("=")[0] for line in found if line not in plain}
+    assert named == {
+        *("algorithm.policy_loss", "algorithm.trajectory_filters", "algorithm.overlong", "algorithm.turn_returns"),
+        *("algorithm.entropy_bonus_tokens", "agentloop.tool_noise"),
+    }
+
+
 @pytest.mark.ci
 def test_verls_own_configuration_takes_every_key(settings: Settings, tmp_path: Path) -> None:
     """verl without its dependencies: Hydra composes its ppo_trainer with ours on top; each of our keys is one of verl's."""
