@@ -306,7 +306,9 @@ def _unknown_key_message(path: str) -> str:
 def _validation_message(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"])
+        loc = problem["loc"]
+        # pydantic puts the kind of a tool's entry behind its number, which is no key.
+        path = ".".join(str(part) for i, part in enumerate(loc) if not (loc[i - 2 : i - 1] == ("tools",) and i > 2))
         if problem["type"] == "missing":
             lines.append(f"{path} has no value; set it in the YAML or on the command line: {path}=...")
         else:

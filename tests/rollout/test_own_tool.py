@@ -15,6 +15,7 @@ from rstar2_megatron.extension.user_code import FOLDERS
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_set import tools_of
+from rstar2_megatron.settings.load import ConfigError, load
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
@@ -366,6 +367,12 @@ def test_settings_that_are_no_tool_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValidationError, match=words):
             settings_of(tmp_path, SEARCH, entry)
+
+
+def test_a_refused_entry_is_named_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SEARCH)
+    with pytest.raises(ConfigError, match=r"^agentloop\.tools\.1\.timeout_s=-1: "):
+        load("rstar2-tiny-cpu", [f"agentloop.tools=[{STANDARD_IO}, {{use: '{tmp_path}/own.py:search', timeout_s: -1}}]"])
 
 
 def test_settings_travel(tmp_path: Path) -> None:
