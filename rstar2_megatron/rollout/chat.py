@@ -191,11 +191,6 @@ class ChatTemplate:
         """Tokens that end an assistant turn."""
         return [self._encode(end)[0] for end in self._ends]
 
-    @property
-    def start_id(self) -> int:
-        """The first token of a generation prefix."""
-        return self._encode(self.generation_prefix)[0]
-
     def prompt_text(self, problem: Problem) -> str:
         """The whole prompt, generation prefix included. Chat markers inside the problem's messages are broken up.
 
