@@ -34,6 +34,7 @@ def test_set_up_main_job_and_default_tier(version: str) -> None:
     python = interpreter(version)
     # what sends pip to this machine's folders; the certificate and a mirror are anybody's
     own = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT", "UV_FIND_LINKS", "UV_INDEX", "RSTAR2_VENV", "VIRTUAL_ENV")
+    own += ("PYTHONPATH", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "UV_PYTHON": python, "RSTAR2_GPU": "0"}
     place = Path(tempfile.mkdtemp(prefix=f"rstar2-{version}-", dir="/tmp"))
