@@ -109,9 +109,7 @@ class ToolRunner:
         """noise: the chance that the call fails; the same calls do when a turn is repeated."""
         if not call.valid:
             return ToolCall(call.name, call.arguments, ToolOutcome.MALFORMED, format_refusal(call.message))
-        t = trajectory
-        place = f"{t.query_id} {t.rollout_index} {t.oldest_version} {len(t.tool_calls)} {call.arguments}"
-        if noise and random.Random(place).random() < noise:
+        if noise and _draw(trajectory, call) < noise:
             return ToolCall(call.name, call.arguments, ToolOutcome.ERROR, NOISE)
         tool = self.tools[call.name]
         if tool.has_session:
@@ -127,3 +125,10 @@ class ToolRunner:
                 text, trajectory.user_error = str(error), type(error.__cause__).__name__
             answer = ToolAnswer(ToolOutcome.INFRASTRUCTURE, text)
         return ToolCall(call.name, call.arguments, answer.outcome, answer.text, time.monotonic() - begun)
+
+
+def _draw(trajectory: Trajectory, call: ParsedCall) -> float:
+    """In [0, 1), by the place of the call alone: a turn that is repeated draws the same."""
+    t = trajectory
+    place = f"{t.query_id} {t.rollout_index} {t.oldest_version} {len(t.tool_calls)} {call.arguments}"
+    return random.Random(place).random()

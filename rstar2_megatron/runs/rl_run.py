@@ -253,7 +253,8 @@ class RLRun(ClusterRun):
         log = MetricLogger(self.cluster.config)
         self._closing.append(log.finish)
         for step in range(done + 1, runner.max_steps + 1):
-            if runner.stop_when and (held := first_that_holds(runner.stop_when, self.files.metrics.rows())):
+            earlier = self.files.metrics.rows()
+            if runner.stop_when and (held := first_that_holds(runner.stop_when, earlier)):
                 return self._stop_early(step - 1, held)
             if self.signals.end_asked:
                 self._stop_early(step - 1, "SIGUSR2 asks for it, the same command continues")
@@ -270,14 +271,14 @@ class RLRun(ClusterRun):
                 "rollout/judge_restarts": float(self.judge.restarts),
                 **step_metrics(result.groups, result.resampled, result.actor_metrics, result.rollout_stats, result.seconds),
             }
-            if (drift := logprob_drift([*self.files.metrics.rows(), row])) is not None:
+            if (drift := logprob_drift([*earlier, row])) is not None:
                 row["train/actor/logprob_drift"] = drift
             if step == done + 1:
                 row["time/to_first_step"] = time.perf_counter() - self.started
             if validate and self.held_out:
                 self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                 row.update(self.last_evaluation[1].metrics())
-            warnings = self.metric_watch.lines(self.files.metrics.rows(), row)
+            warnings = self.metric_watch.lines(earlier, row)
             print("\n".join([step_line(row), *(f"warning: {line}" for line in warnings)]), flush=True)
             self._export_step(row)
             self.files.append(step, row, result.groups, result.shown)
