@@ -13,7 +13,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import redis
 import torch
@@ -193,21 +192,25 @@ def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: 
     assert len({query for queries in ours.values() for query in queries}) == 8
 
 
-def listening_ports(run: RunProcess | None = None) -> set[int]:
-    """TCP ports that processes of a run, or any at all, listen on."""
-    if run is None:
-        connections = psutil.net_connections("tcp")
-    else:
-        connections = []
-        for process in run.processes():
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                connections += process.net_connections("tcp")
-    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN and c.laddr}
+def listening_sockets() -> set[str]:
+    """`socket:[INODE]` of every TCP socket that listens; a port alone may be another test's by now."""
+    rows = (line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:])
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
 
 
-def leaves_nothing(run: RunProcess, ports: set[int]) -> None:
+def listening_sockets_of(run: RunProcess) -> set[str]:
+    opened = set()
+    for process in run.processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):  # it has just been closed
+                    opened.add(os.readlink(descriptor))
+    return opened & listening_sockets()
+
+
+def leaves_nothing(run: RunProcess, sockets: set[str]) -> None:
     run.assert_nothing_left()
-    assert ports and not ports & listening_ports()
+    assert sockets and not sockets & listening_sockets()
     assert not list(Path("/dev/shm").glob("rstar2*"))
 
 
@@ -215,10 +218,10 @@ def leaves_nothing(run: RunProcess, ports: set[int]) -> None:
 def test_sigterm_while_starting(cache: Path, first_run: Path, tmp_path: Path) -> None:
     run = RunProcess(arguments(cache, tmp_path, "stopped"), tmp_path / "stopped.log").start()
     run.wait_for(lambda: "ready:" in run.text(), LIMIT_S, "readiness")
-    ports = listening_ports(run)
+    sockets = listening_sockets_of(run)
     run.send(signal.SIGTERM)
     assert run.wait(60) == 143, run.text()[-4000:]
-    leaves_nothing(run, ports)
+    leaves_nothing(run, sockets)
     assert "Unhandled error" not in run.text(), run.text()[-4000:]
 
 
@@ -242,11 +245,11 @@ def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: P
             return int(client.info("commandstats").get("cmdstat_incrby", {}).get("calls", 0)) // 2
 
         run.wait_for(lambda: calls() > 5, LIMIT_S, "tool calls through the Redis that the YAML names")
-        ports = listening_ports(run) - {redis_server.port}
+        sockets = listening_sockets_of(run)
         assert run.process is not None
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait(60) == 130
-        leaves_nothing(run, ports)
+        leaves_nothing(run, sockets)
         assert client.ping()
     assert "Traceback" not in run.text(), run.text()[-4000:]
 
