@@ -3,20 +3,21 @@
     config: rstar2-tiny-cpu                 of every run, a name of config/ or a path
     overrides: {dotted.key: value, ...}     of every run; runner.experiment_name names the ablation
     seeds: [0, 1, 2]
+    at_once: 2                              runs side by side, on CPU slots; 1 by default
     arms: {NAME: {dotted.key: value, ...}, ...}     the first is what the others are compared with
 
 Every run starts from one model: the cold start has one seed, and its cache serves all. A seed of the file decides the order of
-the problems and the sampling. Runs come one after another, seed by seed, so that an ablation that is stopped has whole seeds.
+the problems and the sampling. Runs come seed by seed, so that an ablation that is stopped has whole seeds.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,11 @@ from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.runs.stages import override_word, read_section
 from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.settings.load import ConfigError, load, to_plain, users_path
+from rstar2_megatron.settings.placement import slots_of
 from rstar2_megatron.settings.schema import Section, Settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
-_RUN_TIMEOUT_S = 24 * 3600.0
+_POLL_S = 0.5
 _CLOSE_S = 90.0  # a run ends what it started
 _SHOWN_LINES = 15
 
@@ -47,6 +49,8 @@ class Ablation(Section):
     config: str
     overrides: dict[str, Any] = Field(default_factory=dict)
     seeds: list[int] = Field(min_length=1)
+    at_once: int = Field(1, ge=1)
+    """Runs of one seed that run side by side. CPU slots only: RLinf gives a run every GPU of the machine."""
     arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], dict[str, Any]] = Field(min_length=1)
     metrics: list[str] = Field(min_length=1)
     """Words or names of metrics, as for --metrics of report.curves."""
@@ -63,6 +67,10 @@ class ArmRun:
     @property
     def directory(self) -> Path:
         return Path(self.settings.runner.output_dir) / self.name
+
+    @property
+    def log(self) -> Path:
+        return self.directory.with_name(f"{self.name}.log")
 
     @property
     def state(self) -> str:
@@ -111,6 +119,8 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
         raise ConfigError(f"--seeds {strange[0]}: give whole numbers, e.g. --seeds 0,1,2")
     chosen, numbers = list(arms) or list(ablation.arms), [int(seed) for seed in seeds] or ablation.seeds
     runs = _runs(ablation, words, chosen, numbers)
+    if ablation.at_once > 1 and not all(slots_of(run.settings.cluster).is_cpu for run in runs.values()):
+        raise ConfigError(f"at_once={ablation.at_once}: runs on GPUs come one after another, because each takes all of them")
     _check(runs, dry_run)
     for (arm, seed), run in runs.items():
         print(f"{arm}, seed {seed}: {run.state} ({run.directory})", flush=True)
@@ -120,7 +130,7 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
     failed = 0
     try:
         for number, seed in enumerate(numbers, 1):
-            failed += sum(_run(ablation.config, runs[arm, seed]) for arm in chosen)
+            failed += _run(ablation, [runs[arm, seed] for arm in chosen])
             failed += _draw(ablation, {arm: [runs[arm, s].directory for s in numbers[:number]] for arm in chosen})
     except KeyboardInterrupt:
         return 130
@@ -163,37 +173,43 @@ def _check(runs: Runs, dry_run: bool) -> None:
         run.check_earlier()
 
 
-def _run(config: str, run: ArmRun) -> bool:
-    """Whether the run failed."""
-    if run.state == "finished":
-        return False
+def _run(ablation: Ablation, runs: Sequence[ArmRun]) -> int:
+    """Run what is not finished, `at_once` at a time; they end with their caller. Returns how many failed."""
+    waiting = [run for run in runs if run.state != "finished"]
+    running: dict[subprocess.Popen[bytes], ArmRun] = {}
+    failed = 0
     try:
-        command = [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", config, *run.words]
-        logged(command, run.directory.with_name(f"{run.name}.log"), dict(os.environ), Path.cwd())
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return True
-    return False
-
-
-def logged(command: Sequence[str], log: Path, environment: dict[str, str], cwd: Path) -> None:
-    """Run a command with its output in `log`; it ends with its caller.
-
-    Raises RuntimeError with the end of the log when it fails.
-    """
-    print(f"{log.stem}: output in {log}", flush=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True
-        )
-        try:
-            code = process.wait(_RUN_TIMEOUT_S)
-        finally:
+        while waiting or running:
+            # The first one makes the model that all start from: it is alone until it has a step.
+            one_has_a_step = any((run.directory / "metrics.jsonl").is_file() for run in runs)
+            if waiting and len(running) < (ablation.at_once if one_has_a_step else 1):
+                run = waiting.pop(0)
+                running[_start(ablation.config, run)] = run
+            for process in [process for process in running if process.poll() is not None]:
+                terminate_tree(process.pid, grace_s=_CLOSE_S)
+                failed += _has_failed(running.pop(process), process.returncode)
+            time.sleep(_POLL_S)
+    finally:
+        for process in running:
             terminate_tree(process.pid, grace_s=_CLOSE_S)
+    return failed
+
+
+def _start(config: str, run: ArmRun) -> subprocess.Popen[bytes]:
+    """Its output lies beside its directory."""
+    print(f"{run.name}: output in {run.log}", flush=True)
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", config, *run.words]
+    with run.log.open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _has_failed(run: ArmRun, code: int) -> bool:
+    """Tells the end of its output when it has."""
     if code:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
-        raise RuntimeError(f"{log.stem} ended with exit code {code}; the end of {log}:\n{end}")
+        end = "\n".join(run.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+        print(f"error: {run.name} ended with exit code {code}; the end of {run.log}:\n{end}", file=sys.stderr, flush=True)
+    return code != 0
 
 
 def _draw(ablation: Ablation, arms: dict[str, list[Path]]) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -91,6 +94,43 @@ def test_what_is_there_is_drawn_and_only_the_rest_is_run(
     assert f"{said} (2 pairs of equal seeds): nothing may be concluded" in text
     assert (root / "comparison.png").stat().st_size > 10_000
     assert run_ablation(str(file), [], ["plain"], ["0", "1"], dry_run=False) == 0, "all of it is finished"
+
+
+@pytest.mark.parametrize(("at_once", "finished", "together"), [(1, True, 1), (2, True, 2), (2, False, 1)])
+def test_runs_come_side_by_side_once_one_has_a_step(
+    file: Path, tmp_path: Path, at_once: int, finished: bool, together: int
+) -> None:
+    """Another process holds the names of two runs, so that they end after their start-up."""
+    root = tmp_path / "three"
+    file.write_text(file.read_text().replace("metrics:", f"at_once: {at_once}\nmetrics:"))
+    if finished:
+        ended(root / "plain-0", 0.5, words_of(file, "plain", 0))
+    root.mkdir(exist_ok=True)
+    seen, over = [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            seen.append(len(psutil.Process().children()))
+
+    watcher = threading.Thread(target=watch)
+    with contextlib.ExitStack() as held:
+        for arm in ("roc", "cispo"):
+            fcntl.flock(held.enter_context((root / f".{arm}-0.lock").open("w")), fcntl.LOCK_EX)
+        held.callback(watcher.join)
+        held.callback(over.set)
+        before = len(psutil.Process().children())
+        watcher.start()
+        assert (
+            run_ablation(str(file), [], ["plain", "roc", "cispo"] if finished else ["roc", "cispo"], ["0"], dry_run=False) == 1
+        )
+    assert max(seen) - before == together
+    assert sorted(path.name for path in root.glob("*.log")) == ["cispo-0.log", "roc-0.log"]
+
+
+def test_runs_on_gpus_come_one_after_another(file: Path) -> None:
+    file.write_text(file.read_text().replace("metrics:", "at_once: 2\nmetrics:"))
+    with pytest.raises(ConfigError, match="at_once=2: runs on GPUs come one after another"):
+        run_ablation(str(file), ["cluster.node_groups=null"], [], [], dry_run=True)
 
 
 def test_a_plan_says_what_each_run_would_do(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
