@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.logged import logged
 from benchmarks.noisy_actor import ONCE, SIZE, NoisyActor
 from benchmarks.verl.beside import Beside, seed_words
 from rstar2_megatron.cluster import launch
 from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.report.curves import main as draw
-from rstar2_megatron.runs.ablation import logged
 from rstar2_megatron.runs.main import main as run
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.tiny.resolve import resolve_tiny

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from benchmarks.logged import logged
 from benchmarks.verl.dumps import add_tool_errors
 from benchmarks.verl.export import CODE, export
 from rstar2_megatron.judge.client.service import CodeJudgeService
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
-from rstar2_megatron.runs.ablation import logged
 from rstar2_megatron.runs.cold_start import find_cached
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load_settings
 from rstar2_megatron.settings.schema import Settings
