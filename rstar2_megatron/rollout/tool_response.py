@@ -42,6 +42,10 @@ def format_refusal(message: str) -> str:
     return f"Tool call failure\nreason: {message}"
 
 
+NOISE = format_refusal("the tool is not available; call it again.")
+"""What the model reads of a call that `agentloop.tool_noise` lets fail."""
+
+
 def truncate(text: str, max_chars: int, side: TruncateSide) -> str:
     """Cut `text` to `max_chars` of its characters, plus a mark at the cut.
 

@@ -14,13 +14,11 @@ from rstar2_megatron.records.trace import TOOLS, TRACE
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool import CallContext, Judge, Tool, ToolAnswer
 from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall
-from rstar2_megatron.rollout.tool_response import format_refusal
+from rstar2_megatron.rollout.tool_response import NOISE, format_refusal
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
 
 _CLOSE_TIMEOUT_S = 5.0
-NOISE = format_refusal("the tool is not available; call it again.")
-"""What the model reads of a call that `agentloop.tool_noise` lets fail."""
 
 
 class ToolRunner:

@@ -27,7 +27,7 @@ bash run_rstar2.sh --ablate FILE [--arms NAME,NAME] [--seeds N,N] [key=value ...
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
                   after a kill, the same command continues in the right stage
-  --ablate FILE   the arms of FILE under its seeds, one after another, and their comparison (docs/ablations.md); what is
+  --ablate FILE   the arms of FILE under its seeds and their comparison (docs/ablations.md); what is
                   finished is not run again, so after a stop the same command continues
   --new NAME      write NAME.yaml here: a short YAML that fits this machine, a Hugging Face directory and jsonl of
                   problems (docs/your_model.md)

@@ -25,12 +25,24 @@ from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tiny.problems import Level, TinyProblem, stream
-from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, chained_recipe, smollm2_recipe, tiny_agent_loop
+from rstar2_megatron.tiny.recipe import (
+    TinyModelShape,
+    TinyRecipe,
+    chained_noisy_recipe,
+    chained_recipe,
+    smollm2_recipe,
+    tiny_agent_loop,
+)
 from rstar2_megatron.tiny.sft import Segments, TraceWriter, copy_rows, pieces
 
-Base = Literal["tiny", "chained", "smollm2"]
+Base = Literal["tiny", "chained", "chained-noisy", "smollm2"]
 
-_RECIPES: dict[Base, Callable[[], TinyRecipe]] = {"tiny": TinyRecipe, "chained": chained_recipe, "smollm2": smollm2_recipe}
+_RECIPES: dict[Base, Callable[[], TinyRecipe]] = {
+    "tiny": TinyRecipe,
+    "chained": chained_recipe,
+    "chained-noisy": chained_noisy_recipe,
+    "smollm2": smollm2_recipe,
+}
 
 # Files whose code decides the result.
 _CODE = (

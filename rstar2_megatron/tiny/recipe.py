@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tiny.problems import CHAINED, FAMILIES, Level
@@ -52,6 +52,9 @@ class Mix:
     chain_mistakes: dict[str, float] = field(default_factory=lambda: {"+": 0.3, "-": 0.3, "*": 0.3, "%": 0.6})
     """Chained problems: how often a step has another operator than the question, by the question's. Where it is above a half,
     the most likely step is wrong."""
+    failed_calls: float = 0.0
+    """Chained problems: how often a call fails for no fault of its own, as `agentloop.tool_noise` lets it. It is made again
+    as often as a careless conversation is corrected (`retry_right`); else the conversation goes on with a number of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,11 @@ class TinyRecipe:
 def chained_recipe() -> TinyRecipe:
     """Chained problems alone: each takes three dependent tool calls, and the policy makes mistakes on the way."""
     return TinyRecipe(families=tuple(CHAINED), train_problems=1024, conversations=4096, main_share=0.8)
+
+
+def chained_noisy_recipe() -> TinyRecipe:
+    """Chained problems of which some calls fail, and conversations that do not always call again."""
+    return replace(chained_recipe(), mix=Mix(failed_calls=0.15, retry_right=0.5))
 
 
 def smollm2_recipe() -> TinyRecipe:

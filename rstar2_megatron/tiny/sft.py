@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.judge.sandbox.snippet import FILE_NAME
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.tool_response import format_tool_response, truncate
+from rstar2_megatron.rollout.tool_response import NOISE, format_tool_response, truncate
 from rstar2_megatron.tiny.problems import CHAIN_NAMES, TinyProblem, chain_code, mistaken
 from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix
 from rstar2_megatron.tools import STANDARD_IO
@@ -72,7 +72,14 @@ class TraceWriter:
             if self.rng.random() < self.mix.chain_mistakes[operation[0]]:
                 operation = mistaken(operation)
             code = chain_code(place, value, operation)
-            turns.append(call_turn(f"Find {CHAIN_NAMES[place]}.", code))
+            turn = call_turn(f"Find {CHAIN_NAMES[place]}.", code)
+            turns.append(turn)
+            if self.mix.failed_calls and self.rng.random() < self.mix.failed_calls:
+                responses.append(NOISE)
+                if self.rng.random() >= self.mix.retry_right:
+                    value = self._guess(run_trusted(code, seconds=0.0).stdout.strip())
+                    continue
+                turns.append(turn)
             run = run_trusted(code, seconds=self.rng.choice(RUN_SECONDS))
             responses.append(self._response(run))
             value = run.stdout.strip()

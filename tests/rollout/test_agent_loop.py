@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome, make_result
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, GenerationTimeout
-from rstar2_megatron.rollout.tool_runner import NOISE
+from rstar2_megatron.rollout.tool_response import NOISE
 from rstar2_megatron.tools import JUPYTER, STANDARD_IO
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome
 from tests.rollout.written import ANSWER, CELL, PROBLEM, WrittenJudge, assert_same_tokens, call, make_loop, run, written

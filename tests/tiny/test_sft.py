@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -59,6 +60,27 @@ def test_other_kinds_fail_as_meant(template: ChatTemplate) -> None:
         assert "Tool call failure" in failed[2][0] and "Tool call success" in failed[4][0]
         assert "Error" in failed[2][0].split("...(truncated)...")[1]  # what went wrong survives the cut
         assert box in final_turn(failed)
+
+
+def test_a_call_that_fails_is_made_again_or_guessed(template: ChatTemplate) -> None:
+    """Text, trained or not, in the order of the conversation."""
+    rng = random.Random(0)
+    (problem,) = itertools.islice(stream("main", rng, set(), ["chain"]), 1)
+    never = dict.fromkeys("+-*%", 0.0)
+
+    def written(failed_calls: float, retry_right: float) -> tuple[list[str], list[str]]:
+        mix = Mix(chain_mistakes=never, failed_calls=failed_calls, retry_right=retry_right)
+        segments = TraceWriter(template, random.Random(1), mix).conversation(problem)
+        own = "".join(text for text, trained in segments if trained)
+        return re.findall(r"<tool_call>\n(.*)\n</tool_call>", own), re.findall(r"boxed{(.*?)}", own)
+
+    calls, answer = written(0.0, 0.5)
+    assert len(calls) == 3 and answer == [problem.answer]
+    again = written(1.0, 1.0)
+    assert again == ([call for call in calls for _ in range(2)], [problem.answer])
+    guessed = written(1.0, 0.0)
+    assert guessed[0][0] == calls[0] and guessed[0][1] != calls[1] and len(guessed[0]) == 3
+    assert guessed[1] != [problem.answer]
 
 
 def test_a_chain_is_followed_step_by_step_with_the_mistakes_of_the_mix(template: ChatTemplate) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rstar2_megatron.settings.sections.base import Section
 
-BUILT_PREFIXES = ("tiny:", "chained:", "smollm2:")
+BUILT_PREFIXES = ("tiny:", "chained:", "chained-noisy:", "smollm2:")
 """Begin the path of what `cold_start.builder` makes."""
 
 
@@ -75,9 +75,9 @@ class ColdStartSettings(Section):
 
     enabled: bool = False
     cache_dir: str = ".cache/rstar2"
-    builder: Literal["tiny", "chained", "smollm2"] | None = None
+    builder: Literal["tiny", "chained", "chained-noisy", "smollm2"] | None = None
     """The project makes model, problems and SFT data when they are absent. tiny: a model from nothing; chained: the
-    same with problems of three dependent tool calls; smollm2: a pretrained one from a registry package
-    (requirements/smollm2.txt)."""
+    same with problems of three dependent tool calls; chained-noisy: and with calls that fail (agentloop.tool_noise);
+    smollm2: a pretrained one from a registry package (requirements/smollm2.txt)."""
     seed: int = 0
     phases: list[SFTPhaseSettings] = []
