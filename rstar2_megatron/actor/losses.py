@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rstar2_megatron.algorithm.batch import TrainSequence, first_of_later_turns
 from rstar2_megatron.algorithm.correction import tis_weights
 from rstar2_megatron.algorithm.kl import kl_estimate
 from rstar2_megatron.algorithm.loss import Aggregation, PolicyLoss, Tokens, policy_loss
@@ -30,6 +29,8 @@ SUMS = (
     "after_tool_entropy", "after_tool_tokens",
 )  # fmt: skip
 MAXIMA = ("tis_ratio_max", "logprob_diff_max")
+AFTER_TOOL = 8
+"""Tokens behind a tool response whose entropy is a metric."""
 
 
 class FlatLogProbs:
@@ -52,16 +53,9 @@ class FlatLogProbs:
         return np.split(self.values.numpy(force=True), self.starts.tolist()[1:])
 
 
-def explored_tokens(sequences: Sequence[TrainSequence], count: int | None, device: str) -> FlatLogProbs | None:
-    """1 for the tokens that `algorithm.entropy_bonus_tokens` = `count` names, else 0. None without `count`.
-
-    It needs the masks of what was generated, before `algorithm.mismatch` leaves tokens out.
-    """
-    if count is None:
-        return None
-    mask = FlatLogProbs([s.length for s in sequences], device)
-    mask.values += torch.from_numpy(np.concatenate([first_of_later_turns(s.loss_mask, count) for s in sequences])).to(device)
-    return mask
+def _first(count: int, behind_tool: Tensor) -> Tensor:
+    """bool [n]: the first `count` tokens behind each tool response."""
+    return (behind_tool > 0) & (behind_tool <= count)
 
 
 def sft_loss(divisor: float) -> LossFunction:
@@ -84,7 +78,6 @@ def rl_loss(
     reference: FlatLogProbs | None,
     first: int,
     across_ranks: Callable[[Tensor], Tensor],
-    entropy_mask: FlatLogProbs | None = None,
 ) -> LossFunction:
     """The policy loss of a mini-batch whose first sequence is number `first` of the step's batch.
 
@@ -92,7 +85,6 @@ def rl_loss(
     `old`: recomputed log-probs of the step's sequences. Without `old`, `recompute_logprobs` uses the current log-probs,
     which is exact for a single mini-batch: the weights have not been updated since.
     `reference`: log-probs of the frozen reference for the KL term, which has the token weights of the policy loss.
-    `entropy_mask`: as of `algorithm.loss.policy_loss`, of the step's sequences.
     """
     per_sequence = weights.sequence_weights.to(device, torch.float32)
 
@@ -117,20 +109,21 @@ def rl_loss(
             settings=algorithm,
             across_ranks=across_ranks,
         )
+        explored = algorithm.entropy_bonus_tokens
         value, loss_sums = policy_loss(
             tokens,
             token_loss,
             denominator=weights.denominator,
             token_weights=token_weights,
             tis_weights=correction if algorithm.importance_sampling_fix or algorithm.decoupled_loss else None,
-            entropy_mask=None if entropy_mask is None else entropy_mask.of(batch.sequence + first, batch.place),
+            entropy_mask=None if explored is None else _first(explored, batch.behind_tool),
         )
         if reference is not None:
             there = reference.of(batch.sequence + first, batch.place)
             kl = kl_estimate(log_probs, there, algorithm.kl_penalty_type, algorithm.kl_clamp)
             value = value + algorithm.kl_beta * (token_weights * kl).sum() / weights.denominator
             sums["reference_kl"] = kl.detach().sum()
-        behind = batch.after_tool
+        behind = _first(AFTER_TOOL, batch.behind_tool)
         sums |= {"after_tool_entropy": entropy.detach()[behind].sum(), "after_tool_tokens": behind.sum()}
         return value, {**sums, **loss_sums, "loss": value.detach()}
 

@@ -18,16 +18,7 @@ from torch import Tensor
 
 from rstar2_megatron.actor import process_groups
 from rstar2_megatron.actor.layout import Layout, check_layout
-from rstar2_megatron.actor.losses import (
-    SUMS,
-    FlatLogProbs,
-    LossFunction,
-    explored_tokens,
-    rl_loss,
-    rl_metrics,
-    sft_loss,
-    sft_metrics,
-)
+from rstar2_megatron.actor.losses import SUMS, FlatLogProbs, LossFunction, rl_loss, rl_metrics, sft_loss, sft_metrics
 from rstar2_megatron.actor.offload import DeviceMemory
 from rstar2_megatron.actor.packing import MicroBatchPlan, plan_microbatches, split_minibatches
 from rstar2_megatron.algorithm.batch import TrainSequence
@@ -164,7 +155,6 @@ class MegatronActor:
         algorithm, rules = self.algorithm, MismatchRules.of(self.algorithm)
         minibatches = split_minibatches(len(sequences), algorithm.n_minibatches)
         old: FlatLogProbs | None = None
-        explored = explored_tokens(sequences, algorithm.entropy_bonus_tokens, self.device)
         mismatch: dict[str, float] = {}
         if rules.any or (algorithm.recompute_logprobs and len(minibatches) > 1):
             # A single mini-batch needs no separate scoring pass: see rl_loss.
@@ -191,7 +181,7 @@ class MegatronActor:
                 mini_batch_rows=mini_batch_rows,
             )
             across = self.policy.context_sum
-            loss = rl_loss(algorithm, self._loss, weights, self.device, old, reference, indices.start, across, explored)
+            loss = rl_loss(algorithm, self._loss, weights, self.device, old, reference, indices.start, across)
             plans.append(plan)
             steps.append(self._update(part, plan, loss, temperature=self._temperature))
         self._finish_written_checkpoint()

@@ -27,6 +27,8 @@ class TrainSequence(PerToken):
     rollout_logprobs: np.ndarray
     advantage: float | np.ndarray
     """Of the trajectory, or of each token (`over_turns`)."""
+    generated: np.ndarray | None = None
+    """`loss_mask` before a rule of `algorithm.mismatch` left tokens out of it. None: none did."""
 
     @property
     def length(self) -> int:
@@ -83,11 +85,11 @@ def over_turns(loss_mask: np.ndarray, advantages: Sequence[float]) -> np.ndarray
     return result
 
 
-def first_of_later_turns(loss_mask: np.ndarray, count: int) -> np.ndarray:
-    """bool [tokens]: the first `count` generated tokens of every turn but the first, so of those behind a tool response."""
-    result = np.zeros(len(loss_mask), bool)
-    for start, end in generated_spans(loss_mask)[1:]:
-        result[start : min(end, start + count)] = True
+def places_behind_tools(generated: np.ndarray) -> np.ndarray:
+    """int32 [tokens]: place, from 1, of a generated token behind the tool response before it; 0 in the first turn."""
+    result = np.zeros(len(generated), np.int32)
+    for start, end in generated_spans(generated)[1:]:
+        result[start:end] = np.arange(1, end - start + 1)
     return result
 
 

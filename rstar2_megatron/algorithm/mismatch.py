@@ -85,7 +85,7 @@ def without_mismatch(
         "masked_token_fraction": 1 - sum(after) / max(sum(before), 1),
         "masked_sequence_fraction": gone / max(sum(had > 0 for had in before), 1),
     }
-    return [replace(s, loss_mask=mask) for s, mask in zip(sequences, masks)], shares
+    return [replace(s, loss_mask=mask, generated=s.loss_mask) for s, mask in zip(sequences, masks)], shares
 
 
 def mismatch_by_turn(

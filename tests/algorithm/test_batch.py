@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, TrainSequence, first_of_later_turns, train_sequence
+from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, TrainSequence, places_behind_tools, train_sequence
 from rstar2_megatron.algorithm.correction import tis_weights
 from rstar2_megatron.trajectory import FinishReason
 from tests.algorithm.trajectories import trajectory
@@ -52,26 +52,21 @@ def test_a_batch_reads_its_sequences_from_blocks_in_its_own_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "count", "expected"),
-    [
-        ([0, 1, 1, 0, 0, 1, 1, 1, 0, 1], 2, [0, 0, 0, 0, 0, 1, 1, 0, 0, 1]),
-        ([0, 1, 1, 0, 0, 1, 1, 1, 0, 1], 9, [0, 0, 0, 0, 0, 1, 1, 1, 0, 1]),
-        ([0, 1, 1, 1], 2, [0, 0, 0, 0]),
-        ([0, 0], 1, [0, 0]),
-    ],
+    ("mask", "expected"),
+    [([0, 1, 1, 0, 0, 1, 1, 1, 0, 1], [0, 0, 0, 0, 0, 1, 2, 3, 0, 1]), ([0, 1, 1, 1], [0, 0, 0, 0]), ([0, 0], [0, 0])],
 )
-def test_first_tokens_behind_each_tool_response(mask: list[int], count: int, expected: list[int]) -> None:
-    assert first_of_later_turns(np.array(mask, np.uint8), count).tolist() == expected
+def test_places_behind_each_tool_response(mask: list[int], expected: list[int]) -> None:
+    assert places_behind_tools(np.array(mask, np.uint8)).tolist() == expected
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 5))
-def test_first_tokens_equal_a_walk_over_the_tokens(generated: list[bool], count: int) -> None:
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_places_equal_a_walk_over_the_tokens(generated: list[bool]) -> None:
     generated[0] = False
     expected, turn, place = [], 0, 0
     for before, here in zip([False, *generated], generated):
         turn, place = (turn + 1, 0) if here and not before else (turn, place + 1)
-        expected.append(here and turn > 1 and place < count)
-    assert first_of_later_turns(np.array(generated, np.uint8), count).tolist() == expected
+        expected.append(place + 1 if here and turn > 1 else 0)
+    assert places_behind_tools(np.array(generated, np.uint8)).tolist() == expected
 
 
 def test_importance_weights_are_truncated_and_counted() -> None:

@@ -15,12 +15,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rstar2_megatron.actor.network.attention import PackedBatch, rotary_tables
-from rstar2_megatron.algorithm.batch import TrainSequence, first_of_later_turns
+from rstar2_megatron.algorithm.batch import TrainSequence, places_behind_tools
 
 _LENGTHS = 1024  # the longest length that TransformerEngine is told is a multiple
 
-AFTER_TOOL = 8
-"""Tokens behind a tool response whose entropy is a metric."""
 Wanted = Literal["trained", "all", "last"]
 """Log-probs of the tokens of `loss_mask`, or of every token with a predecessor; the scores of the last tokens."""
 
@@ -38,7 +36,7 @@ class MicroBatch:
     place: Tensor  # [n] index of the token in its sequence
     advantages: Tensor  # [n]
     rollout_logprobs: Tensor  # [n]
-    after_tool: Tensor  # [n] bool, of the first AFTER_TOOL tokens behind a tool response; "trained" only
+    behind_tool: Tensor  # [n] as of `places_behind_tools`; "trained" only
     members: tuple[int, ...]
     """The sequences of the micro-batch, also those whose wanted tokens other CP ranks have."""
 
@@ -132,7 +130,8 @@ def build_microbatch(
     owners, places_ = joined(owner), joined(place)
     advantages = [torch.tensor(m.advantage, dtype=torch.float32).expand(m.length)[p] for m, p in zip(members, place)]
     rollout = [torch.tensor(m.rollout_logprobs, dtype=torch.float32)[p] for m, p in zip(members, place)]
-    behind = [torch.from_numpy(first_of_later_turns(m.loss_mask, AFTER_TOOL))[p] for m, p in zip(members, place)]
+    turns = [m.loss_mask if m.generated is None else m.generated for m in members]
+    behind = [torch.from_numpy(places_behind_tools(turn))[p] for turn, p in zip(turns, place)]
     device = context.device
     return MicroBatch(
         input_ids=torch.cat(ids)[None].to(device),
@@ -144,7 +143,7 @@ def build_microbatch(
         place=places_,
         advantages=(torch.cat(advantages) if advantages else torch.zeros(0)).to(device),
         rollout_logprobs=(torch.cat(rollout) if rollout else torch.zeros(0)).to(device),
-        after_tool=joined(behind).bool().to(device),
+        behind_tool=joined(behind).to(device),
         members=tuple(indices),
     )
 
