@@ -266,7 +266,7 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
             "algorithm.recompute_logprobs=True",
             "algorithm.refill={enabled: True, min_share: 1.0, max_extra: 1.0}",
             "algorithm.adv_type=leave-one-out",
-            "algorithm.overlong.buffer_tokens=64",
+            "algorithm.overlong.buffer_tokens=256",  # the whole response: every trajectory is punished
             "algorithm.turn_returns={discount: 0.9, malformed_penalty: 0.1}",
             "algorithm.entropy_bonus=0.01",
             "algorithm.entropy_bonus_tokens=8",
@@ -288,7 +288,7 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
     assert row["rollout/num_trajectories"] == 16 * (4 + refilled)
     assert refilled == 4 or row["rollout/groups_kept"] >= 4
     assert ("train/actor/overlong_punishment" in row) != row["train/actor/skipped_update"]
-    assert -1 <= row.get("train/actor/overlong_punishment", 0.0) <= 0
+    assert -1 <= row.get("train/actor/overlong_punishment", -0.5) < 0
     assert 0 <= row["eval/average"] <= row["eval/pass@2"] <= 1 and row["eval/samples"] == 32
     evaluated = read_jsonl(tmp_path / "variants" / "evaluation" / "held-out_at_step_1.jsonl")
     assert len(evaluated) == 32
