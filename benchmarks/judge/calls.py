@@ -35,14 +35,14 @@ from benchmarks.judge.programs import BARE_CASES, program
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.judge.outcome import JudgeResult
+from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
 CASES = (
     "print", "template", "numpy", "sympy", "template_sympy", "surds", "mix", "batch", "session", "burn", "hostile",
-    "busy", "overhead",
+    "busy", "run_code", "overhead",
 )  # fmt: skip
 # What other clients do meanwhile, and how many: "hostile" is calls beside endless ones with nine processes each, "busy" one
 # client's short calls beside calls of 0.6 s of CPU.
@@ -119,6 +119,19 @@ async def one_turn(
             reply.raise_for_status()
             results = map(JudgeResult.from_wire, (await reply.json())["results"])
         return [(result, time.monotonic() - sent) for result in results]
+    if case == "run_code":  # SandboxFusion's route, as verl's client asks for a call
+        sent = time.monotonic()
+        body: dict[str, Any] = {
+            "code": program(case, next(numbers)),
+            "stdin": None,
+            "language": "python",
+            "files": {},
+            "run_timeout": 4,
+        }
+        async with http.post("/run_code", json=body) as reply:
+            reply.raise_for_status()
+            success = (await reply.json())["status"] == "Success"
+        return [(JudgeResult(Outcome.OK if success else Outcome.ERROR, "", "", success=success), time.monotonic() - sent)]
     session = uuid.uuid4().hex if case == "session" else None
     timed = []
     for _ in range(CALLS_A_SESSION if session else 1):

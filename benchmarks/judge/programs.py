@@ -48,7 +48,7 @@ def program(case: str, i: int) -> str:
         return f"total = globals().get('total', 0) + {i}\nprint(total)"
     if case in ("template", "template_sympy"):
         return in_public_template(program("print" if case == "template" else "sympy", i))
-    if case in ("print", "batch", "overhead", "busy"):
+    if case in ("print", "batch", "overhead", "busy", "run_code"):
         return PRINT.format(i=i)
     if case == "mix":
         if i % 20 == 7:
