@@ -102,7 +102,7 @@ def chained_recipe() -> TinyRecipe:
 
 def chained_noisy_recipe() -> TinyRecipe:
     """Chained problems of which some calls fail, and conversations that do not always call again."""
-    return replace(chained_recipe(), mix=Mix(failed_calls=0.15, retry_right=0.5))
+    return replace(chained_recipe(), conversations=8192, mix=Mix(failed_calls=0.15, retry_right=0.8))
 
 
 def smollm2_recipe() -> TinyRecipe:
