@@ -187,22 +187,28 @@ def apart(
     """A row of `split`: the GPUs of the actor and those of the engines."""
     cluster = cluster_of(name, model, split[1], tp, ALONE)
     actor = Actor(model, split[0])
-    # engines go on to begin groups that the last measured step does not train on
-    traces = synthetic(replace(shape, problems=shape.problems * (warm + steps + bound + 1)), 0)
-    simulator = AsyncSimulator(traces, cluster, slice_size, actor, shape, bound, warm + steps)
+    simulator = AsyncSimulator(enough(shape, warm + steps, bound), cluster, slice_size, actor, shape, bound, warm + steps)
     simulator.simulate()
+    return {"placement": placement(split), "engine_tp": tp, "max_staleness": bound, **measured(simulator, warm)}
+
+
+def enough(shape: Shape, steps: int, bound: int) -> list[Trace]:
+    """Of `steps` steps; engines go on to begin groups that the last one does not train on."""
+    return synthetic(replace(shape, problems=shape.problems * (steps + bound + 1)), 0)
+
+
+def measured(simulator: AsyncSimulator, warm: int) -> dict[str, Any]:
+    """Of the steps after the first `warm`, whose times are not counted."""
+    steps = simulator.steps - warm
     seconds = simulator.trained_at[-1] - simulator.trained_at[warm - 1]
     busy = simulator.busy_at[-1] - simulator.busy_at[warm - 1]
-    ages = simulator.ages[warm * shape.problems :]
-    train = simulator.trainer_busy_s / (warm + steps)
+    ages = simulator.ages[warm * simulator.shape.problems :]
+    train = simulator.trainer_busy_s / simulator.steps
     return {
-        "placement": placement(split),
-        "engine_tp": tp,
-        "max_staleness": bound,
         "step_s": round(seconds / steps, 1),
         "train_s": round(train, 1),
         "trainer_idle": round(1 - train * steps / seconds, 3),
-        "engines_idle": round(1 - busy / (seconds * cluster.engines), 3),
+        "engines_idle": round(1 - busy / (seconds * len(simulator.engines)), 3),
         "group_staleness_mean": round(sum(ages) / len(ages), 2),
     }
 
@@ -239,14 +245,17 @@ def main() -> None:
         keep_rows(options.out, rows_of(name, shape, options))
 
 
+def scenario_of(name: str, shape: Shape, options: argparse.Namespace) -> str:
+    where = "" if options.gpus == NODE else f", {options.gpus} GPUs"
+    tools = "" if shape.tool_median_s == Shape.tool_median_s else f", calls of {shape.tool_median_s:g} s"
+    return f"{name}, {shape.problems} x {shape.group_size}, {options.stage.replace('k', 'K')}{tools}{where}"
+
+
 def rows_of(name: str, shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The baselines of one model, then every split with every bound; each is printed when it is there."""
     model = known_model(f"Qwen2.5-{name.upper()}")
     assert model is not None
-    where = "" if options.gpus == NODE else f", {options.gpus} GPUs"
-    tools = "" if shape.tool_median_s == Shape.tool_median_s else f", calls of {shape.tool_median_s:g} s"
-    stage = options.stage.replace("k", "K")
-    scenario = {"scenario": f"{name}, {shape.problems} x {shape.group_size}, {stage}{tools}{where}"}
+    scenario = {"scenario": scenario_of(name, shape, options)}
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> dict[str, Any]:

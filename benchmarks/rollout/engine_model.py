@@ -58,6 +58,7 @@ class EngineModel:
         self.counters = Counters()
         self.now = 0.0
         self.finished: list[Request] = []
+        self.started: dict[int, float] = {}  # when a trajectory's first prefill began
         self._waiting: list[Request] = []
         self._running: dict[int, Request] = {}
         self._ends: list[tuple[int, int]] = []  # decode step, key
@@ -202,6 +203,7 @@ class EngineModel:
             tokens += fresh
             taken += 1
             batch.append((request, fresh))
+            self.started.setdefault(request.key, self.now)
             self.counters.cached_tokens += cached
             self.counters.prefill_tokens += fresh
             own_before = self._computed.get(request.key, 0)

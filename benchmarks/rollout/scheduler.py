@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import keep_rows
+from benchmarks.rollout.peers import PEERS
 from benchmarks.rollout.simulator import Cluster, Result, Simulator, make_budgets
 from benchmarks.rollout.traces import STAGE_8K, STAGE_12K, Trace, recorded, synthetic
 from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES
@@ -72,7 +73,8 @@ def floor_s(traces: Sequence[Trace], cluster: Cluster) -> float:
 
 
 PAPER_BASELINE = "static_lockstep"
-ROWS = (PAPER_BASELINE, *POLICIES)
+ROWS = (PAPER_BASELINE, *POLICIES, *PEERS)
+_STEPS_BEFORE = {"kv_adaptive": 1, "prime_rl": 6}  # what it has learnt from
 
 
 def compare(
@@ -95,7 +97,7 @@ def compare(
         policy = "static" if lockstep else row
         limited = replace(cluster, max_requests=len(traces)) if lockstep else cluster
         budgets = make_budgets(limited, policy)
-        if earlier and policy == "kv_adaptive":
+        for _ in range(_STEPS_BEFORE.get(policy, 0) if earlier else 0):
             Simulator(earlier, cluster, policy, slice_size, budgets).run()
         simulator = Simulator(traces, cluster, policy, slice_size, budgets, lockstep=lockstep)
         result = results[row] = simulator.run()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.rollout.engine_model import EngineModel, Request
+from benchmarks.rollout.peers import PEERS, ThunderAgent, peer_admission, peer_budgets, peer_queue
 from benchmarks.rollout.traces import Trace
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
@@ -49,6 +50,7 @@ class Result:
     p50_s: float
     p99_s: float
     tail_s: float  # from the end of the first engine that has nothing left to the end of the phase
+    wait_s_by_prompt: list[float]  # mean seconds from the phase's begin to the first prefill; quarters, shortest prompts first
 
 
 @dataclass(slots=True)
@@ -84,9 +86,12 @@ class Simulator:
         self.policy = policy
         self.traces = {(t.group, t.index): t for t in traces}
         sizes = Counter(t.group for t in traces)
-        self.phase = RolloutPhase(WorkQueue(policy, cluster.engines, slice_size), 0)
+        prompts = {t.group: t.prompt_tokens for t in traces}
+        of_peer = policy in PEERS
+        queue = peer_queue(policy, cluster.engines, prompts) if of_peer else WorkQueue(policy, cluster.engines, slice_size)
+        self.phase = RolloutPhase(queue, 0)
         self.phase.add([OpenGroup(Problem(str(group), [], []), size) for group, size in sorted(sizes.items())])
-        self.engines = [_Engine(self, number, budget) for number, budget in enumerate(budgets or make_budgets(cluster, policy))]
+        self.engines = [Engine(self, number, budget) for number, budget in enumerate(budgets or make_budgets(cluster, policy))]
         self.seconds: list[float] = []
 
     @property
@@ -116,6 +121,9 @@ class Simulator:
         counters = [engine.model.counters for engine in self.engines]
         cached = sum(c.cached_tokens for c in counters)
         seconds = np.array(self.seconds)
+        started = {key: at for engine in self.engines for key, at in engine.model.started.items()}
+        by_prompt = sorted(started, key=lambda key: self.traces[key >> 20, key & 0xFFFFF].prompt_tokens)
+        waits = [[started[key] for key in quarter] for quarter in np.array_split(by_prompt, 4)]
         return Result(
             makespan_s=round(makespan, 2),
             idle_share=round(1 - sum(c.busy_s for c in counters) / total, 4),
@@ -128,20 +136,24 @@ class Simulator:
             p50_s=round(float(np.quantile(seconds, 0.5)), 2),
             p99_s=round(float(np.quantile(seconds, 0.99)), 2),
             tail_s=round(makespan - min(engine.ended_at for engine in self.engines), 2),
+            wait_s_by_prompt=[round(float(np.mean(quarter)), 2) if quarter else 0.0 for quarter in waits],
         )
 
 
-def make_budgets(cluster: Cluster, policy: str) -> list[KVBudget]:
+def make_budgets(cluster: Cluster, policy: str) -> Sequence[KVBudget]:
+    if policy in PEERS:
+        return peer_budgets(policy, cluster.engines, cluster.kv_tokens, cluster.max_requests)
     return [make_budget(policy, cluster.kv_tokens, cluster.max_requests) for _ in range(cluster.engines)]
 
 
-class _Engine:
+class Engine:
     """What a rollout worker does, in simulated time."""
 
     def __init__(self, simulator: Simulator, number: int, budget: KVBudget) -> None:
         self.simulator = simulator
         self.number = number
-        self.scheduler = AdmissionQueue(budget)
+        admission = peer_admission(simulator.policy) if simulator.policy in PEERS else AdmissionQueue
+        self.scheduler = admission(budget)
         cluster = simulator.cluster
         self.model = EngineModel(
             cluster.speed, cluster.kv_tokens, cluster.max_requests, evict_share=0.5 if simulator.lockstep else 0.0
@@ -210,6 +222,24 @@ class _Engine:
         longest = trace.prompt_tokens + trace.max_response_tokens
         return Admission(key, trace.group, trace.prompt_tokens, longest, life.length)
 
+    def hand_over(self, key: int) -> _Life:
+        """Give a trajectory away, with its tokens."""
+        life = self.lives.pop(key)
+        generated = self.model.abort(key) or 0
+        life.length += generated
+        life.generated += generated
+        life.preempted = False
+        waiting = self.scheduler.withdraw()
+        self.scheduler.add(admission for admission in waiting if admission.key != key)
+        if all(admission.key != key for admission in waiting):
+            self.scheduler.budget.release(key, finished=False)
+        return life
+
+    def take_over(self, key: int, life: _Life) -> None:
+        """Queue a trajectory of another engine."""
+        self.lives[key] = life
+        self.scheduler.add([self._request_for(key)])
+
     def _submit(self, key: int) -> None:
         life = self.lives[key]
         trace = life.trace
@@ -253,11 +283,13 @@ class _Engine:
             self._preempt(key)
 
     def _preempt(self, key: int) -> None:
-        """Park a trajectory with its tokens; one that waits for its tool when the answer is there."""
+        """Park a trajectory with its tokens; one that waits for its tool when the answer is there.
+
+        ThunderAgent lets it end its turn and its call first.
+        """
         life = self.lives[key]
         life.preempted = True
-        self.preemptions += 1
-        generated = self.model.abort(key)
+        generated = None if isinstance(self.scheduler.budget, ThunderAgent) else self.model.abort(key)
         if generated is not None:
             life.length += generated
             life.generated += generated
@@ -279,6 +311,7 @@ class _Engine:
             self._submit(key)
 
     def _requeue(self, key: int) -> None:
+        self.preemptions += 1
         self.lives[key].preempted = False
         self.scheduler.budget.set_length(key, self.lives[key].length)
         self.scheduler.requeue(self._request_for(key))

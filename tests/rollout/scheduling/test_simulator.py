@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.rollout.engine_model import EngineModel, Request
 from benchmarks.rollout.scheduler import floor_s, gpu_cluster
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
-from benchmarks.rollout.traces import STAGE_8K, Shape, Turn, recorded, synthetic
+from benchmarks.rollout.traces import STAGE_8K, Shape, Trace, Turn, recorded, synthetic
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.rollout_log import rollout_rows
 from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES
@@ -103,6 +103,14 @@ def test_no_policy_is_faster_than_the_floor(policy: str, problems: int, group_si
     if problems == 1:
         fixed = SPEED.prefill_base_s * len(traces[0].turns) + SPEED.prefill_per_token_s * traces[0].prompt_tokens
         assert makespan == pytest.approx(floor + fixed, abs=0.1)
+
+
+def test_waits_are_told_by_the_length_of_the_prompt() -> None:
+    """Four trajectories one after another on an engine that runs one at a time, in the order of their prompts."""
+    traces = [Trace(group, 0, 10 * (group + 1), 100, (Turn(50, 0, 0.0),)) for group in range(4)]
+    waits = Simulator(traces, Cluster(1, SPEED, 1000, 1), "static", slice_size=1).run().wait_s_by_prompt
+    assert waits == sorted(waits) and waits[0] < 0.1
+    assert waits[3] - waits[2] == pytest.approx(50 * 0.01, rel=0.1)
 
 
 def test_recorded_rollouts_come_back_as_traces(tmp_path: Path) -> None:
