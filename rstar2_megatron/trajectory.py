@@ -71,7 +71,9 @@ LOW_LOGPROB = math.log(1e-4)
 
 def generated_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
     """(start, end) of each run of generated tokens."""
-    edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0, append=0))
+    framed = np.zeros(len(loss_mask) + 2, np.uint8)
+    framed[1:-1] = loss_mask
+    edges = np.flatnonzero(framed[1:] != framed[:-1])
     return [(start, end) for start, end in edges.reshape(-1, 2).tolist()]
 
 

@@ -12,7 +12,6 @@ import asyncio
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,17 +26,25 @@ from benchmarks.step_cpu import ratio_of
 STAND_IN = "stand-ins"
 
 
-def measured_parts() -> Parts:
+def stand_ins() -> Parts:
+    """Counts what is not the project's own code, and all the rest together."""
     from benchmarks.paper_step import one_process as own
     from benchmarks.paper_step.model import PaperJudge
+
+    parts = Parts()
+    parts.measure(STAND_IN, own.PaperSGLang, "async_generate")
+    parts.measure(STAND_IN, PaperJudge, "run")
+    return parts
+
+
+def measure_parts(parts: Parts) -> None:
+    """Count every part apart. Each step of a coroutine costs some microseconds then."""
+    from benchmarks.paper_step import one_process as own
     from rstar2_megatron.cluster import reward_worker, rollout_worker
     from rstar2_megatron.cluster.phases import server
     from rstar2_megatron.rollout import agent_loop, chat, dialogue, token_buffer, token_store, tool_runner, trajectory_runner
     from rstar2_megatron.rollout.engine import child, client, process
 
-    parts = Parts()
-    parts.measure(STAND_IN, own.PaperSGLang, "async_generate")
-    parts.measure(STAND_IN, PaperJudge, "run")
     parts.measure("engine process", process._EngineServer, "run", "_answer")
     parts.measure("engine client", client.EngineClient, "generate")
     parts.measure("engine client", child.EngineChild, "_read")
@@ -54,14 +61,13 @@ def measured_parts() -> Parts:
     parts.measure("token store", rollout_worker.RolloutWorker, "generate")
     for module, names in ((rollout_worker, ("pack",)), (reward_worker, ("pack", "unpack")), (server, ("unpack",))):
         parts.measure("hand-over", module, *names)
-    parts.measure("grading", own.Rewards, "grade")
+    parts.measure("grading", own.Rewards, "grade", "_score")
     parts.measure("grading", own.LocalReward, "serve")
     parts.measure("driver's groups", own.PhaseServer, "handle")
     parts.measure("resampling", own.Selection, "resample")
     parts.measure("batch", token_store.TokenStore, "block", "tokens")
     parts.measure("metrics", own, "step_metrics")
     parts.measure("rows", own.RunFiles, "append")
-    return parts
 
 
 async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -71,7 +77,9 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
     from rstar2_megatron.records.trace import TRACE
     from rstar2_megatron.trajectory import Problem
 
-    parts = measured_parts()
+    parts = stand_ins()
+    if options.parts:
+        measure_parts(parts)
     make_tokenizer(directory / "tokenizer")
     settings = settings_of(options, directory / "tokenizer")
     rollout = settings.rollout.model_copy(update={"max_running_requests": 256})
@@ -93,7 +101,9 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
     seconds = dict(parts.seconds)
     stand_in = seconds.pop(STAND_IN)
     tokens = metrics["rollout/generated_tokens"]
-    turns = metrics["rollout/num_trajectories"] + sum(v for k, v in metrics.items() if k.startswith("rollout/engine/tool_calls/"))
+    turns = metrics["rollout/num_trajectories"] + sum(
+        v for k, v in metrics.items() if k.startswith("rollout/engine/tool_calls/")
+    )
     total = sum(seconds.values())
     by_part = sorted(seconds.items(), key=lambda item: -item[1])
     return {
@@ -128,17 +138,14 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for arm in (0, 1) if turn % 2 == 0 else (1, 0):
             results[arm].append(in_process_of(options.trees[arm], arguments))
             print(f"round {turn}, tree {arm}: {results[arm][-1]['us_a_turn']} us a turn", file=sys.stderr)
-    parts = [part for part in results[0][0]["us_a_turn_by_part"]]
+    by_part = [in_process_of(tree, [*arguments, "--parts"])["us_a_turn_by_part"] for tree in options.trees]
     return {
         "rounds": options.rounds,
         "us_a_token": ratio_of(*([one["us_a_token"] for one in arm] for arm in results)),
         "us_a_turn": ratio_of(*([one["us_a_turn"] for one in arm] for arm in results)),
         "ratios": [round(b["us_a_turn"] / a["us_a_turn"], 3) for a, b in zip(*results, strict=True)],
-        "us_a_turn_by_part": {
-            part: [round(statistics.median(one["us_a_turn_by_part"].get(part, 0.0) for one in arm), 1) for arm in results]
-            for part in parts
-        },
-        "runs": results,
+        "us_a_turn_by_part": {part: [one.get(part, 0.0) for one in by_part] for part in by_part[0]},
+        "runs": [[one["us_a_turn"] for one in arm] for arm in results],
     }
 
 
@@ -150,6 +157,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12288)
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--trace", action="store_true", help="with runner.trace")
+    parser.add_argument("--parts", action="store_true", help="count every part, which makes all of them slower")
     parser.add_argument("--trees", type=Path, nargs=2, metavar=("OLD", "NEW"))
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each tree")
     parser.add_argument("--out", type=Path, help="JSON file for the result")

@@ -176,6 +176,7 @@ class PaperSGLang:
         self.tokenizer_manager = self
         self.last_receive_tstamp = 0.0
         self.rid_to_state: dict[str, Any] = {}
+        self._answered: Any = None
 
     def auto_create_handle_loop(self) -> None: ...
 
@@ -199,4 +200,5 @@ class PaperSGLang:
             "cached_tokens": 0,
             "num_retractions": 0,
         }
+        self._answered = ids, meta  # kept, so that the time in which this one is freed counts as the stand-in's
         return {"output_ids": ids, "meta_info": meta}

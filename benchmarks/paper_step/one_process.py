@@ -1,4 +1,4 @@
-"""Rollout workers, reward worker and driver of a phase in one process, without Ray, so that one clock counts all of their CPU time.
+"""Rollout workers, reward worker and driver of a phase in one process, without Ray, so that one clock counts their CPU time.
 
 All classes are the run's own. Replaced are what carries messages (Ray's channel by queues), what starts an engine's process
 (`EngineChild.start`), SGLang and the judge (`benchmarks/paper_step/model.py`). The socket to an engine is a real one.

@@ -1,4 +1,4 @@
-"""CPU time of the parts of a program that runs in one thread: functions and coroutines are wrapped, nested ones counted apart."""
+"""CPU time of the parts of a program of one thread. Functions and coroutines are wrapped, nested ones counted apart."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ tokenizer without these two tokens (Llama 3, Mistral) keeps the wording, and its
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -32,6 +33,7 @@ import numpy as np
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
 from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, format_of, template_fault
 from rstar2_megatron.rollout.call_format import PARSERS
+from rstar2_megatron.rollout.token_text import TokenText
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.settings.schema import AgentLoopSettings
@@ -143,10 +145,12 @@ class ChatTemplate:
                 )
         self.call_format = form
         self.turns = Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
-        self.end_id = self._encode(self.turns.end)[0]
         self._ends = [self.turns.end]
         if form == "llama3" and len(self._encode(_END_OF_MESSAGE)) == 1:
             self._ends.append(_END_OF_MESSAGE)
+        self.stop_token_ids = [self._encode(end)[0] for end in self._ends]
+        """Tokens that end an assistant turn."""
+        self.end_id = self.stop_token_ids[0]
         self._tool_role = self._wholly and form != "hermes"
         self._prompts: dict[str, list[int]] = {}
         others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
@@ -183,13 +187,12 @@ class ChatTemplate:
             )
         return Turns(end, before, after.removesuffix(opening))
 
+    @functools.cached_property
+    def _text_of(self) -> TokenText:
+        return TokenText(self.tokenizer)
+
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        """Tokens that end an assistant turn."""
-        return [self._encode(end)[0] for end in self._ends]
 
     def prompt_text(self, problem: Problem) -> str:
         """The whole prompt, generation prefix included. Chat markers inside the problem's messages are broken up.
@@ -331,7 +334,7 @@ class ChatTemplate:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of generated tokens with special tokens, without the closing turn end."""
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        text = self._text_of(token_ids)
         for end in self._ends:
             text = text.removesuffix(end)
         return text

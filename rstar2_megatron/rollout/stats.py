@@ -48,8 +48,9 @@ class RolloutStats:
             self.parked += 1
             return
         self.trajectories += 1
-        self.generated_tokens += trajectory.num_trained_tokens
-        self.tool_tokens += trajectory.response_tokens - trajectory.num_trained_tokens
+        generated = trajectory.num_trained_tokens
+        self.generated_tokens += generated
+        self.tool_tokens += trajectory.response_tokens - generated
         self.tool_calls.update(str(call.outcome) for call in trajectory.tool_calls)
         self.endings[str(trajectory.finish_reason)] += 1
 

@@ -29,7 +29,10 @@ class TokenBuffer:
         start, end = self._used, self._used + len(ids)
         if end > len(self._arrays[0]):
             room = max(_FIRST_ROOM, 2 * end)
-            self._arrays = [np.concatenate([a[:start], np.empty(room - start, a.dtype)]) for a in self._arrays]
+            grown = [np.empty(room, a.dtype) for a in self._arrays]
+            for new, old in zip(grown, self._arrays, strict=True):
+                new[:start] = old[:start]
+            self._arrays = grown
         values = ids, int(logprobs is not None), 0.0 if logprobs is None else logprobs
         for array, value in zip(self._arrays, values, strict=True):
             array[start:end] = value

@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from rstar2_megatron.algorithm.batch import TokenBlock, train_sequence
 from rstar2_megatron.trajectory import HeldTokens, Trajectory
 
-_ARRAYS = tuple(Trajectory.ARRAYS)
+# the same for all trajectories: pickle writes them once in a message
+_NOTHING = {name: np.empty(0, kind) for name, kind in Trajectory.ARRAYS.items()}
 
 
 class TokenStore:
@@ -31,9 +34,9 @@ class TokenStore:
         figures = t.prompt_tokens, t.response_tokens, t.spans, t.logprob_sum, t.logprob_min, t.num_improbable
         held = HeldTokens(self._worker, number, *figures)
         kept = Trajectory(trajectory.query_id, trajectory.rollout_index, finish_reason=trajectory.finish_reason)
-        for name, empty in zip(_ARRAYS, [getattr(kept, name) for name in _ARRAYS], strict=True):
+        for name, nothing in _NOTHING.items():
             setattr(kept, name, getattr(trajectory, name).copy())  # without the room of a TokenBuffer
-            setattr(trajectory, name, empty)
+            setattr(trajectory, name, nothing)
         self._kept[number] = kept
         trajectory.held = held
 
@@ -52,6 +55,6 @@ class TokenStore:
 
 def give_back(trajectory: Trajectory, tokens: Trajectory) -> None:
     """Undo `TokenStore.keep`."""
-    for name in _ARRAYS:
+    for name in _NOTHING:
         setattr(trajectory, name, getattr(tokens, name))
     trajectory.held = None

@@ -19,6 +19,7 @@ from rstar2_megatron.tools import ToolSchema, required_parameters, tool_name
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _WHITESPACE = " \t\n\r"
+_JSON = json.JSONDecoder()
 _SHOWN_CHARS = 60  # of a wrong value that is quoted to the model
 _MESSAGE_CHARS = 280
 
@@ -91,7 +92,7 @@ def _parse_one(text: str, start: int, close: int, schemas: Sequence[ToolSchema])
         start += 1
     try:
         # decode from the front: code inside the JSON string may contain the closing tag
-        body, end = json.JSONDecoder().raw_decode(text, start)
+        body, end = _JSON.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         if close < 0:
             return _unclosed(), 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.rollout.token_text import TokenText
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.sft.format import render_conversation
 from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_name, tool_schemas
@@ -156,3 +160,22 @@ def test_tokenizer_without_turn_tokens() -> None:
 
     with pytest.raises(ValueError, match=r"neither <\|im_start\|> and .* nor a chat template"):
         ChatTemplate(Letters(), AgentLoopSettings())  # type: ignore[arg-type]
+
+
+def test_the_text_of_tokens_is_what_the_tokenizer_decodes(template: ChatTemplate) -> None:
+    """Single bytes of characters, special and added tokens, and ids that the model has and the tokenizer has not."""
+    tokenizer, rng = template.tokenizer, np.random.default_rng(0)
+    text = TokenText(tokenizer)
+    assert text._bytes is not None
+    for length in (0, 1, 2, 3, *[200] * 50):
+        ids = rng.integers(0, len(tokenizer) + 20, length, dtype=np.int32)
+        assert text(ids) == text(ids.tolist()) == tokenizer.decode(ids, skip_special_tokens=False)
+    for said in ("π ≈ 3,14 🙂<|im_end|>", "<tool_call>\n{}\n</tool_call>", "\ud7ff\u0800 \x00"):
+        assert text(tokenizer.encode(said, add_special_tokens=False)) == said
+
+
+def test_a_tokenizer_that_does_not_join_bytes_decodes_itself() -> None:
+    core = Tokenizer(models.BPE({"▁a": 0, "b": 1}, []))
+    core.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert TokenText(tokenizer)([0, 1, 0]) == tokenizer.decode([0, 1, 0]) == "ab a"

@@ -67,7 +67,7 @@ _ARRAYS = {1: "<i4", 2: "<f4"}  # by the code of msgpack's extension type
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     for code, kind in _ARRAYS.items():
         if isinstance(value, np.ndarray) and value.dtype == kind:
-            return msgspec.msgpack.Ext(code, value.tobytes())
+            return msgspec.msgpack.Ext(code, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
     raise TypeError(f"a message holds {type(value).__name__}, which is no array of int32 or float32")
 
 
@@ -83,5 +83,7 @@ async def read_message(reader: asyncio.StreamReader) -> list[Any]:
 
 
 def write_message(writer: asyncio.StreamWriter, message: list[Any]) -> None:
-    body = _encoder.encode(message)
-    writer.write(_HEADER.pack(len(body)) + body)
+    framed = bytearray(_HEADER.size)
+    _encoder.encode_into(message, framed, _HEADER.size)
+    _HEADER.pack_into(framed, 0, len(framed) - _HEADER.size)
+    writer.write(framed)
