@@ -136,8 +136,9 @@ class Phase:
         reward._rewards.close()
         resampled = self.selection.resample(groups, [group.problem.query_id for group in groups])
         shown = choose_shown(groups, resampled, self.settings.runner.save_trajectories_per_step)
-        for trajectory in (t for one in shown for t in one.group.trajectories if t.held):
-            give_back(trajectory, self.workers[trajectory.held.worker]._stored().tokens([trajectory.held.number])[0])
+        for trajectory in (t for one in shown for t in one.group.trajectories):
+            if held := trajectory.held:
+                give_back(trajectory, self.workers[held.worker]._stored().tokens([held.number])[0])
         kept = [t for result in resampled for t in result.kept]
         advantages_of([result.kept for result in resampled], self.settings.algorithm)
         for worker in self.workers:

@@ -15,7 +15,7 @@ from rstar2_megatron.algorithm.batch import TokenBlock, train_sequence
 from rstar2_megatron.trajectory import HeldTokens, Trajectory
 
 # the same for all trajectories: pickle writes them once in a message
-_NOTHING = {name: np.empty(0, kind) for name, kind in Trajectory.ARRAYS.items()}
+_NOTHING: dict[str, np.ndarray] = {name: np.empty(0, kind) for name, kind in Trajectory.ARRAYS.items()}
 
 
 class TokenStore:
