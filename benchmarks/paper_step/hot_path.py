@@ -1,17 +1,19 @@
 """`python -m benchmarks.paper_step.hot_path`: CPU time of the rollout's own code, by part, per turn and per generated token.
 
 8 engines x 256 trajectories of the paper's shape at once, in one process (`one_process.py`), with engines and judge that answer
-at once and whose own time is left out. One JSON line. `--trees OLD NEW` compares the package of two checkouts, in turns, a
-process each; the benchmark itself is this checkout's.
+at once and whose own time is left out. One JSON line. `--trees OLD NEW` compares the package of two checkouts: a process each,
+which make steps in turns, one before that to warm up. The benchmark itself is this checkout's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -70,7 +72,8 @@ def measure_parts(parts: Parts) -> None:
     parts.measure("rows", own.RunFiles, "append")
 
 
-async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, directory: Path) -> None:
+    """Print the figures of a step, or of each that `--ask` is asked for."""
     from benchmarks.paper_step.__main__ import settings_of
     from benchmarks.paper_step.model import SOLUTION, make_tokenizer
     from benchmarks.paper_step.one_process import Phase
@@ -92,13 +95,19 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
     await phase.start(options.engines, options.mean_tokens, options.max_tokens)
     if options.trace:
         TRACE.open(directory / "step_1.json", time.time())
+    for _ in range(1 if options.commands is None else options.rounds + 1):
+        if options.commands is not None:
+            options.commands.readline()
+        print(json.dumps({"case": "hot path", **await one_step(phase, parts)}), flush=True)
+    TRACE.close()
+    await phase.close()
+
+
+async def one_step(phase: Any, parts: Parts) -> dict[str, Any]:
     gc.collect()
     parts.start()
     metrics = await phase.step()
-    parts.enter("")  # counts what is open
-    TRACE.close()
-    await phase.close()
-    seconds = dict(parts.seconds)
+    seconds = parts.stop()
     stand_in = seconds.pop(STAND_IN)
     tokens = metrics["rollout/generated_tokens"]
     turns = metrics["rollout/num_trajectories"] + sum(
@@ -118,33 +127,58 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any
     }
 
 
-def in_process_of(tree: Path, arguments: list[str]) -> dict[str, Any]:
-    """One measurement with the package of the checkout `tree`."""
-    with tempfile.TemporaryDirectory(prefix="hot-path-") as place:
-        (Path(place) / "rstar2_megatron").symlink_to(tree.resolve() / "rstar2_megatron")
+class Arm:
+    """A process with the package of the checkout `tree`, which makes a step when it is asked."""
+
+    def __init__(self, tree: Path, arguments: list[str], place: Path) -> None:
+        place.mkdir()
+        (place / "rstar2_megatron").symlink_to(tree.resolve() / "rstar2_megatron")
         for name in ("benchmarks", "docs", "config"):
-            (Path(place) / name).symlink_to(Path(__file__).parents[2] / name)
-        command = [sys.executable, "-m", "benchmarks.paper_step.hot_path", *arguments]
-        done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": place}, stdout=subprocess.PIPE, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+            (place / name).symlink_to(Path(__file__).parents[2] / name)
+        command = [sys.executable, "-m", "benchmarks.paper_step.hot_path", "--ask", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(place)}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=place, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+    def step(self) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        while line := self._process.stdout.readline():
+            if line.startswith('{"case"'):
+                result: dict[str, Any] = json.loads(line)
+                return result
+        raise SystemExit(f"a process of {self._process.args!r} ended")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     arguments = [f"--mean-tokens={options.mean_tokens}", f"--max-tokens={options.max_tokens}", f"--engines={options.engines}"]
-    arguments += [f"--problems={options.problems[0]}", f"--group={options.group}", *(["--trace"] if options.trace else [])]
+    arguments += [f"--problems={options.problems[0]}", f"--group={options.group}", f"--rounds={options.rounds}"]
+    arguments += [option for option in ("--trace", "--parts") if getattr(options, option[2:])]
     results: tuple[list[dict[str, Any]], ...] = ([], [])
-    for turn in range(options.rounds):
-        for arm in (0, 1) if turn % 2 == 0 else (1, 0):
-            results[arm].append(in_process_of(options.trees[arm], arguments))
-            print(f"round {turn}, tree {arm}: {results[arm][-1]['us_a_turn']} us a turn", file=sys.stderr)
-    by_part = [in_process_of(tree, [*arguments, "--parts"])["us_a_turn_by_part"] for tree in options.trees]
+    with tempfile.TemporaryDirectory(prefix="hot-path-") as place, contextlib.ExitStack() as stack:
+        arms = [Arm(tree, arguments, Path(place) / str(number)) for number, tree in enumerate(options.trees)]
+        for arm in arms:
+            stack.callback(arm.close)
+        for arm in arms:
+            arm.step()  # warms up
+        for turn in range(options.rounds):
+            for number in (0, 1) if turn % 2 == 0 else (1, 0):
+                results[number].append(arms[number].step())
+                print(f"round {turn}, tree {number}: {results[number][-1]['us_a_turn']} us a turn", file=sys.stderr)
     return {
         "rounds": options.rounds,
         "us_a_token": ratio_of(*([one["us_a_token"] for one in arm] for arm in results)),
         "us_a_turn": ratio_of(*([one["us_a_turn"] for one in arm] for arm in results)),
         "ratios": [round(b["us_a_turn"] / a["us_a_turn"], 3) for a, b in zip(*results, strict=True)],
-        "us_a_turn_by_part": {part: [one.get(part, 0.0) for one in by_part] for part in by_part[0]},
+        "us_a_turn_by_part": {
+            part: [round(statistics.median(one["us_a_turn_by_part"].get(part, 0.0) for one in arm), 1) for arm in results]
+            for part in results[0][0]["us_a_turn_by_part"]
+        },
         "runs": [[one["us_a_turn"] for one in arm] for arm in results],
     }
 
@@ -161,16 +195,17 @@ def main() -> None:
     parser.add_argument("--trees", type=Path, nargs=2, metavar=("OLD", "NEW"))
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each tree")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("--ask", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.ranks = options.engines
     if options.trees:
-        result = compare(options)
-    else:
-        with tempfile.TemporaryDirectory(prefix="hot-path-") as directory:
-            result = asyncio.run(measure(options, Path(directory)))
-    result = {"case": "hot path", **result}
-    print(json.dumps(result), flush=True)
-    write_result(options.out, result)
+        result = {"case": "hot path", **compare(options)}
+        print(json.dumps(result), flush=True)
+        write_result(options.out, result)
+        return
+    options.commands = sys.stdin if options.ask else None
+    with tempfile.TemporaryDirectory(prefix="hot-path-") as directory:
+        asyncio.run(measure(options, Path(directory)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ class Parts:
         self.seconds.clear()
         self._since = time.thread_time()
 
+    def stop(self) -> dict[str, float]:
+        """The seconds of each part since `start`."""
+        self._lap()
+        return dict(self.seconds)
+
     def enter(self, part: str) -> None:
         self._lap()
         self._open.append(part)
