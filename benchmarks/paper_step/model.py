@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import random
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class PaperEngine:
         self.on_report: Callable[[Any], None] = lambda report: None
         self._random = random.Random(seed)
         self._shape = shape
-        self._turns: dict[int, Iterator[Turn]] = {}
+        self._turns: dict[Any, Iterator[Turn]] = {}  # by owner
         self._traces: list[Any] = []
         self._seed = seed
         encode = lambda text: template.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
@@ -116,7 +117,7 @@ class PaperEngine:
     async def generate(
         self, input_ids: Any, sampling: dict[str, Any], *, timeout_s: float, on_tokens: Any = None, owner: Any = None
     ) -> GenerateResult:
-        turns = self._turns.pop(id(owner), None) or iter(self._next_trace())
+        turns = self._turns.pop(owner, None) or iter(self._next_trace())
         turn, room = next(turns), sampling["max_new_tokens"]
         last = not turn.tool_tokens
         ending = self._ending(last)
@@ -125,7 +126,7 @@ class PaperEngine:
         ids = np.concatenate([self._text[start : start + body], ending])[:room]
         reason = "length" if len(ids) == room and ids[-1] != ending[-1] else "stop"
         if reason == "stop" and not last:
-            self._turns[id(owner)] = turns
+            self._turns[owner] = turns
         await asyncio.sleep(0)
         return GenerateResult(
             token_ids=ids,
@@ -160,3 +161,44 @@ class PaperEngine:
     async def abort_all(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class PaperSGLang:
+    """SGLang's Engine as our engine process reads it: `PaperEngine`'s turns in SGLang's form, answered at once.
+
+    The request's sampling parameters name its trajectory (`trajectory`), because SGLang knows of none.
+    """
+
+    def __init__(self, engine: PaperEngine, max_context_tokens: int) -> None:
+        self._engine = engine
+        sizes = {"max_total_num_tokens": engine.kv_capacity_tokens, "max_req_input_len": max_context_tokens}
+        self._scheduler_init_result = types.SimpleNamespace(scheduler_infos=[sizes])
+        self.tokenizer_manager = self
+        self.last_receive_tstamp = 0.0
+        self.rid_to_state: dict[str, Any] = {}
+        self._answered: Any = None
+
+    def auto_create_handle_loop(self) -> None: ...
+
+    async def get_loads(self) -> list[Any]:
+        return []
+
+    async def flush_cache(self) -> Any:
+        return types.SimpleNamespace(success=True)
+
+    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
+        result = await self._engine.generate(
+            input_ids, sampling_params, timeout_s=0.0, owner=sampling_params.get("trajectory", object())
+        )
+        self.last_receive_tstamp += 1
+        logprobs, ids = result.logprobs.tolist(), result.token_ids.tolist()
+        meta = {
+            "finish_reason": {"type": result.finish_reason},
+            "output_token_logprobs": [(value, token, None) for value, token in zip(logprobs, ids, strict=True)],
+            "weight_versions": [{"start": 0, "end": len(ids), "version": "0"}],
+            "prompt_tokens": len(input_ids),
+            "cached_tokens": 0,
+            "num_retractions": 0,
+        }
+        self._answered = ids, meta  # kept, so that the time in which this one is freed counts as the stand-in's
+        return {"output_ids": ids, "meta_info": meta}

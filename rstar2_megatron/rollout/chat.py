@@ -143,10 +143,12 @@ class ChatTemplate:
                 )
         self.call_format = form
         self.turns = Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
-        self.end_id = self._encode(self.turns.end)[0]
         self._ends = [self.turns.end]
         if form == "llama3" and len(self._encode(_END_OF_MESSAGE)) == 1:
             self._ends.append(_END_OF_MESSAGE)
+        self.stop_token_ids = [self._encode(end)[0] for end in self._ends]
+        """Tokens that end an assistant turn."""
+        self.end_id = self.stop_token_ids[0]
         self._tool_role = self._wholly and form != "hermes"
         self._prompts: dict[str, list[int]] = {}
         others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
@@ -185,11 +187,6 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        """Tokens that end an assistant turn."""
-        return [self._encode(end)[0] for end in self._ends]
 
     def prompt_text(self, problem: Problem) -> str:
         """The whole prompt, generation prefix included. Chat markers inside the problem's messages are broken up.

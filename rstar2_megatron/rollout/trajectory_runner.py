@@ -181,10 +181,13 @@ class TrajectoryRunner:
     def _enqueue(self, work: Slice) -> None:
         for index in work.indices:
             self._waiting[work.group, index] = _Waiting(work, time.monotonic())
-        self.scheduler.add([self._admission(work, index) for index in work.indices])
+        prompt_tokens = self._prompt_tokens(work)
+        self.scheduler.add([self._admission(work, index, prompt_tokens) for index in work.indices])
 
-    def _admission(self, work: Slice, index: int) -> Admission:
-        prompt_tokens = len(self.loop.template.prompt_ids(work.problem))
+    def _prompt_tokens(self, work: Slice) -> int:
+        return len(self.loop.template.prompt_ids(work.problem))
+
+    def _admission(self, work: Slice, index: int, prompt_tokens: int) -> Admission:
         max_tokens = prompt_tokens + max(1, self.loop.response_budget(prompt_tokens))
         parked = work.parked.get(index)
         length = max(parked.length, prompt_tokens) if parked else prompt_tokens
@@ -236,7 +239,7 @@ class TrajectoryRunner:
         if preempted:
             work.parked[key[1]] = trajectory
             self._waiting[key] = _Waiting(work, time.monotonic(), preempted=True)
-            self.scheduler.requeue(self._admission(work, key[1]))
+            self.scheduler.requeue(self._admission(work, key[1], self._prompt_tokens(work)))
         else:
             await self._on_trajectory(work, trajectory)
 
