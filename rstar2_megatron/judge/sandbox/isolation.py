@@ -158,7 +158,10 @@ def choose_uids(layers: IsolationLayers, slots: int) -> None:
 
 def build_private_root(layers: IsolationLayers) -> None:
     """In the zygote: a read-only root file system that holds only system libraries and the interpreter."""
+    _try_in_child(layers, "private_root", _refuse_a_chroot)
     try:
+        if "private_root" in layers.missing:
+            raise OSError(layers.missing["private_root"])
         linux.do([linux.unshare_step(linux.CLONE_NEWNS)])
         linux.mount("none", "/", None, linux.MS_PRIVATE | linux.MS_REC)
         layers.covered = _pivot_into_view(layers.uids)
@@ -166,6 +169,15 @@ def build_private_root(layers: IsolationLayers) -> None:
     except OSError as error:
         for layer in _ROOT:
             layers.record(layer, error)
+
+
+def _refuse_a_chroot() -> None:
+    """Raises OSError in a chroot: who returns to a mount namespace of it, as the zygote does, is in the root outside."""
+    linux.do([linux.unshare_step(linux.CLONE_NEWNS)])  # an ordinary user may return to one of its own only
+    before = linux.mount_id("/")
+    linux.do([linux.return_step("mnt", linux.CLONE_NEWNS)])
+    if linux.mount_id("/") != before:
+        raise OSError("the judge runs in a chroot: start it outside of that, or in a container")
 
 
 def _interpreter_directories() -> list[Path]:

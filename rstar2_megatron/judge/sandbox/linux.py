@@ -77,6 +77,16 @@ def mount(source: str, target: str, fstype: str | None, flags: int, data: str = 
     do([mount_step(source, target, fstype, flags, data)])
 
 
+def mount_id(path: str) -> int:
+    """The kernel's number of the mount that `path` lies on."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        with open(f"/proc/self/fdinfo/{descriptor}") as file:
+            return int(file.read().split("mnt_id:")[1].split()[0])
+    finally:
+        os.close(descriptor)
+
+
 def unmount(target: str) -> None:
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 

@@ -102,6 +102,20 @@ def test_calls_see_the_interpreter_wherever_it_lies_and_nothing_in_their_directo
 
 
 @pytest.mark.ci
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to enter a chroot")
+def test_a_call_in_a_chroot_sees_nothing_outside_of_it(tmp_path: Path) -> None:
+    """A root of its own leads outside there, because a return to a mount namespace is one to the namespace's root."""
+    enter = 'mount --make-rprivate / && mount --rbind / "$0" && mount -t tmpfs none /mnt && touch /mnt/outside'
+    enter += ' && exec chroot "$0" "$@"'
+    told = run_in_slot(
+        ["unshare", "-m", "sh", "-c", enter, tmp_path, sys.executable],
+        "import os\nprint(os.path.exists('/mnt/outside'))",
+    )
+    assert "chroot" in told["missing"]["private_root"] and told["level"] == "partial"
+    assert told["results"][0]["stdout"] == "False\n", told["results"][0]["stderr"]
+
+
+@pytest.mark.ci
 def test_where_namespaces_and_mounts_are_refused_calls_run_all_the_same() -> None:
     """As in a container with its engine's usual filter."""
     endless = "import os, time\nif os.fork() == 0:\n    os.setsid()\nelse:\n    print('there', flush=True)\ntime.sleep(60)"
