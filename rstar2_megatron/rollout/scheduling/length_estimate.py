@@ -67,13 +67,14 @@ class GroupLengths:
     """
 
     def __init__(self) -> None:
-        self._ended: dict[int, list[float]] = {}
+        self._ended: dict[int, tuple[int, float]] = {}  # how many, and the sum of their seconds
         self._total = 0.0
         self._count = 0
 
     def add(self, group: int, duration: float) -> None:
         """Add a trajectory of `group` that ended after `duration` seconds."""
-        self._ended.setdefault(group, []).append(duration)
+        count, seconds = self._ended.get(group, (0, 0.0))
+        self._ended[group] = count + 1, seconds + duration
         self._total += duration
         self._count += 1
 
@@ -88,5 +89,5 @@ class GroupLengths:
     def expected(self, group: int, running: float = 0.0) -> float:
         """Expected duration in seconds. `running` sums the seconds of the group's unfinished trajectories."""
         mean = self._total / self._count if self._count else 1.0
-        ended = self._ended.get(group, ())
-        return (_PRIOR * mean + sum(ended) + running) / (_PRIOR + len(ended))
+        count, seconds = self._ended.get(group, (0, 0.0))
+        return (_PRIOR * mean + seconds + running) / (_PRIOR + count)
