@@ -21,6 +21,7 @@ from tests.install.test_gpu_lock import REQUIREMENTS, pins, uv
 
 SITE = "lib/python3.12/site-packages"
 NOWHERE = "http://127.0.0.1:9/simple"
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here; Debian: apt-get install build-essential")
 
 
 def bash(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +59,7 @@ def program(path: Path, script: str) -> Path:
         ('check_glibc 9.99 "sglang\'s wheels"', r"sglang's wheels need glibc 9.99 or newer, this system has "),
         ("needed_mb=900000000 check_disk", "the environment needs 900000 GB"),
         ("PATH=/nowhere check_compilers", "gcc not found"),
-        ("check_compilers", "apt-get install python3-dev, or UV_MANAGED_PYTHON=1"),
+        pytest.param("check_compilers", "apt-get install python3-dev, or UV_MANAGED_PYTHON=1", marks=needs_gcc),
         ("uname() { echo aarch64; }; check_system", "are made for x86_64, this machine is aarch64"),
     ],
 )
@@ -68,6 +69,7 @@ def test_what_the_machine_lacks_is_named(venv: Path, check: str, message: str) -
     assert done.returncode == 1 and message in done.stderr, done.stderr
 
 
+@needs_gcc
 def test_an_old_driver_is_refused_before_a_download_unless_cuda_compat_bridges_it(venv: Path, tmp_path: Path) -> None:
     check = "nvidia-smi() { echo $answer; }; gpu=1 check_system; echo went on"
     old = bash(check, venv=str(venv), answer="550.54.15")
@@ -101,7 +103,12 @@ def test_uv_is_the_systems_or_comes_by_pip_into_a_folder_of_its_own(venv: Path, 
     assert done.returncode == 1 and "No module named pip" in done.stderr and "apt-get install python3-venv" in done.stderr
 
 
-def test_what_pip_is_told_of_indexes_is_told_uv(venv: Path) -> None:
+def test_what_pip_is_told_of_indexes_is_told_uv(venv: Path, tmp_path: Path) -> None:
+    if (ROOT / ".cache/uv/bin/python").exists():  # the pip of set-up, where the system has none
+        (tmp_path / ".cache").mkdir()
+        (tmp_path / ".cache/uv").symlink_to(ROOT / ".cache/uv")
+    elif subprocess.run(["python3", "-m", "pip", "--version"], capture_output=True).returncode:
+        pytest.skip("no pip here")
     show = 'use_pip_settings; echo "$UV_DEFAULT_INDEX|$UV_INDEX|$UV_INDEX_STRATEGY|$UV_FIND_LINKS"'
     told = {"PIP_INDEX_URL": "https://mirror/simple", "PIP_EXTRA_INDEX_URL": "https://a https://b", "PIP_FIND_LINKS": "/x /y"}
     assert bash(show, venv=str(venv), **told).stdout == "https://mirror/simple|https://a https://b|unsafe-best-match|/x,/y\n"
@@ -234,6 +241,7 @@ def test_compilers_are_on_the_path_of_a_gpu_environment_only(venv: Path) -> None
     assert "|/usr/local/cuda-13|" in other.stdout
 
 
+@needs_gcc
 def test_the_wheels_toolkit_gets_what_a_linker_looks_for(venv: Path) -> None:
     """lib64, names without versions and a libcuda to link against: with them a program links as against a full toolkit."""
     lib = venv / SITE / "nvidia" / "cu13" / "lib"

@@ -58,7 +58,8 @@ def test_other_kinds_fail_as_meant(template: ChatTemplate) -> None:
         assert box in untagged and "<answer>" not in untagged
         failed = writer(template, error=1.0, retry_right=1.0).conversation(problem)
         assert "Tool call failure" in failed[2][0] and "Tool call success" in failed[4][0]
-        assert "Error" in failed[2][0].split("...(truncated)...")[1]  # what went wrong survives the cut
+        ends = [run_trusted(code, 0.0).stderr.rstrip()[-12:] for code in problem.error_codes]
+        assert any(end in failed[2][0].split("...(truncated)...")[1] for end in ends)  # what went wrong survives the cut
         assert box in final_turn(failed)
 
 

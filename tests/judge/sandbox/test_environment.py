@@ -108,8 +108,7 @@ def test_a_call_in_a_chroot_sees_nothing_outside_of_it(tmp_path: Path) -> None:
     enter = 'mount --make-rprivate / && mount --rbind / "$0" && mount -t tmpfs none /mnt && touch /mnt/outside'
     enter += ' && exec chroot "$0" "$@"'
     told = run_in_slot(
-        ["unshare", "-m", "sh", "-c", enter, tmp_path, sys.executable],
-        "import os\nprint(os.path.exists('/mnt/outside'))",
+        ["unshare", "-m", "sh", "-c", enter, tmp_path, sys.executable], "import os\nprint(os.path.exists('/mnt/outside'))"
     )
     assert "chroot" in told["missing"]["private_root"] and told["level"] == "partial"
     assert told["results"][0]["stdout"] == "False\n", told["results"][0]["stderr"]

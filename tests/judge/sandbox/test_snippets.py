@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
+import sys
+from pathlib import Path
 from types import CodeType
 
 import pytest
@@ -51,17 +54,14 @@ def test_output(run: Run, program: str, stdout: str) -> None:
     assert (result["stdout"], result["stderr"], result["outcome"]) == (stdout, "", "ok")
 
 
-def test_traceback_shows_the_programs_own_lines_only(run: Run) -> None:
-    result = run("def f():\n    return 1 / 0\n\nf()")
-    assert result["stderr"].splitlines() == [
-        "Traceback (most recent call last):",
-        '  File "source.py", line 4, in <module>',
-        "    f()",
-        '  File "source.py", line 2, in f',
-        "    return 1 / 0",
-        "           ~~^~~",
-        "ZeroDivisionError: division by zero",
-    ]
+def test_traceback_shows_the_programs_own_lines_only(run: Run, tmp_path: Path) -> None:
+    """As Python itself shows them, whose marks differ by version."""
+    source = tmp_path / "source.py"
+    source.write_text("def f():\n    return 1 / 0\n\nf()")
+    result = run(source.read_text())
+    plain = subprocess.run([sys.executable, source], capture_output=True, text=True).stderr.replace(str(source), "source.py")
+    assert result["stderr"].splitlines() == plain.splitlines()
+    assert plain.startswith('Traceback (most recent call last):\n  File "source.py", line 4, in <module>\n    f()\n')
     assert (result["outcome"], result["exit_code"], result["reason"]) == ("error", 1, "")
 
 
