@@ -1,7 +1,7 @@
 """`python -m benchmarks.growth`: what grows into a step's way from 8 to 512 GPUs, in JSON lines.
 
 A step of rollout and training is by the plan's closed forms (H100s that nobody has measured). Beside it stands what this
-project's own processes need, each part by a cost that was measured for one trajectory or call (`costs`). The hand-out of work is
+project's own processes need, each part by a cost measured for one trajectory or call (`costs`). The hand-out of work is
 run: the driver's own queue, with the engines' answers as events. What runs beside the rollout counts as its seconds over the
 rollout's; what stands between rollout and training is added to the step. `first` is the largest part above 10%.
 """
