@@ -267,7 +267,7 @@ def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
 
     # engine 1 dies in a rollout, and has no restart left
     engines.call("no_more_restarts", ranks=[1], timeout_s=CALL_S)
-    heard.at_results = lambda: engines.start("kill_engine", ranks=[1])
+    heard.at_results = lambda: engines.call("kill_engine", ranks=[1], timeout_s=CALL_S)  # returns when the worker knows
     done = phases.run(PROBLEMS, SPEC, "rollout")
     assert_complete(done)
     assert losses(done) == (1, 0, restarts)
