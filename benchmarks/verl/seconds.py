@@ -92,13 +92,21 @@ class Watch:
     def _watch(self) -> None:
         next_look = 0.0
         while not self._over.wait(0.05):
-            written = self.log.read_bytes().count(b"\n") if self.log.exists() else 0
-            if new := written - len(self.lines):
-                self._look()
-                self.lines += [(time.monotonic() - self._started, self._by_kind())] * new
-            elif time.monotonic() > next_look:
+            if self._count_lines():
+                continue
+            if time.monotonic() > next_look:
                 self._look()
                 next_look = time.monotonic() + 2.0
+        self._count_lines()
+
+    def _count_lines(self) -> int:
+        """New lines of the log, each with what had been spent when it was seen."""
+        written = self.log.read_bytes().count(b"\n") if self.log.exists() else 0
+        new = written - len(self.lines)
+        if new:
+            self._look()
+            self.lines += [(time.monotonic() - self._started, self._by_kind())] * new
+        return new
 
     def _look(self) -> None:
         memory = 0.0
