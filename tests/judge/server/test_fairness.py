@@ -25,8 +25,9 @@ async def test_a_client_with_one_call_does_not_wait_for_one_with_many(judge: Jud
     ):
         first = [asyncio.create_task(many.run(HELD)) for _ in range(2)]
         await until_marked(judge, 2)  # both slots are taken
-        crowd = [asyncio.create_task(many.run("1")) for _ in range(40)]
-        late = asyncio.create_task(one.run("print('in turn')"))
+        begun = "import time; print(time.monotonic_ns())"
+        crowd = [asyncio.create_task(many.run(begun)) for _ in range(40)]
+        late = asyncio.create_task(one.run(begun))
 
         async def queued() -> bool:
             status = await asyncio.to_thread(httpx.get, f"{judge.url}/status", trust_env=False)
@@ -34,9 +35,8 @@ async def test_a_client_with_one_call_does_not_wait_for_one_with_many(judge: Jud
 
         await until(queued, "all others wait")
         await let_go(judge, *first)
-        assert (await late).ok
-        assert sum(task.done() for task in crowd) < 20
-        assert all(result.ok for result in await asyncio.gather(*crowd))
+        *before, own = [int(result.stdout) for result in await asyncio.gather(*crowd, late)]
+        assert sum(moment < own for moment in before) < 20  # by when calls began: replies may be read in another order
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 32])
