@@ -156,7 +156,7 @@ async def test_the_built_in_grader_sets_what_it_did(make: Any) -> None:
 @pytest.mark.timeout(120)
 async def test_each_failure_drops_its_trajectory_with_the_reason(make: Any, tmp_path: Path) -> None:
     """An exception, a hang, memory, a crash, NaN, wrong types: never a 0, and the others are graded."""
-    rewards = make(function="mine.py:by_index", function_timeout_s=2.0, function_memory_mb=512)
+    rewards = make(function="mine.py:by_index", function_timeout_s=6.0, function_memory_mb=512)
     every = await graded(rewards, *(attempt(i) for i in range(10)))
     failed = {t.rollout_index: (t.user_error, t.error) for t in every if not t.usable}
     assert {t.rollout_index: t.reward for t in every if t.usable} == {0: 0.5, 9: 0.5}
@@ -172,7 +172,7 @@ async def test_each_failure_drops_its_trajectory_with_the_reason(make: Any, tmp_
     ]
     line = FUNCTIONS.splitlines().index('        case 1: return {}["missing"]') + 1
     assert failed[1][1] == f"reward mine.py:by_index failed: {tmp_path}/mine.py:{line}, in by_index: KeyError: 'missing'"
-    assert "gave nothing within reward.function_timeout_s=2" in failed[2][1]
+    assert "gave nothing within reward.function_timeout_s=6" in failed[2][1]
     assert "signal 11 ended its process" in failed[4][1]
     assert "returned the value nan; a reward is finite" in failed[5][1]
     assert "returned a value of type str" in failed[6][1]

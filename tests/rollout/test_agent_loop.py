@@ -194,7 +194,7 @@ async def test_a_server_that_takes_the_call_and_never_answers(tokenizer) -> None
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with JudgeClient(f"http://127.0.0.1:{port}", request_timeout_s=0.3, max_outage_s=0.8) as judge:
+    async with JudgeClient(f"http://127.0.0.1:{port}", request_timeout_s=0.3, max_outage_s=3.0) as judge:
         trajectory, loop = await run(tokenizer, [call(), ANSWER], judge)
         retries = judge.counters["retries"]
     server.close()

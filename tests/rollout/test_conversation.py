@@ -247,7 +247,7 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
 async def test_failures_of_an_environment_drop_with_the_reason(
     tokenizer: Any, code: Any, how: str, kind: str, said: str
 ) -> None:
-    settings = {"environment_settings": {"how": how}, "environment_timeout_s": 0.2}
+    settings = {"environment_settings": {"how": how}, "environment_timeout_s": 0.2 if how == "hang" else 60.0}
     loop = make_loop(tokenizer, ["a"], environment=code("Faulty"), **settings)
     t = await loop.run(PROBLEM, 0)
     assert (t.finish_reason, t.user_error) == (FinishReason.INFRASTRUCTURE, kind)

@@ -60,7 +60,7 @@ async def test_sessions_do_not_see_each_other(client: JudgeClient, name: str) ->
 
 async def test_a_cell_over_its_time_is_interrupted_and_keeps_its_names(client: JudgeClient, name: str) -> None:
     await client.run("x = 5", session=name)
-    result = await client.run("x = 6\nprint('before')\nwhile True: pass", session=name, options={"time_limit_s": "0.5"})
+    result = await client.run("x = 6\nprint('before')\nwhile True: pass", session=name, options={"time_limit_s": "1.0"})
     assert (result.outcome, result.session, result.stdout) == (Outcome.TIMEOUT, "kept", "before\n")
     assert "KeyboardInterrupt" in result.stderr
     assert (await client.run("x", session=name)).stdout == "6\n"
@@ -131,9 +131,9 @@ if os.fork() == 0:
     # Waits for the child's next byte, which a busy machine brings late: it goes on within a cell.
     look = "before = count\nselect.select([reader], [], [], 5)\nlen(os.read(reader, 100000)), count"
     await client.run(look, session=name)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(2.0)
     written = (await client.run(look, session=name)).stdout
-    assert int(written.strip("(").split(",")[0]) < 200  # of about 500 had it not been stopped
+    assert int(written.strip("(").split(",")[0]) < 800  # of about 2,000 had it not been stopped
     await client.close_session(name)
 
 
