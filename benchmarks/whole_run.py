@@ -16,43 +16,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.processes import Descendants
 from benchmarks.records import write_result
 from benchmarks.soak import role_of
 
 _END_S = 90.0  # for a run that is told to end
-
-
-class Memory:
-    """Proportional set sizes of a process and its descendants, in GB, and the CPU seconds of all that were seen."""
-
-    def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
-        self._cpu: dict[tuple[int, float], float] = {}
-        self.peak: dict[str, float] = {}  # by role, when the sum was largest
-        self.largest: dict[str, float] = defaultdict(float)
-
-    @property
-    def cpu_s(self) -> float:
-        return sum(self._cpu.values())
-
-    def look(self) -> None:
-        now: dict[str, float] = defaultdict(float)
-        with contextlib.suppress(psutil.Error):
-            for process in [self._root, *self._root.children(recursive=True)]:
-                with contextlib.suppress(psutil.Error, OSError):
-                    times = process.cpu_times()
-                    self._cpu[process.pid, process.create_time()] = times.user + times.system
-                    now[role_of(process)] += process.memory_full_info().pss / 1e9
-        for role, size in now.items():
-            self.largest[role] = max(self.largest[role], size)
-        if sum(now.values()) > sum(self.peak.values()):
-            self.peak = dict(now)
 
 
 def measure(words: list[str], output: Path, limit_s: float, every_s: float) -> dict[str, Any]:
@@ -66,10 +37,10 @@ def measure(words: list[str], output: Path, limit_s: float, every_s: float) -> d
             cwd=Path(__file__).resolve().parents[1],
             start_new_session=True,
         )
-    memory = Memory(run.pid)
+    seen = Descendants(role_of)
     try:
         while run.poll() is None and time.monotonic() - started < limit_s:
-            memory.look()
+            seen.look()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.wait(every_s)
         in_time = run.poll() is not None
@@ -84,10 +55,10 @@ def measure(words: list[str], output: Path, limit_s: float, every_s: float) -> d
         "ended_by_itself": in_time,
         "exit_code": run.returncode,
         "minutes": round(seconds / 60, 1),
-        "cpu_minutes_seen": round(memory.cpu_s / 60, 1),
-        "peak_gb": round(sum(memory.peak.values()), 2),
-        "peak_gb_by_role": _rounded(memory.peak),
-        "largest_gb_of_role": _rounded(memory.largest),
+        "cpu_minutes_seen": round(sum(seen.cpu_s().values()) / 60, 1),
+        "peak_gb": round(sum(seen.peak_gb.values()), 2),
+        "peak_gb_by_role": _rounded(seen.peak_gb),
+        "largest_gb_of_role": _rounded(seen.largest_gb),
         "output": output.read_text(errors="replace").splitlines()[-30:],
     }
 

@@ -33,7 +33,7 @@ from rstar2_megatron.trajectory import Problem
 
 NODE, GPU_BYTES = 8, 80e9
 KV_BYTES = {"7b": 56 * 1024, "14b": 160 * 1024}
-SHARED, ALONE = 0.5, 0.85  # of a GPU's memory for an engine: beside a sleeping actor, and alone
+SHARED, ALONE = 0.8, 0.85  # of a GPU's memory for an engine: beside a sleeping actor as in the YAMLs, and alone
 _IDLE_LOOK_S = 0.1
 
 

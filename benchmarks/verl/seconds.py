@@ -10,7 +10,6 @@ sizes); the ratio of this project to verl of each, with the middle 95% in 2,000 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -18,13 +17,13 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.processes import Descendants
 from benchmarks.records import write_result
 from benchmarks.verl.beside import VERL, Beside, arm_words
 from rstar2_megatron.report.read import read_logs
@@ -61,6 +60,7 @@ _PARTS = {
 # Kinds of process by a part of the command line; the first match counts.
 _KINDS = (
     ("sglang", "engine"),
+    ("HttpServer", "engine"),  # verl's, with the tokenizer manager; ours is in rollout.engine.process
     ("rollout.engine.process", "engine"),
     ("ActorWorker", "actor"),
     ("WorkerDict", "actor"),
@@ -69,14 +69,18 @@ _KINDS = (
 )
 
 
+def _kind_of(process: psutil.Process) -> str:
+    words = " ".join(process.cmdline()) or process.name()
+    return next((kind for part, kind in _KINDS if part in words), "rest")
+
+
 class Watch:
     """CPU seconds and memory of what this process starts, at each new line of a log. A context manager."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
         self.lines: list[tuple[float, dict[str, float]]] = []  # seconds since the start, CPU seconds by kind of process
-        self.peak_gb = 0.0
-        self._cpu: dict[tuple[int, float], tuple[str, float]] = {}
+        self.seen = Descendants(_kind_of)
         self._over = threading.Event()
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._watch)
@@ -95,7 +99,7 @@ class Watch:
             if self._count_lines():
                 continue
             if time.monotonic() > next_look:
-                self._look()
+                self.seen.look()
                 next_look = time.monotonic() + 2.0
         self._count_lines()
 
@@ -104,25 +108,9 @@ class Watch:
         written = self.log.read_bytes().count(b"\n") if self.log.exists() else 0
         new = written - len(self.lines)
         if new:
-            self._look()
-            self.lines += [(time.monotonic() - self._started, self._by_kind())] * new
+            self.seen.look()
+            self.lines += [(time.monotonic() - self._started, self.seen.cpu_s())] * new
         return new
-
-    def _look(self) -> None:
-        memory = 0.0
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error, OSError):  # it has ended
-                words = " ".join(process.cmdline()) or process.name()
-                kind = next((kind for part, kind in _KINDS if part in words), "rest")
-                self._cpu[process.pid, process.create_time()] = kind, sum(process.cpu_times()[:2])
-                memory += process.memory_full_info().pss / 1e9
-        self.peak_gb = max(self.peak_gb, memory)
-
-    def _by_kind(self) -> dict[str, float]:
-        spent: dict[str, float] = defaultdict(float)
-        for kind, seconds in self._cpu.values():
-            spent[kind] += seconds
-        return dict(spent)
 
 
 def run_of(arm: str, beside: Beside, log: Path, trajectories: int) -> dict[str, Any]:
@@ -131,7 +119,7 @@ def run_of(arm: str, beside: Beside, log: Path, trajectories: int) -> dict[str, 
         beside.run()
     steps = list(_steps(arm, log, watch.lines, trajectories))
     first_wall = steps[0]["wall_s"]["step"]
-    return {"steps": steps[1:], "start_s": watch.lines[0][0] - first_wall, "peak_gb": watch.peak_gb}
+    return {"steps": steps[1:], "start_s": watch.lines[0][0] - first_wall, "peak_gb": sum(watch.seen.peak_gb.values())}
 
 
 def _steps(arm: str, log: Path, lines: Sequence[tuple[float, dict[str, float]]], trajectories: int) -> Iterator[dict[str, Any]]:
