@@ -17,6 +17,7 @@ from rstar2_megatron.report.compare import caveats, comparison_table, conclusion
 from rstar2_megatron.report.names import Panel
 
 _NOTES_IN_FIGURE = 24  # lines; the text file holds all
+_LEGEND_COLUMNS = 3
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,14 @@ def draw_comparison(comparison: RunComparison) -> Any:
         lines = [*lines[:_NOTES_IN_FIGURE], f"... and {rest} more lines in comparison.txt"]
     rows, columns = (len(panels) + 1) // 2, min(len(panels), 2)
     notes_height = 0.5 + 0.14 * len(lines)
-    height = 4.2 * rows + notes_height
+    legend_height = 0.2 + 0.25 * -(-len(arms) // _LEGEND_COLUMNS)
+    height = 4.2 * rows + notes_height + legend_height
     figure = Figure(figsize=(12, height))
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
+    shown: dict[str, Any] = {}  # arms of all panels: many would cover the curves of each
     for axes, panel in zip(grid.flat, panels):
         for i, arm in enumerate(arms):
             _draw_arm(axes, arm, panel, comparison, f"C{i % 10}")
@@ -82,11 +85,14 @@ def draw_comparison(comparison: RunComparison) -> Any:
         axes.set_xlabel(CLOCKS[comparison.x])
         axes.set_ylabel(panel.unit)
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-        else:
+        handles, labels = axes.get_legend_handles_labels()
+        shown = dict(zip(labels, handles)) | shown
+        if not handles:
             axes.text(0.5, 0.5, f"no log has {panel.metric}", ha="center", transform=axes.transAxes)
-    figure.subplots_adjust(bottom=(notes_height + 0.5) / height, top=1 - 0.4 / height, left=0.07, right=0.98, hspace=0.32)
+    top = 1 - (legend_height + 0.4) / height
+    figure.subplots_adjust(bottom=(notes_height + 0.5) / height, top=top, left=0.07, right=0.98, hspace=0.32)
+    if shown:
+        figure.legend(shown.values(), shown.keys(), loc="upper center", ncols=_LEGEND_COLUMNS, fontsize=8, frameon=False)
     figure.text(0.02, 0.15 / height, "\n".join(lines), fontsize=7, va="bottom")
     return figure
 
