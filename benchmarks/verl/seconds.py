@@ -60,7 +60,6 @@ _PARTS = {
 # Kinds of process by a part of the command line; the first match counts.
 _KINDS = (
     ("sglang", "engine"),
-    ("HttpServer", "engine"),  # verl's, with the tokenizer manager; ours is in rollout.engine.process
     ("rollout.engine.process", "engine"),
     ("ActorWorker", "actor"),
     ("WorkerDict", "actor"),

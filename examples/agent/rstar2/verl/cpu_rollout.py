@@ -33,11 +33,12 @@ class CPUServer:
     """The engine of one replica, with the methods that verl calls on a server."""
 
     async def start(self, model: str, config: dict[str, Any], log: str) -> None:
-        """`config`: prompt and response length [tokens], max_num_seqs and seed of verl's rollout section."""
+        """`config`: prompt and response length [tokens], max_num_seqs and seed of verl's rollout section; threads."""
         settings = RolloutSettings(
             model={"model_path": model, "precision": "fp32"},
             max_running_requests=config["max_num_seqs"],
             max_total_tokens=_KV_TOKENS,
+            cpu_threads=config["threads"],
             engine_start_timeout_s=300,
         )
         self._response_length = config["response_length"]
@@ -91,6 +92,7 @@ class CPUReplica(RolloutReplica):
         server = ray.remote(CPUServer).options(name=name, max_concurrency=self.max_concurrency, num_cpus=0)
         handle = server.remote()
         config = {key: getattr(self.config, key) for key in ("prompt_length", "response_length", "max_num_seqs", "seed")}
+        config["threads"] = int(os.environ.get("OMP_NUM_THREADS", "1"))  # as the trainer's processes
         log = Path(os.environ["VERL_FILE_LOGGER_ROOT"]).resolve() / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         await handle.start.remote(self.model_config.path, config, str(log))
