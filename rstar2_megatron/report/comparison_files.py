@@ -77,7 +77,7 @@ def draw_comparison(comparison: RunComparison) -> Any:
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    shown: dict[str, Any] = {}  # arms of all panels: many would cover the curves of each
+    shown: dict[str, Any] = {}  # for one legend above: in each panel it would hide the curves
     for axes, panel in zip(grid.flat, panels):
         for i, arm in enumerate(arms):
             _draw_arm(axes, arm, panel, comparison, f"C{i % 10}")

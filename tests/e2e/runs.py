@@ -104,13 +104,12 @@ class ProgramRun:
 
     def assert_nothing_left(self, within_s: float = 15.0, *, killed: bool = False) -> None:
         """No process, and no temporary file either unless the run was killed and could not remove them."""
-
         deadline = time.monotonic() + within_s
         while (processes := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         # The engines of a test beside this one are killed too, and their files may stay until that test goes on.
-        deadline, shared = time.monotonic() + 120.0, set[str]()
-        while not processes and (shared := files_of_dead_engines() - self.shared) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120.0
+        while (shared := files_of_dead_engines() - self.shared) and time.monotonic() < deadline:
             time.sleep(0.2)
         names = [f"{p.pid} {' '.join(command_line(p))}"[:120] for p in processes if p.is_running()]
         self.kill_all()

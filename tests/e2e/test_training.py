@@ -211,6 +211,7 @@ def listening_sockets_of(run: RunProcess) -> set[str]:
 def leaves_nothing(run: RunProcess, sockets: set[str]) -> None:
     run.assert_nothing_left()
     assert sockets and not sockets & listening_sockets()
+    assert not list(Path("/dev/shm").glob("rstar2*"))
 
 
 @pytest.mark.release  # SIGTERM and Ctrl-C at other moments: below and test_recipe.py
