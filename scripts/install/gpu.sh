@@ -2,13 +2,12 @@
 # are installed without dependencies.
 
 install_gpu_packages() {
-  step "torch for CUDA (1 of 5)" uv_pip --no-deps "${torch_from[@]}" "$torch_pin"
-  step "GPU packages (2 of 5, the longest)" uv_pip --no-deps -r requirements/gpu.lock
-  step "cuda-tile (3 of 5)" install_cuda_tile
-  step "rlinf (4 of 5)" uv_pip --no-deps -r requirements/no-deps.txt
+  step "torch for CUDA (1 of 4)" uv_pip --no-deps "${torch_from[@]}" "$torch_pin"
+  step "GPU packages (2 of 4, the longest)" uv_pip --no-deps -r requirements/gpu.lock
+  step "cuda-tile (3 of 4)" install_cuda_tile
+  step "rlinf (4 of 4)" uv_pip --no-deps -r requirements/no-deps.txt
   install_redis
   step "toolkit of the wheels" complete_toolkit
-  step "rstar2_megatron itself (5 of 5)" uv_pip --no-deps --no-build-isolation -e .
 }
 
 has_cuda_torch() { [ -f "$(echo "$venv"/lib/python3.*/site-packages/torch/lib)/libtorch_cuda.so" ]; }

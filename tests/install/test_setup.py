@@ -267,8 +267,7 @@ def test_the_launcher_uses_the_environment_that_set_up_made(venv: Path, tmp_path
     python = venv / "bin" / "python"
     python.write_text('#!/bin/sh\necho "ran $0"\n')
     python.chmod(0o755)
-    stamp = (Path(sys.prefix) / ".rstar2-installed").read_text()
-    (venv / ".rstar2-installed").write_text(stamp)
+    shutil.copy(Path(sys.prefix) / ".rstar2-checkout", venv)
     done = subprocess.run(
         ["bash", str(ROOT / launcher), "--help"],
         cwd=tmp_path,
@@ -278,3 +277,35 @@ def test_the_launcher_uses_the_environment_that_set_up_made(venv: Path, tmp_path
         env={**os.environ, "RSTAR2_VENV": str(venv), "RSTAR2_GPU": "0"},
     )
     assert done.stdout.splitlines()[-1:] == [f"ran {python}"], done.stderr
+
+
+def test_an_environment_follows_the_checkout_that_uses_it(venv: Path, tmp_path: Path) -> None:
+    """After a clone has moved, and where two share one by RSTAR2_VENV: else the other's code runs, or none is found."""
+    if (Path(sys.prefix) / ".rstar2-gpu").exists():
+        pytest.skip("an environment with GPU packages: set-up would want TransformerEngine in the other one too")
+    program(venv / "bin" / "python", "true")
+    program(tmp_path / "bin" / "uv", f'[ "$1" = --version ] && exec {uv()} --version; echo "$@" >> {tmp_path}/asked')
+    shutil.copy(Path(sys.prefix) / ".rstar2-installed", venv)
+    want = (venv / ".rstar2-installed").read_text().strip()
+
+    def set_up() -> list[str]:
+        environment = {
+            **os.environ,
+            "RSTAR2_VENV": str(venv),
+            "RSTAR2_GPU": "0",
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        }
+        done = subprocess.run(
+            ["bash", str(ROOT / "scripts/setup_env.sh")], capture_output=True, text=True, timeout=60, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        asked = tmp_path / "asked"
+        lines = asked.read_text().splitlines() if asked.exists() else []
+        asked.unlink(missing_ok=True)
+        return lines
+
+    (venv / ".rstar2-checkout").write_text(f"{want} /another/checkout\n")
+    (asked,) = set_up()
+    assert asked.startswith("pip install") and asked.endswith("-e .")
+    assert (venv / ".rstar2-checkout").read_text() == f"{want} {ROOT}\n"
+    assert set_up() == []

@@ -45,7 +45,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in filter(None, listed.split("\0")):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name, follow_symlinks=False)
-    (clone / ".venv").symlink_to(sys.prefix)
+    (clone / ".venv").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if path.name != ".rstar2-checkout":
+            (clone / ".venv" / path.name).symlink_to(path)
+    stamp = (Path(sys.prefix) / ".rstar2-installed").read_text().strip()
+    (clone / ".venv" / ".rstar2-checkout").write_text(f"{stamp} {clone}\n")  # else set-up would make the environment the clone's
     return clone
 
 

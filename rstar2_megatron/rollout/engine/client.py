@@ -318,30 +318,42 @@ class EngineClient(SupervisedEngine):
 
         Generation needs `resume_memory` and then `update_weights` first. The call waits until the engine is idle. It needs
         `memory_saver`; on a CPU the engine goes through the same states and frees nothing. The call does nothing for memory
-        that is already released, or for a lost engine. Raises EngineError while other calls are running.
+        that is already released, or for an engine that is lost or dies meanwhile. Raises EngineError while other calls are
+        running.
         """
         wanted = [tag for tag in MEMORY_TAGS if tag not in self._released]
         if not wanted or self.lost:
             return
         if self.num_waiting_calls:
             raise EngineError(f"{self.name} cannot release its memory with {self.num_waiting_calls} calls under way")
-        await self.flush_cache()  # waits for an idle scheduler; releasing a busy one kills it
-        await self._call("release_memory", {"tags": wanted})
-        self._released.update(wanted)
-        if "weights" in wanted:
-            self._missing_weights = True
+        with self._unless_lost():
+            await self.flush_cache()  # waits for an idle scheduler; releasing a busy one kills it
+            await self._call("release_memory", {"tags": wanted})
+            self._released.update(wanted)
+            if "weights" in wanted:
+                self._missing_weights = True
 
     async def resume_memory(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> None:
         """Allocate memory again: `["weights"]` before `update_weights`, `["kv_cache"]` once the actor has offloaded.
 
-        A lost engine is restarted, with all its memory.
+        A lost engine is restarted, with all its memory; one that dies meanwhile is left to the next restart.
         """
         if self.lost:
             await self.recover(with_weights=False)
         wanted = [tag for tag in tags if tag in self._released]
         if wanted:
-            await self._call("resume_memory", {"tags": wanted})
-            self._released.difference_update(wanted)
+            with self._unless_lost():
+                await self._call("resume_memory", {"tags": wanted})
+                self._released.difference_update(wanted)
+
+    @contextlib.contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """End the block where the engine is lost: a dead process holds no memory. A slow one does, and raises EngineLost."""
+        try:
+            yield
+        except EngineLost:
+            if not self.lost:
+                raise
 
     async def flush_cache(self) -> None:
         """Empty the KV cache. SGLang refuses while it cleans up after the last request, so the call is retried."""

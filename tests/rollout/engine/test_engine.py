@@ -222,6 +222,31 @@ async def test_memory_is_released_and_taken_again(engine: EngineClient, weights:
     await update_weights(engine, weights.items(), version + 1)
 
 
+async def test_killed_while_its_memory_is_released_or_taken_again(engine: EngineClient, weights: Weights) -> None:
+    """A dead engine holds no memory, and the step goes on; it starts again where the next step needs it."""
+
+    def kill() -> None:
+        max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss).kill()
+
+    version, restarts = engine.weight_version + 1, engine.restarts
+    kill()
+    await engine.release_memory()
+    assert engine.lost
+    await engine.resume_memory(["weights"])
+    await update_weights(engine, weights.items(), version)
+    await engine.resume_memory(["kv_cache"])
+    assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == version
+
+    await engine.release_memory()
+    kill()
+    await engine.resume_memory(["weights"])
+    assert engine.lost
+    await update_weights(engine, times(weights, 1.01).items(), version + 1)
+    await engine.resume_memory(["kv_cache"])
+    assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == version + 1
+    assert engine.restarts == restarts + 2
+
+
 async def test_idle_engine_sleeps(engine: EngineClient) -> None:
     family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
 
