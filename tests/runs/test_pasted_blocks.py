@@ -50,7 +50,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.name != ".rstar2-checkout":
             (clone / ".venv" / path.name).symlink_to(path)
     stamp = (Path(sys.prefix) / ".rstar2-installed").read_text().strip()
-    (clone / ".venv" / ".rstar2-checkout").write_text(f"{stamp} {clone}\n")  # else set-up would make the environment the clone's
+    (clone / ".venv" / ".rstar2-checkout").write_text(
+        f"{stamp} {clone}\n"
+    )  # else set-up would make the environment the clone's
     return clone
 
 
