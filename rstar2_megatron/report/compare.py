@@ -210,7 +210,8 @@ def conclusions(
 
 
 def _counted(found: Difference) -> str:
-    return f"{found.seeds[0]} pairs of equal seeds" if found.paired else f"{found.seeds[1]} and {found.seeds[0]} seeds"
+    pairs = "pair" if found.seeds[0] == 1 else "pairs"
+    return f"{found.seeds[0]} {pairs} of equal seeds" if found.paired else f"{found.seeds[1]} and {found.seeds[0]} seeds"
 
 
 # ------------------------------------------------------------------------------------------- table and notes
