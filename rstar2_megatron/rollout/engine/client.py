@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from rstar2_megatron.rollout.engine.arguments import engine_arguments
+from rstar2_megatron.rollout.engine.child import EngineChild
 from rstar2_megatron.rollout.engine.protocol import (
     INTERRUPTED,
     EngineError,
@@ -69,7 +70,7 @@ class EngineClient(SupervisedEngine):
         self._kept: list[WeightBucket] = []  # buckets of the current weights, for a restart
         self._missing_weights = False  # restarted without current weights, or their memory was released
         self._keeping = True  # every bucket of this update could be kept
-        self._updated = False  # the weights differ from the model's files
+        self._updates = 0  # begun so far; after the first the weights differ from the model's files
         self._released: set[MemoryTag] = set()
         self._generating = 0  # requests in the engine
         self._updating = False  # by `update_weights`
@@ -102,13 +103,25 @@ class EngineClient(SupervisedEngine):
             )
 
     async def _restarted(self) -> None:
-        if not self._all_arrived.is_set():  # the update loads its weights when it has all of them
-            self._missing_weights = True
-        elif self._kept:
-            again = [(bucket, bucket is self._kept[-1]) for bucket in self._kept]
-            await self._send_weights(_stream(again), again=True)
-        else:  # the model's files are current only until the first update, whatever its version
-            self._missing_weights = self._updated
+        update = -1
+        while update != self._updates:  # a new one may begin while kept weights are sent
+            update = self._updates
+            if not self._all_arrived.is_set():  # the update loads its weights when it has all of them
+                self._missing_weights = True
+            elif self._kept:
+                await self._send_kept()
+            else:  # the model's files are current only until the first update, whatever its version
+                self._missing_weights = self._updates > 0
+
+    async def _send_kept(self) -> None:
+        update, kept, self._kept = self._updates, self._kept, []  # so that a new update does not close them meanwhile
+        try:
+            await self._send_weights(self._alive_child(), _stream((bucket, bucket is kept[-1]) for bucket in kept), again=True)
+        finally:
+            if update == self._updates:
+                self._kept = kept
+            else:
+                _close(kept)
 
     # ------------------------------------------------------------------------------------- generation
 
@@ -205,10 +218,11 @@ class EngineClient(SupervisedEngine):
 
     async def _update(self, buckets: AsyncIterable[tuple[WeightBucket, bool]]) -> None:
         try:
-            if self.lost:
+            if self.lost or self._recovering.locked():
                 raise EngineLost(f"{self.name} was lost before its weights arrived")
-            await self._interrupt()
-            await self._send_weights(buckets)
+            child = self._alive_child()  # whatever is started meanwhile, this one gets all of them or it is lost
+            await self._interrupt(child)
+            await self._send_weights(child, buckets)
         except EngineLost:
             # before the restart: senders and other engines wait for each bucket
             async for bucket, _ in buckets:
@@ -220,14 +234,14 @@ class EngineClient(SupervisedEngine):
             if self._missing_weights:  # another caller had restarted it before all buckets were here
                 await self._restarted()
 
-    async def _interrupt(self) -> None:
+    async def _interrupt(self, child: EngineChild) -> None:
         """End every running request. One that is on its way into the engine ends at a later attempt."""
         deadline = time.monotonic() + UPDATE_TIMEOUT_S
-        while self._generating and not self.lost:
+        while self._generating and not child.lost_reason:
             if time.monotonic() > deadline:
-                self._alive_child().lose(f"its requests did not end within {UPDATE_TIMEOUT_S:.0f} s")
-                raise EngineLost(self._alive_child().lost_message())
-            await self._update_call("abort", {"rid": ""})
+                child.lose(f"its requests did not end within {UPDATE_TIMEOUT_S:.0f} s")
+                raise EngineLost(child.lost_message())
+            await self._update_call(child, "abort", {"rid": ""})
             await asyncio.sleep(_ABORT_RETRY_S)
 
     async def keep_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
@@ -238,9 +252,9 @@ class EngineClient(SupervisedEngine):
         self._forget_kept()
         self._kept = list(buckets)
         self.weight_version = version
-        if self.lost:
-            await self.recover()
-        elif self._missing_weights:
+        self._updates += 1
+        await self.recover(with_weights=False)
+        if self._missing_weights:
             await self._restarted()
         self._restarts_in_a_row = 0
 
@@ -248,26 +262,27 @@ class EngineClient(SupervisedEngine):
         if "weights" in self._released and not self.lost:
             raise EngineError(f"{self.name} has released the memory of its weights: resume_memory first")
         self.weight_version = version
-        self._updated = True
+        self._updates += 1
         self._forget_kept()
         self._keeping = True
 
-    async def _send_weights(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False) -> None:
+    async def _send_weights(
+        self, child: EngineChild, buckets: AsyncIterable[tuple[WeightBucket, bool]], *, again: bool = False
+    ) -> None:
         """Load the buckets and empty the KV cache. New buckets are kept for a restart, up to `keep_weights_bytes`.
 
         `again` sends kept buckets, which stay kept. After EngineLost the buckets that have arrived stay kept.
         """
         with self._changing():
-            await self._send_buckets(buckets, again)
+            await self._send_buckets(child, buckets, again)
 
-    async def _send_buckets(self, buckets: AsyncIterable[tuple[WeightBucket, bool]], again: bool) -> None:
-        self._missing_weights = True
-        await self._update_call("begin_update")
+    async def _send_buckets(self, child: EngineChild, buckets: AsyncIterable[tuple[WeightBucket, bool]], again: bool) -> None:
+        self._missing_weights, sent = True, str(self.weight_version)
+        await self._update_call(child, "begin_update")
         try:
             async for bucket, last in buckets:
-                version = str(self.weight_version) if last else None
                 try:
-                    await self._update_call("load_bucket", {**bucket.load(), "version": version})
+                    await self._update_call(child, "load_bucket", {**bucket.load(), "version": sent if last else None})
                 finally:
                     if not again:
                         self._keep(bucket)
@@ -275,16 +290,15 @@ class EngineClient(SupervisedEngine):
             if not again and not isinstance(error, EngineLost):
                 self._forget_kept()
             with contextlib.suppress(EngineLost, EngineError):  # SGLang's update session must not stay open
-                await self._update_call("end_update")
+                await self._update_call(child, "end_update")
             raise
-        await self._update_call("end_update")
+        await self._update_call(child, "end_update")
         if "kv_cache" not in self._released:  # a released cache is empty
-            await self.flush_cache()
+            await self._flush(child)
         self._missing_weights = False
 
-    async def _update_call(self, method: str, params: Any = None) -> Any:
+    async def _update_call(self, child: EngineChild, method: str, params: Any = None) -> Any:
         """One call of an update. An engine that does not answer in time is declared lost."""
-        child = self._alive_child()
         try:
             return await child.call(method, params, UPDATE_TIMEOUT_S)
         except GenerationTimeout as error:
@@ -300,8 +314,8 @@ class EngineClient(SupervisedEngine):
             self._forget_kept()
 
     def _forget_kept(self) -> None:
-        while self._kept:
-            self._kept.pop().close()
+        kept, self._kept = self._kept, []
+        _close(kept)
 
     async def weights_checksum(self) -> dict[str, int]:
         """Checksum of every tensor in the engine by Hugging Face name (see `weights.checksum.tensor_checksum`).
@@ -338,8 +352,7 @@ class EngineClient(SupervisedEngine):
 
         A lost engine is restarted, with all its memory; one that dies meanwhile is left to the next restart.
         """
-        if self.lost:
-            await self.recover(with_weights=False)
+        await self.recover(with_weights=False)
         wanted = [tag for tag in tags if tag in self._released]
         if wanted:
             with self._unless_lost():
@@ -357,8 +370,11 @@ class EngineClient(SupervisedEngine):
 
     async def flush_cache(self) -> None:
         """Empty the KV cache. SGLang refuses while it cleans up after the last request, so the call is retried."""
+        await self._flush(self._alive_child())
+
+    async def _flush(self, child: EngineChild) -> None:
         deadline = time.monotonic() + UPDATE_TIMEOUT_S
-        while not await self._update_call("flush_cache"):
+        while not await self._update_call(child, "flush_cache"):
             if time.monotonic() > deadline:
                 raise EngineError(f"{self.name} would not flush its cache for {UPDATE_TIMEOUT_S:.0f} s")
             await asyncio.sleep(_FLUSH_RETRY_S)
@@ -377,6 +393,11 @@ class EngineClient(SupervisedEngine):
     def max_context_tokens(self) -> int:
         """Longest prompt in tokens; 0 before the start."""
         return 0 if self._child is None else self._child.report.max_context_tokens
+
+
+def _close(buckets: Iterable[WeightBucket]) -> None:
+    for bucket in buckets:
+        bucket.close()
 
 
 async def _stream(buckets: Iterable[tuple[WeightBucket, bool]]) -> AsyncIterator[tuple[WeightBucket, bool]]:

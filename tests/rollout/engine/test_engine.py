@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.weights.bucket import buckets as in_buckets
 from rstar2_megatron.weights.checksum import weights_checksum
+from rstar2_megatron.weights.shared_memory import SharedBucket, WeightBucket
 from tests.rollout.engine.small import ENDLESS, PROMPT, SharedEngine, hf_logprobs, named_files, update_weights
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
@@ -220,6 +222,56 @@ async def test_memory_is_released_and_taken_again(engine: EngineClient, weights:
     with pytest.raises(EngineLost, match="weights"):
         await engine.generate(PROMPT, STOP, timeout_s=60)
     await update_weights(engine, weights.items(), version + 1)
+
+
+@pytest.mark.parametrize("moment", ["the process starts", "kept weights go in"])
+async def test_an_update_that_finds_a_restart_under_way(engine: EngineClient, weights: Weights, moment: str) -> None:
+    """The engine has the update's weights afterwards, and no request sees others."""
+    version, restarts = engine.weight_version + 1, engine.restarts
+    await update_weights(engine, times(weights, 1.01).items(), version)
+    max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss).kill()
+    async with asyncio.timeout(60):
+        while not engine.lost:
+            await asyncio.sleep(0.05)
+    recovering = asyncio.create_task(engine.recover())
+    async with asyncio.timeout(120):
+        while engine.lost or (moment == "kept weights go in" and not engine.kv_capacity_tokens):
+            await asyncio.sleep(0)
+    changed = times(weights, 1.02)
+    updating = asyncio.create_task(update_weights(engine, changed.items(), version + 1))
+    await asyncio.sleep(0)
+    assert not recovering.done()
+    assert await ask_until_over(engine, updating) == {version + 1}
+    await recovering
+    assert await engine.weights_checksum() == weights_checksum(changed.items())
+    assert engine.restarts == restarts + 1
+
+
+async def test_an_engine_that_restarts_between_two_buckets_gets_both(engine: EngineClient, weights: Weights) -> None:
+    changed, version, loaded, go_on = times(weights, 1.03), engine.weight_version + 1, asyncio.Event(), asyncio.Event()
+    half = sum(tensor.nbytes for tensor in weights.values()) // 2
+
+    async def stream() -> AsyncIterator[tuple[WeightBucket, bool]]:
+        for bucket, last in in_buckets(changed.items(), half):
+            yield SharedBucket(bucket), last
+            loaded.set()
+            await go_on.wait()
+
+    updating = asyncio.create_task(engine.update_weights(stream(), version))
+    await asyncio.wait_for(loaded.wait(), 60)
+    max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss).kill()
+    async with asyncio.timeout(60):
+        while not engine.lost:
+            await asyncio.sleep(0.05)
+    recovering = asyncio.create_task(engine.recover())  # as a trajectory does, whose request has failed
+    async with asyncio.timeout(120):
+        while engine.lost or not engine.kv_capacity_tokens:  # until it runs again
+            await asyncio.sleep(0.05)
+    assert not updating.done()
+    go_on.set()
+    await updating
+    await recovering
+    assert await engine.weights_checksum() == weights_checksum(changed.items())
 
 
 async def test_killed_while_its_memory_is_released_or_taken_again(engine: EngineClient, weights: Weights) -> None:
