@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, PendingCall, WorkerFailed, WorkerGroup, WorkerLost
+from rstar2_megatron.cluster.calls import DeadlineExceeded, PendingCall, WorkerFailed, WorkerGroup, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +20,8 @@ Relaunch = Callable[[int, int], tuple[Any, str]]
 class RolloutGroup(WorkerGroup):
     """A worker that dies is in `lost` and is left out of every later call, until `restart`.
 
-    A call on named ranks needs all of them: it raises WorkerLost. `lose` and every other call raise EnginesLost when no
-    worker is left.
+    A call on named ranks needs all of them: it raises WorkerLost. Any other call of a group that has lost all its workers
+    has no results.
     """
 
     def __init__(self, name: str, rlinf_group: Any, relaunch: Relaunch, max_restarts: int) -> None:
@@ -55,15 +55,13 @@ class RolloutGroup(WorkerGroup):
         return self._start(method, chosen, args, kwargs)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Go on without this worker, which has died or cannot bring its engine back. Raises EnginesLost for the last one."""
+        """Go on without this worker, which has died or cannot bring its engine back."""
         if rank in self.lost:
             return
         self.lost[rank] = reason
         self.changes += 1
         ray.kill(self.workers[rank])
         self.workers[rank] = None
-        if not self.alive:
-            raise EnginesLost(f"no engine is left: {reason}")
         logger.warning("engine %d is lost with its worker, %d of %d go on: %s", rank, len(self.alive), len(self), reason)
 
     def start_engines(self, model_path: str, judge_url: str) -> PendingCall:

@@ -197,10 +197,23 @@ class Trainer:
     def sync_weights(self, version: int) -> dict[str, float]:
         """Bring every engine to the actor's weights and stamp them `version`. Lost rollout workers are started again before.
 
-        After a fallback to another route, or a worker's restart, the weights are compared by checksum.
+        After a fallback to another route, or a worker's restart, the weights are compared by checksum. Raises EnginesLost when
+        no engine is left and none can be started again (`rollout.max_engine_restarts`).
         """
         self._version = version
         self.source.before_sync()
+        while True:
+            try:
+                metrics = self._sync_once(version)
+                break
+            except EnginesLost:
+                if not self.rollout.restartable:
+                    raise
+                self.source.engines_lost()
+        self.source.new_weights(version)
+        return metrics
+
+    def _sync_once(self, version: int) -> dict[str, float]:
         restarted = self._restart_workers()
         fallbacks = self._weight_sync.fallbacks
         if self._colocation is not None:
@@ -211,7 +224,6 @@ class Trainer:
             metrics["actor/handover_seconds"] = self._colocation.pop_seconds()
         if restarted or self._weight_sync.fallbacks > fallbacks:
             self.check_weights()
-        self.source.new_weights(version)
         return metrics
 
     def _restart_workers(self) -> list[int]:

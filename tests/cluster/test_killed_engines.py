@@ -258,7 +258,7 @@ def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Engine 1 cannot be started again, then its worker's replacement dies for good, then the last worker does."""
+    """Engine 1 cannot be started again, then its worker's replacement dies for good, then the last worker does, twice."""
     for_sync(engine_settings, senders, engines, tmp_path)
     heard, restarts = Heard(monkeypatch), engines.restarts.total()
     trainer = Trainer(engine_settings, senders, engines, phases, device="cpu", colocated=False)
@@ -298,9 +298,22 @@ def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
     assert len(phases.tokens.put_batch(every, [0.0] * len(every), done=every)) == len(every)
     assert not psutil.wait_procs([engine], timeout=60)[1]
 
-    # it is not started again; when the last one dies, the run ends
+    # it is not started again; when the last one dies within a sync, a new one gets that sync's weights
     trainer.sync_weights(7)
     assert list(engines.lost) == [1]
+    pid = engines.call("pids", timeout_s=CALL_S)[0][0]
+
+    def dies(method: str) -> None:
+        if method == "receive_weights" and psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(engines, "before", dies)
+    senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
+    assert trainer.sync_weights(8)["actor/sync_fallbacks"] == 0.0  # compares checksums
+    assert list(engines.lost) == [1] and engines.restarts.total() == restarts + 2
+    assert_complete(phases.run(PROBLEMS, SPEC, "rollout"))
+
+    # that one is not started again, and the run ends
     os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
     with pytest.raises(EnginesLost, match=r"no engine is left: .*the worker process died"):
         phases.run(PROBLEMS, SPEC, "rollout")

@@ -97,10 +97,19 @@ class EngineClient(SupervisedEngine):
         await super().recover()
         await self._all_arrived.wait()  # of an update that will load the restarted engine
         await super().recover()
-        if self._missing_weights and with_weights:
+        if not with_weights:
+            return
+        await self._load_kept()
+        if self._missing_weights:
             raise EngineLost(
                 f"{self.name} was restarted without weight version {self.weight_version}: no copy of it was kept on the host"
             )
+
+    async def _load_kept(self) -> None:
+        """Load what was kept into an engine that was restarted before all of it was here. One caller does it for all."""
+        async with self._recovering:
+            if self._missing_weights and self._kept:
+                await self._restarted()
 
     async def _restarted(self) -> None:
         update = -1
@@ -231,8 +240,7 @@ class EngineClient(SupervisedEngine):
             if not self._kept:
                 raise
             await super().recover()
-            if self._missing_weights:  # another caller had restarted it before all buckets were here
-                await self._restarted()
+            await self._load_kept()
 
     async def _interrupt(self, child: EngineChild) -> None:
         """End every running request. One that is on its way into the engine ends at a later attempt."""
@@ -254,8 +262,7 @@ class EngineClient(SupervisedEngine):
         self.weight_version = version
         self._updates += 1
         await self.recover(with_weights=False)
-        if self._missing_weights:
-            await self._restarted()
+        await self._load_kept()
         self._restarts_in_a_row = 0
 
     def _begin_version(self, version: int) -> None:
