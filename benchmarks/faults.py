@@ -3,6 +3,9 @@
 A run of small steps on a CPU loses those that it starts again one after the other, each within a step, with a quiet step
 between them; what ends a run is killed in a run of its own. One JSON line a kill: seconds until the run said what came, or
 ended; seconds that the step took longer than those beside it; trajectories dropped; the lines printed. Then a markdown table.
+
+`--random N` kills N processes by lot, each at a moment of its step by lot. The command fails when a run does not end well, has
+lost a trajectory, or leaves a file. `--seed` decides the lots.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import re
 import shutil
 import statistics
@@ -54,7 +58,7 @@ MODES = {
 _STEP = re.compile(r"^\s+\d+\s|^\s+step\s")  # lines of every run
 _PREFIX = re.compile(r"\x1b\[\d+m|\(\w+\(rank=\d+\) pid=\d+\)|WARNING:[\w.]+:|; its log: \S+|\S+/(?=results/)")
 _INTO_STEP_S = 0.7
-_LIMIT_S = 900.0
+_LIMIT_S, _LIMIT_A_KILL_S = 900.0, 60.0
 
 
 def kill(run: TinyRun, words: str) -> int | None:
@@ -77,17 +81,23 @@ def seconds_until_said(run: TinyRun, printed: int) -> float:
     return round(time.monotonic() - started, 1)
 
 
-def lose(mode: str, victims: list[str], place: Path) -> list[dict[str, Any]]:
-    """One run; a row a victim."""
+def lots(count: int, draw: random.Random) -> list[str]:
+    """Victims by lot: all whose death costs nothing at any moment, which a rollout worker's may (docs/rollout.md)."""
+    return draw.choices([name for name, (_, lasts) in VICTIMS.items() if lasts and name != "rollout worker"], k=count)
+
+
+def lose(mode: str, victims: list[str], place: Path, draw: random.Random | None = None) -> list[dict[str, Any]]:
+    """One run; a row a victim. With `draw` each is killed at a moment of its step by lot."""
     temporary = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     steps = 2 * len(victims) + 2
     shutil.rmtree(place / "results", ignore_errors=True)  # an earlier call's steps are not this run's
     run = TinyRun(Path.cwd(), place, temporary, [*OVERRIDES, *MODES[mode], f"runner.max_steps={steps}"])
     rows: list[dict[str, Any]] = []
     try:
-        for step in run.finished_steps(_LIMIT_S):
+        for step in run.finished_steps(_LIMIT_S + _LIMIT_A_KILL_S * len(victims)):
             if step % 2 and len(rows) < len(victims):
-                time.sleep(_INTO_STEP_S)
+                usual = statistics.median(row["time/step"] for row in run.metrics())
+                time.sleep(draw.uniform(0.0, 1.1 * usual) if draw else _INTO_STEP_S)
                 victim, printed = victims[len(rows)], len(run.text())
                 pid = kill(run, VICTIMS[victim][0])
                 rows.append({"case": "kill", "mode": mode, "victim": victim, "pid": pid, "step": step + 1, "from": printed})
@@ -126,24 +136,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS))
+    parser.add_argument("--random", type=int, metavar="N", help="kill N by lot instead of each once")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--place", type=Path, help="a directory that keeps the model of the SFT for the next call")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     place = options.place or Path(tempfile.mkdtemp(prefix="faults-", dir="/tmp"))
     place.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(options.seed) if options.random else None
     runs = [[victim] for victim in options.victims if not VICTIMS[victim][1]]
-    if lasting := [victim for victim in options.victims if VICTIMS[victim][1]]:
+    if draw:
+        runs = [lots(options.random, draw)]
+    elif lasting := [victim for victim in options.victims if VICTIMS[victim][1]]:
         runs.insert(0, lasting)
     rows = []
     for mode in options.modes:
         for victims in runs:
-            for row in lose(mode, victims, place):
+            for row in lose(mode, victims, place, draw):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     print(table(rows))
     write_result(options.out, {"case": "faults", "rows": rows})
     if options.place is None:
         shutil.rmtree(place, ignore_errors=True)
+    if draw and any(row.get("exit_code") or row["dropped"] or row.get("left_in_tmpdir") for row in rows):
+        raise SystemExit("a run did not end well, or something was lost")
 
 
 if __name__ == "__main__":

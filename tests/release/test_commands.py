@@ -122,6 +122,15 @@ def test_ten_minutes_of_calls_with_faults_lose_nothing() -> None:
     assert measured("benchmarks.judge.soak", "--seconds", "600")["calls"] > 5_000
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_kills_at_any_moment_end_no_run(mode: str) -> None:
+    """Its exit code speaks for lost trajectories, the run's end, and what is left."""
+    command = [sys.executable, "-m", "benchmarks.faults", "--modes", mode, "--random", "16"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HOUR_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count('"case": "kill"') == 16
+
+
 def test_three_hundred_steps_leak_nothing() -> None:
     found = measured("benchmarks.soak", "--steps", "300")
     assert (found["steps"], found["exit_code"]) == (300, 0)
