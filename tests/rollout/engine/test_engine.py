@@ -236,7 +236,7 @@ async def test_an_update_that_finds_a_restart_under_way(engine: EngineClient, we
     recovering = asyncio.create_task(engine.recover())
     async with asyncio.timeout(120):
         while engine.lost or (moment == "kept weights go in" and not engine.kv_capacity_tokens):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
     changed = times(weights, 1.02)
     updating = asyncio.create_task(update_weights(engine, changed.items(), version + 1))
     await asyncio.sleep(0)
