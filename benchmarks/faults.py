@@ -86,6 +86,11 @@ def lots(count: int, draw: random.Random) -> list[str]:
     return draw.choices([name for name, (_, lasts) in VICTIMS.items() if lasts and name != "rollout worker"], k=count)
 
 
+def _by_lot(run: TinyRun, draw: random.Random) -> float:
+    """Seconds into a step of the usual length, or a little behind it."""
+    return draw.uniform(0.0, 1.1 * statistics.median(row["time/step"] for row in run.metrics()))
+
+
 def lose(mode: str, victims: list[str], place: Path, draw: random.Random | None = None) -> list[dict[str, Any]]:
     """One run; a row a victim. With `draw` each is killed at a moment of its step by lot."""
     temporary = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
@@ -96,8 +101,7 @@ def lose(mode: str, victims: list[str], place: Path, draw: random.Random | None 
     try:
         for step in run.finished_steps(_LIMIT_S + _LIMIT_A_KILL_S * len(victims)):
             if step % 2 and len(rows) < len(victims):
-                usual = statistics.median(row["time/step"] for row in run.metrics())
-                time.sleep(draw.uniform(0.0, 1.1 * usual) if draw else _INTO_STEP_S)
+                time.sleep(_by_lot(run, draw) if draw else _INTO_STEP_S)
                 victim, printed = victims[len(rows)], len(run.text())
                 pid = kill(run, VICTIMS[victim][0])
                 rows.append({"case": "kill", "mode": mode, "victim": victim, "pid": pid, "step": step + 1, "from": printed})
@@ -136,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS))
-    parser.add_argument("--random", type=int, metavar="N", help="kill N by lot instead of each once")
+    parser.add_argument("--random", type=int, metavar="N", help="kill N by lot instead of each of --victims once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--place", type=Path, help="a directory that keeps the model of the SFT for the next call")
     parser.add_argument("--out", type=Path, help="JSON file for the result")

@@ -40,7 +40,7 @@ files=(requirements/constraints.txt requirements/base.txt requirements/programs.
 [ -z "$gpu" ] || files=(requirements/gpu.lock requirements/cuda-tile.txt requirements/no-deps.txt requirements/redis.txt)
 want=$(cat "${files[@]}" pyproject.toml | sha256sum | cut -c1-16)
 want_dev=$(cat requirements/dev.txt requirements/mcp.txt requirements/loggers.txt requirements/constraints.txt requirements/transformer-engine.txt | sha256sum | cut -c1-16)
-here="$want $(pwd -P)"
+want_checkout="$want $(pwd -P)"
 
 up_to_date() { [ -x "$venv/bin/python" ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 
@@ -80,9 +80,9 @@ main() {
     if [ -n "$gpu" ]; then install_gpu_packages; touch "$gpu_mark"; else install_cpu_packages; fi
     echo "$want" > "$stamp"
   fi
-  if ! up_to_date "$stamp_checkout" "$here"; then
+  if ! up_to_date "$stamp_checkout" "$want_checkout"; then
     step "rstar2_megatron itself" uv_pip --no-deps --no-build-isolation -e .
-    echo "$here" > "$stamp_checkout"
+    echo "$want_checkout" > "$stamp_checkout"
   fi
   if [ -n "$dev" ] && ! up_to_date "$stamp_dev" "$want_dev"; then
     install_dev_packages
@@ -91,7 +91,7 @@ main() {
   [ -z "$gpu" ] || setup_transformer_engine
 }
 
-if up_to_date "$stamp_checkout" "$here" && { [ -z "$dev" ] || up_to_date "$stamp_dev" "$want_dev"; } &&
+if up_to_date "$stamp_checkout" "$want_checkout" && { [ -z "$dev" ] || up_to_date "$stamp_dev" "$want_dev"; } &&
   { [ -z "$gpu" ] || te_settled; }; then
   exit 0
 fi

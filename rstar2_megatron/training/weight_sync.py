@@ -65,10 +65,9 @@ class WeightSync:
                 self.fallbacks += 1
                 logger.warning("weight sync by %s failed, trying %s: %s", failed, self.route, error)
                 continue
-            if not self._rollout.alive:
-                continue
-            self._proved.add(self.route)
-            return {**metrics, "actor/sync_fallbacks": float(self.fallbacks)}
+            if self._rollout.alive:
+                self._proved.add(self.route)
+                return {**metrics, "actor/sync_fallbacks": float(self.fallbacks)}
 
     def _transfer(self, route: WeightRoute, version: int) -> dict[str, float]:
         """One attempt. Raises WorkerFailed after every worker has left it, so that another attempt can begin."""

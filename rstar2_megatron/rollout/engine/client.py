@@ -70,7 +70,7 @@ class EngineClient(SupervisedEngine):
         self._kept: list[WeightBucket] = []  # buckets of the current weights, for a restart
         self._missing_weights = False  # restarted without current weights, or their memory was released
         self._keeping = True  # every bucket of this update could be kept
-        self._updates = 0  # begun so far; after the first the weights differ from the model's files
+        self._updates = 0  # begun so far, host copies included; after the first the weights differ from the model's files
         self._released: set[MemoryTag] = set()
         self._generating = 0  # requests in the engine
         self._updating = False  # by `update_weights`

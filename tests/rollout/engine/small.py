@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,18 @@ async def shared_engine(model: Path, log: Path) -> AsyncIterator[SharedEngine]:
     family = [psutil.Process(client.pid), *psutil.Process(client.pid).children(recursive=True)]
     await client.close()
     assert not psutil.wait_procs(family, timeout=60)[1]
+
+
+def scheduler_of(engine: EngineClient) -> psutil.Process:
+    """SGLang's scheduler, the largest of the engine's processes."""
+    return max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss)
+
+
+async def kill_and_wait_until_lost(engine: EngineClient) -> None:
+    scheduler_of(engine).kill()
+    async with asyncio.timeout(60):
+        while not engine.lost:
+            await asyncio.sleep(0.05)
 
 
 async def update_weights(

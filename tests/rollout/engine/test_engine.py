@@ -20,7 +20,16 @@ from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, En
 from rstar2_megatron.weights.bucket import buckets as in_buckets
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.shared_memory import SharedBucket, WeightBucket
-from tests.rollout.engine.small import ENDLESS, PROMPT, SharedEngine, hf_logprobs, named_files, update_weights
+from tests.rollout.engine.small import (
+    ENDLESS,
+    PROMPT,
+    SharedEngine,
+    hf_logprobs,
+    kill_and_wait_until_lost,
+    named_files,
+    scheduler_of,
+    update_weights,
+)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
 STOP = {"temperature": 1.0, "max_new_tokens": 16}
@@ -229,10 +238,7 @@ async def test_an_update_that_finds_a_restart_under_way(engine: EngineClient, we
     """The engine has the update's weights afterwards, and no request sees others."""
     version, restarts = engine.weight_version + 1, engine.restarts
     await update_weights(engine, times(weights, 1.01).items(), version)
-    max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss).kill()
-    async with asyncio.timeout(60):
-        while not engine.lost:
-            await asyncio.sleep(0.05)
+    await kill_and_wait_until_lost(engine)
     recovering = asyncio.create_task(engine.recover())
     async with asyncio.timeout(120):
         while engine.lost or (moment == "kept weights go in" and not engine.kv_capacity_tokens):
@@ -259,10 +265,7 @@ async def test_an_engine_that_restarts_between_two_buckets_gets_both(engine: Eng
 
     updating = asyncio.create_task(engine.update_weights(stream(), version))
     await asyncio.wait_for(loaded.wait(), 60)
-    max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss).kill()
-    async with asyncio.timeout(60):
-        while not engine.lost:
-            await asyncio.sleep(0.05)
+    await kill_and_wait_until_lost(engine)
     recovering = asyncio.create_task(engine.recover())  # as a trajectory does, whose request has failed
     async with asyncio.timeout(120):
         while engine.lost or not engine.kv_capacity_tokens:  # until it runs again
@@ -276,12 +279,8 @@ async def test_an_engine_that_restarts_between_two_buckets_gets_both(engine: Eng
 
 async def test_killed_while_its_memory_is_released_or_taken_again(engine: EngineClient, weights: Weights) -> None:
     """A dead engine holds no memory, and the step goes on; it starts again where the next step needs it."""
-
-    def kill() -> None:
-        max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss).kill()
-
     version, restarts = engine.weight_version + 1, engine.restarts
-    kill()
+    scheduler_of(engine).kill()
     await engine.release_memory()
     assert engine.lost
     await engine.resume_memory(["weights"])
@@ -290,7 +289,7 @@ async def test_killed_while_its_memory_is_released_or_taken_again(engine: Engine
     assert (await engine.generate(PROMPT, STOP, timeout_s=60)).weight_version == version
 
     await engine.release_memory()
-    kill()
+    scheduler_of(engine).kill()
     await engine.resume_memory(["weights"])
     assert engine.lost
     await update_weights(engine, times(weights, 1.01).items(), version + 1)
@@ -339,8 +338,7 @@ async def test_killed_in_mid_generation_then_restarted_with_its_weights(engine: 
     changed, version, restarts = times(weights, 1.01), engine.weight_version + 1, engine.restarts
     await update_weights(engine, changed.items(), version)
     tasks = await running(engine, [[i, 2, 3] for i in range(3)])
-    scheduler = max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss)
-    scheduler.kill()
+    scheduler_of(engine).kill()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(r, EngineLost) and not isinstance(r, GenerationTimeout) for r in results)
     assert engine.lost

@@ -27,7 +27,7 @@ from rstar2_megatron.weights.bucket import Bucket, buckets
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import DeviceBucket, handle_of
 from rstar2_megatron.weights.shared_memory import WeightBucket
-from tests.rollout.engine.small import ENDLESS, PROMPT, hf_logprobs, named_files, settings_for, update_weights
+from tests.rollout.engine.small import ENDLESS, PROMPT, hf_logprobs, named_files, scheduler_of, settings_for, update_weights
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(400)]
 
@@ -36,7 +36,7 @@ async def test_no_progress_is_a_loss_and_restarts_are_bounded(tiny_model: Path) 
     engine = EngineClient(settings_for(tiny_model, no_progress_timeout_s=10.0, max_engine_restarts=0), name="stopped engine")
     try:
         await engine.start()
-        scheduler = max(psutil.Process(engine.pid).children(), key=lambda p: p.memory_info().rss)
+        scheduler = scheduler_of(engine)
         waiting = asyncio.create_task(engine.generate(PROMPT, ENDLESS, timeout_s=300))
         while not engine.num_waiting_calls:
             await asyncio.sleep(0)
