@@ -103,7 +103,7 @@ class Heard:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: list[Any] = []
         self.at_results: Any = None
-        """Called once, when trajectories of engine 1 have ended: others run there."""
+        """Called once, when trajectories of engine 1 have ended."""
         handle = PhaseServer.handle
 
         def listen(run: PhaseServer, message: Any, now: float) -> None:
@@ -267,7 +267,7 @@ def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
 
     # engine 1 dies in a rollout, and has no restart left
     engines.call("no_more_restarts", ranks=[1], timeout_s=CALL_S)
-    heard.at_results = lambda: engines.call("kill_engine", ranks=[1], timeout_s=CALL_S)  # returns when the worker knows
+    engines.call("kill_at_request", ranks=[1], timeout_s=CALL_S)
     done = phases.run(PROBLEMS, SPEC, "rollout")
     assert_complete(done)
     assert losses(done) == (1, 0, restarts)

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
+from rstar2_megatron.rollout.engine.protocol import GenerateResult
 from rstar2_megatron.rollout.token_store import TokenStore
 from rstar2_megatron.trajectory import Trajectory
 from rstar2_megatron.weights.route import Place, WeightRoute
@@ -32,6 +33,17 @@ class KillableEngine(RolloutWorker):
         os.kill(self._engine.pid, signal.SIGKILL)
         while not self._engine.lost:
             await asyncio.sleep(0.01)
+
+    async def kill_at_request(self) -> None:
+        """SIGKILL the engine at the next trajectory that generates in it, so that one is surely lost with it."""
+        generate = self._engine.generate
+
+        async def dies(*args: Any, **options: Any) -> GenerateResult:
+            self._engine.generate = generate  # type: ignore[method-assign]
+            os.kill(self._engine.pid, signal.SIGKILL)
+            return await generate(*args, **options)
+
+        self._engine.generate = dies  # type: ignore[method-assign]
 
     async def no_more_restarts(self) -> None:
         """The engine's next loss is final."""
