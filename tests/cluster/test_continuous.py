@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import queue
 import random
 import time
@@ -262,6 +263,24 @@ def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(setting
                 engines.lose(first.worker, "it died")
             run.pause()
             assert run.stats()[1]["workers_lost"] == 1
+
+
+def test_no_batch_holds_tokens_of_a_worker_whose_death_is_known(settings: Settings) -> None:
+    """Another call than the thread's, which looks once a second, has found it dead."""
+    engines, loader = PlayedEngines(shuffled=False), Loader()
+    engines.hold = True
+    run = rollout(settings, engines)
+    for step, groups in steps(run, engines, loader, 1, 3, 1):
+        engines.fetch(t for g in groups if int(g.problem.query_id) % REJECTED for t in g.trajectories)
+        if step == 1:
+            deadline = time.monotonic() + 20
+            while run.schedule.num_complete < BATCH and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert run._server is not None
+            run._server._checked = math.inf
+            engines.kill(0)
+            engines.lose(0, "it died")
+    run.close()
 
 
 def test_a_pause_outlives_the_last_worker(settings: Settings) -> None:

@@ -98,6 +98,8 @@ class ContinuousRollout(PhaseEvents):
         with self._changed:
             while True:
                 self._raise_failure()  # before a batch is taken: workers that have died held its tokens
+                if self._server is not None:
+                    self._server.look_for_lost_workers()  # since the thread has looked
                 if (numbers := self.schedule.take()) is not None:
                     break
                 # Spoiled groups are rejected and replaced, so without this check the wait would never end.
