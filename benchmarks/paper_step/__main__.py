@@ -23,6 +23,7 @@ from benchmarks.paper_step.workers import PaperActor, PaperReward, PaperRollout
 from benchmarks.records import keep_rows
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.phases.server import DriverEnd
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 from rstar2_megatron.settings.schema import Settings
@@ -107,7 +108,9 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
         known = {pid: kind for kind, g in groups.items() for pid in g.call("process_id", timeout_s=_START_S)}
         start = (str(tokenizer), options.mean_tokens, options.max_tokens)
         groups["engine"].call("start_paper_engine", *start, timeout_s=_START_S)
-        coordinator = RolloutCoordinator(cluster.channel, groups["engine"], groups["reward"], settings)
+        coordinator = RolloutCoordinator(
+            DriverEnd(cluster.channel, groups["engine"], groups["reward"], settings.runner), settings
+        )
         messages = count_messages(coordinator)
         CountingClock.processes = processes = Processes(known)
         trainer_module.Clock = CountingClock  # type: ignore[misc]

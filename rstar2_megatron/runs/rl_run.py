@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
 from rstar2_megatron.cluster.launch import MetricLogger, check_progress
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
+from rstar2_megatron.cluster.phases.server import DriverEnd
 from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
@@ -134,7 +135,8 @@ class RLRun(ClusterRun):
         self.held_out = read_problems(data.val_data_paths, data) if data.val_data_paths else []
         engine_figures = engines.result(timeout)
         actor_figures = actors.result(timeout)[0]
-        self.coordinator = RolloutCoordinator(self.cluster.channel, self.rollout, self.reward, settings)
+        end = DriverEnd(self.cluster.channel, self.rollout, self.reward, settings.runner)
+        self.coordinator = RolloutCoordinator(end, settings)
         self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
         self._closing.append(self.coordinator.close)
         self.coordinator.end.check_services = self.judge.check

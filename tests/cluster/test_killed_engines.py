@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup
 from rstar2_megatron.cluster.channel import unpack
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.cluster.phases.coordinator import PhaseResult, RolloutCoordinator
-from rstar2_megatron.cluster.phases.server import PhaseServer
+from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseServer
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
@@ -92,7 +93,7 @@ def reward(launch: Launch, settings: Settings) -> WorkerGroup:
 def phases(
     channel: Channel, engines: RolloutGroup, reward: WorkerGroup, engine_settings: Settings
 ) -> Iterator[RolloutCoordinator]:
-    coordinator = RolloutCoordinator(channel, engines, reward, engine_settings)
+    coordinator = RolloutCoordinator(DriverEnd(channel, engines, reward, engine_settings.runner), engine_settings)
     yield coordinator
     coordinator.close()
 
@@ -111,18 +112,18 @@ class Heard:
             self.messages.append(heard)
             if self.at_results is not None and isinstance(heard, list) and any(one.engine == 1 for one in heard):
                 act, self.at_results = self.at_results, None
-                act()
-                run.look_for_lost_workers()
+                act(run)
             handle(run, message, now)
 
         monkeypatch.setattr(PhaseServer, "handle", listen)
 
 
-def kill_and_wait_until_known(worker: psutil.Process, engines: RolloutGroup) -> None:
+def kill_and_wait_until_known(worker: psutil.Process, engines: RolloutGroup, run: PhaseServer) -> None:
     """Kill the worker of engine 1; the phase does not end before the driver knows, so that others roll out what it held."""
     worker.kill()
     deadline = time.monotonic() + CALL_S
     while 1 not in engines.lost and time.monotonic() < deadline:
+        run.look_for_lost_workers()
         time.sleep(0.05)
 
 
@@ -288,7 +289,7 @@ def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
 
     # that one is killed in a rollout, with its engine
     worker, engine = (psutil.Process(pid) for pid in engines.call("pids", ranks=[1], timeout_s=CALL_S)[0])
-    heard.at_results = lambda: kill_and_wait_until_known(worker, engines)
+    heard.at_results = functools.partial(kill_and_wait_until_known, worker, engines)
     done = phases.run(PROBLEMS, SPEC, "rollout")
     assert_complete(done)
     assert losses(done) == (1, 1, restarts + 1)

@@ -6,12 +6,10 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
-from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup
+from rstar2_megatron.cluster.calls import EnginesLost
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
-from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
@@ -40,14 +38,13 @@ class PhaseResult:
 class RolloutCoordinator:
     """The driver's end of the rollout channel, for phases that end before anything else is done with the engines."""
 
-    def __init__(self, channel: Any, rollout: RolloutGroup, reward: WorkerGroup, settings: Settings) -> None:
+    def __init__(self, end: DriverEnd, settings: Settings) -> None:
         self.carried: list[OpenGroup] = []
         """Unfinished groups of the last training phase (rollout.tail=carry). Part of a checkpoint."""
-        self.end = DriverEnd(channel, rollout, reward, settings.runner)
-        self._rollout = rollout
+        self.end = end
         self._settings = settings
         self._timeout_s = settings.runner.step_timeout_s
-        self.tokens = TokenSource(rollout, self._timeout_s)
+        self.tokens = TokenSource(end.engines, self._timeout_s)
 
     def run(self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None) -> PhaseResult:
         """Roll out `spec.samples` trajectories of each problem and grade them.
@@ -70,6 +67,8 @@ class RolloutCoordinator:
                 server.start()
                 while not phase.over:
                     server.receive(deadline - time.monotonic())
+                    if phase.over:
+                        server.look_for_lost_workers()  # of complete groups they held tokens, which others roll out again
                 workers = server.end(cut=spec.tail == "cut", timeout_s=deadline - time.monotonic())
             except EnginesLost:
                 server.take_back()  # carried groups go into another phase, if there is one
@@ -92,7 +91,7 @@ class RolloutCoordinator:
     def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> RolloutPhase:
         rollout = self._settings.rollout
         phase = RolloutPhase(
-            WorkQueue(rollout.scheduler, len(self._rollout), rollout.slice_size),
+            WorkQueue(rollout.scheduler, len(self.end.engines), rollout.slice_size),
             spec.samples,
             tail=spec.tail,
             may_cut=cut_rule(self._settings.algorithm.down_sampling, rollout.cut_share),

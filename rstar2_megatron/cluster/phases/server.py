@@ -131,8 +131,6 @@ class PhaseServer:
             self.handle(message, time.monotonic())
         if time.monotonic() - self._checked >= _CHECK_S:
             self._checked = time.monotonic()
-            if self._generating is not None:
-                self._generating.check()
             self.look_for_lost_workers()
             self._end.grading.check()
             self._end.check_services()
@@ -171,7 +169,9 @@ class PhaseServer:
             self.tail_since = now
 
     def look_for_lost_workers(self) -> None:
-        """Queue again what workers had that have died since the last look. Raises EnginesLost."""
+        """Queue again what workers had that have died since the last look. Raises EnginesLost and WorkerFailed."""
+        if self._generating is not None:
+            self._generating.check()
         for engine in self.take_back():
             if engine not in self._gone:
                 self._lose(engine, self._engines.lost[engine])
