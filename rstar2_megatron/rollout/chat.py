@@ -149,12 +149,19 @@ class ChatTemplate:
         self.stop_token_ids = [self._encode(end)[0] for end in self._ends]
         """Tokens that end an assistant turn."""
         self.end_id = self.stop_token_ids[0]
-        self._tool_role = self._wholly and form != "hermes"
+        # Qwen's and Hermes' templates write the tags themselves; one that knows no tools would write a bare turn of the role
+        self._tool_role = self._wholly and (form != "hermes" or self._has_tags_of_its_own())
         self._prompts: dict[str, list[int]] = {}
         others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
         self._specials = re.compile("|".join(map(re.escape, others))) if others else None
         if self._tool_role and _TOLD not in self.tool_response_text([_TOLD]):
             raise ValueError("the chat template writes nothing for the role tool; give agentloop.chat_template one that does")
+
+    def _has_tags_of_its_own(self) -> bool:
+        try:
+            return "<tool_response>" in self._told_by_template([_TOLD])
+        except ValueError:
+            return False
 
     def _own_template(self) -> str:
         """The tokenizer's chat template. Raises ValueError when there is none, or it has no tools and writes the wording."""
