@@ -80,23 +80,18 @@ async def test_a_conversation_is_what_the_models_template_writes(tokenizer: PreT
     trajectory = await converse(template, call)
 
     messages: list[Any] = list(ASKED.prompt)
+    keys: dict[str, Any] = {"tools": template.schemas, "tokenize": False, "date_string": "26 Jul 2024"}
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, **keys) == template.prompt_text(ASKED)
     for done, tool in zip(trajectory.tool_calls, (STANDARD_IO, "Wolfram")):
         function = {"name": tool, "arguments": ARGUMENTS}
         messages.append(
             {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": function}]}
         )
         messages.append({"role": "tool", "tool_call_id": "call00000", "content": done.response_text})
-    keys: dict[str, Any] = {"tools": template.schemas, "tokenize": False, "date_string": "26 Jul 2024"}
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **keys)
-    opening, end = template.generation_prefix, template.turns.end
-    assert rendered.startswith(template.prompt_text(ASKED).removesuffix(opening))
-    place = 0
-    for done in trajectory.tool_calls:  # the template writes calls in words of its own; the model's tokens stay as they were
-        told = end + template.tool_response_text([done.response_text]).removesuffix(opening)
-        place = rendered.index(told, place) + len(told)
-    assert rendered[place:] == opening
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **keys)
+        assert rendered.endswith(template.turns.end + template.tool_response_text([done.response_text]))
     ours = tokenizer.decode([*trajectory.prompt_ids, *trajectory.response_ids])
-    assert [done.response_text in ours for done in trajectory.tool_calls] == [True, True]
+    assert all(template.tool_response_text([done.response_text]) in ours for done in trajectory.tool_calls)
     assert tokenizer.encode(ours, add_special_tokens=False) == [*trajectory.prompt_ids, *trajectory.response_ids]
 
 
