@@ -103,14 +103,17 @@ def _cut(mark: str) -> ParsedCall:
 # --------------------------------------------------------------------------------- JSON: llama3 and mistral
 
 _PYTHON_TAG = "<|python_tag|>"
-_BARE_JSON = re.compile(r"\s*\{\s*[\"']?name[\"']?\s*:")
+_BARE_JSON = re.compile(r"""\s*\{\s*(?:["']type["']\s*:\s*["']function["']\s*,\s*)?["']?name["']?\s*:""")
 _SEPARATOR = re.compile(r"\s*;?\s*")
 _TOOL_CALLS = "[TOOL_CALLS]"
 _NAMED_CALL = re.compile(r"\s*+([\w.-]++)(?:\s*+\[CALL_ID\]\s*+\w*+)?(?:\s*+\[ARGS\])?\s*+(?=\{)")
 
 
 def _llama3(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
-    """`{"name": ..., "parameters": {...}}`, several with `;` between them, alone in the turn or behind `<|python_tag|>`."""
+    """`{"name": ..., "parameters": {...}}`, several with `;` between them, alone in the turn or behind `<|python_tag|>`.
+
+    A member `"type": "function"` before the name is Llama 3.1's own habit.
+    """
     start = text.find(_PYTHON_TAG)
     if start < 0 and not _BARE_JSON.match(text):
         return []

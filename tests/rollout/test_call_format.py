@@ -68,6 +68,7 @@ TABLE = [
         [(V, {"query": '{"name": 1}'})],
     ),
     ("llama3", '{"name": "search", "arguments": {"query": "a"}}', [(V, {"query": "a"})]),
+    ("llama3", '{"type": "function", "name": "search", "parameters": {"query": "a"}}', [(V, {"query": "a"})]),
     (
         "pythonic",
         "[search(query='a, [b]', n=3, tags=('x',), exact=None)]",
