@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -82,16 +82,6 @@ class Log:
 def read_jsonl(log: Log, path: Path) -> None:
     """Ours `{"step": n, name: value}`, verl's `{"step": n, "data": {...}}`, wandb's `{"_step": n, ...}`."""
     bad: list[int] = []
-    for place, row in _json_rows(path):
-        step = None if row is None else row.get("step", row.get("_step"))
-        if row is None or not isinstance(step, int | float) or not float(step).is_integer():
-            bad.append(place)
-            continue
-        _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
-    _report_bad(log, path, bad, "lines")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     with _opened(path) as file:
         for place, line in enumerate(file, 1):
             if not line.strip():
@@ -100,7 +90,12 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
                 row = json.loads(line)
             except (json.JSONDecodeError, RecursionError):
                 row = None
-            yield place, row if isinstance(row, dict) else None
+            step = row.get("step", row.get("_step")) if isinstance(row, dict) else None
+            if isinstance(step, int | float) and float(step).is_integer():
+                _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
+            else:
+                bad.append(place)
+    _report_bad(log, path, bad, "lines")
 
 
 def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
@@ -179,15 +174,16 @@ def read_csv(log: Log, path: Path, run: str = "") -> None:
     _report_bad(log, path, bad, "rows")
 
 
-def read_wandb(log: Log, path: Path) -> None:
-    """An offline run's history."""
-    rows = 0
-    try:
-        for step, values in read_history(path):
-            rows += 1
-            _add_all(log, step, values)
-    except BrokenFile as error:
-        log.messages.append(f"{path}: read up to a break, {rows} rows ({error})")
+def read_wandb(log: Log, files: Sequence[Path]) -> None:
+    """The history of an offline run, which has several files when it was resumed."""
+    for path in files:
+        rows = 0
+        try:
+            for step, values in read_history(path):
+                rows += 1
+                _add_all(log, step, values)
+        except BrokenFile as error:
+            log.messages.append(f"{path}: read up to a break, {rows} rows ({error})")
 
 
 def read_console(log: Log, path: Path) -> None:
@@ -214,16 +210,20 @@ def read_console(log: Log, path: Path) -> None:
 def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
     """Scalars of event files, oldest file first, so that a resumed run's steps replace the lost ones."""
     # Here: tensorboard takes a second, which other formats do not need.
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.errors import OutOfRangeError
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
     from tensorboard.util.tensor_util import make_ndarray
 
     for path in files:
         if not path.stat().st_size:
             log.messages.append(f"{path}: empty")
             continue
-        events = 0
+        events, reader = 0, PyRecordReader_New(str(path))
         try:
-            for event in LegacyEventFileLoader(str(path)).Load():
+            while True:
+                reader.GetNext()
+                event = Event.FromString(reader.record())
                 events += 1
                 for value in event.summary.value:
                     if value.HasField("simple_value"):
@@ -232,24 +232,17 @@ def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
                         array = make_ndarray(value.tensor)
                         if array.size == 1:
                             log.add(value.tag, event.step, float(array.reshape(-1)[0]))
+        except OutOfRangeError:  # the end of the file
+            pass
         except Exception as error:  # a broken record can raise any error; the records before it are valid
-            log.messages.append(f"{path}: {type(error).__name__} after {events} records")
-            continue
-        if not _holds_records(path, events):  # the loader ends silently at a bad checksum
-            log.messages.append(f"{path}: read up to a broken record, {events} records")
-
-
-def _holds_records(path: Path, count: int) -> bool:
-    """True when the file is exactly `count` records: length u64, checksum, data, checksum, each."""
-    size, offset = path.stat().st_size, 0
-    with path.open("rb") as file:
-        for _ in range(count):
-            file.seek(offset)
-            offset += int.from_bytes(file.read(8), "little") + 16
-    return offset == size
+            log.messages.append(f"{path}: read up to a broken record, {events} records ({type(error).__name__})")
 
 
 def _report_bad(log: Log, path: Path, bad: list[int], what: str) -> None:
     if bad:
-        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        log.messages.append(f"{path}: {len(bad)} {what} could not be read ({shown})")
+        log.messages.append(f"{path}: {len(bad)} {what} could not be read ({some(bad)})")
+
+
+def some(items: Sequence[object]) -> str:
+    """The first five, for a message."""
+    return ", ".join(map(str, items[:5])) + (", ..." if len(items) > 5 else "")
