@@ -19,6 +19,7 @@ from rstar2_megatron.report.number_text import cell_number, decimal_mark, is_lik
 from rstar2_megatron.report.wandb_file import BrokenFile, read_history
 
 Series = dict[int, float]  # step -> value
+Table = tuple[str, list[list[str]]]
 
 EVENT_FILE = "events.out.tfevents"
 TABLES = (".csv", ".tsv")
@@ -117,7 +118,7 @@ def _opened(path: Path, newline: str | None = None) -> IO[str]:
     return path.open(encoding="utf-16" if wide else "utf-8-sig", errors="replace", newline=newline)
 
 
-def _table(path: Path) -> tuple[str, list[list[str]]]:
+def read_table(path: Path) -> Table:
     """(delimiter, rows): the delimiter that `sep=` before the names says, else one by which they have a column of steps."""
     with _opened(path, newline="") as file:
         said, rest = re.match(r"(?:sep=(.)\r?\n)?(.*)", file.read(), re.DOTALL).groups()  # type: ignore[union-attr]
@@ -131,9 +132,9 @@ def _table(path: Path) -> tuple[str, list[list[str]]]:
     return delimiter, rows or [[]]
 
 
-def csv_runs(path: Path) -> list[str]:
+def csv_runs(table: Table) -> list[str]:
     """The runs of a wandb export, whose columns are named `RUN - metric`; "" where they are not."""
-    names = _table(path)[1][0]
+    names = table[1][0]
     steps = _step_columns(names)
     runs = {_split_column(name)[0] for name in names if steps and name not in steps}
     return sorted(runs) or [""]
@@ -148,9 +149,9 @@ def _split_column(name: str) -> tuple[str, str]:
     return run.removeprefix("Group: "), metric
 
 
-def read_csv(log: Log, path: Path, run: str = "") -> None:
+def read_csv(log: Log, table: Table, run: str) -> None:
     """The columns of `run` in a wandb export."""
-    delimiter, (names, *rows) = _table(path)
+    path, (delimiter, (names, *rows)) = log.path, table
     steps = _step_columns(names)
     if not steps:
         log.messages.append(f"{path}: no column Step, _step or global_step; columns {names}")

@@ -26,6 +26,7 @@ from rstar2_megatron.report.log_formats import (
     read_console,
     read_csv,
     read_jsonl,
+    read_table,
     read_tensorboard,
     read_wandb,
     some,
@@ -155,7 +156,8 @@ def _topmost(path: Path, pattern: str) -> list[Path]:
 def _file_sources(path: Path) -> list[Source]:
     suffix = path.suffix.lower()
     if suffix in TABLES:
-        return [(path, run, partial(read_csv, path=path, run=run)) for run in csv_runs(path)]
+        table = read_table(path)
+        return [(path, run, partial(read_csv, table=table, run=run)) for run in csv_runs(table)]
     if EVENT_FILE in path.name or suffix == ".wandb":
         return [(path, "", partial(read_wandb if suffix == ".wandb" else read_tensorboard, files=[path]))]
     return [(path, "", partial(read_jsonl if suffix == ".jsonl" else read_console, path=path))]
