@@ -78,28 +78,24 @@ def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: 
             where = sampling_key(row, options.seed)
             selection.offer(row["source"], where)
             selection.seen.add(where)
-        _select(inputs, state, selection, options)
+        for source in inputs:
+            state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
+
+        def make(name: str, row: Row) -> dict[str, Any] | None:
+            conversation = SFT_SOURCES[name].parse(row)
+            if sum(map(len, _texts(conversation))) > options.max_chars:
+                raise Unusable("too long")
+            where = sampling_key(conversation, options.seed)
+            if where in selection.seen:
+                raise Unusable("duplicate")
+            state.counters[name]["usable"] += 1
+            if not selection.offer(name, where):
+                return None
+            selection.seen.add(where)
+            return conversation
+
+        state.keep(inputs, SFT_SOURCES, options.limit, lambda source: state.counters[source.name], make)
         return _write_results(state, selection, options)
-
-
-def _select(inputs: Sequence[Input], state: ResumablePass, selection: Selection, options: Options) -> None:
-    for source in inputs:
-        state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
-
-    def make(name: str, row: Row) -> dict[str, Any] | None:
-        conversation = SFT_SOURCES[name].parse(row)
-        if sum(map(len, _texts(conversation))) > options.max_chars:
-            raise Unusable("too long")
-        where = sampling_key(conversation, options.seed)
-        if where in selection.seen:
-            raise Unusable("duplicate")
-        state.counters[name]["usable"] += 1
-        if not selection.offer(name, where):
-            return None
-        selection.seen.add(where)
-        return conversation
-
-    state.keep(inputs, SFT_SOURCES, options.limit, lambda source: state.counters[source.name], make)
 
 
 def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:
@@ -169,13 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(arguments: argparse.Namespace) -> dict[str, Any]:
     inputs = [i for word in arguments.source or list(SFT_SOURCES) for i in inputs_of(word, SFT_SOURCES)]
-    options = Options(
-        counts=_parse_counts(arguments.count, arguments.scale),
-        validation=arguments.validation,
-        max_chars=arguments.max_chars,
-        seed=arguments.seed,
-        limit=arguments.limit,
-    )
+    counts = _parse_counts(arguments.count, arguments.scale)
+    options = Options(counts, arguments.validation, arguments.max_chars, arguments.seed, arguments.limit)
     return process(inputs, arguments.out, options)
 
 

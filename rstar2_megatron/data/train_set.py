@@ -167,10 +167,11 @@ def _write_results(
     held_out = set(ordered[: options.validation])
     if len(held_out) >= len(keys):
         raise DataError(f"--validation {options.validation} takes all of the {len(keys)} problems; lower it")
+    dropped = sum((Counter(counts.get("dropped", {})) for counts in sources.values()), Counter[str]())
     conflicts = sum(fingerprint_of(row) in cleaner.conflicting for row in state.accepted())
     report = {
         "rows_in": sum(counts.get("in", 0) for counts in sources.values()),
-        "dropped": _dropped(sources) | {"published with different answers": conflicts},
+        "dropped": dict(dropped.most_common()) | {"published with different answers": conflicts},
         "sources": {
             label: {**counts, "shape": next(s.name for s in inputs if s.label == label)} for label, counts in sources.items()
         },
@@ -186,13 +187,6 @@ def _write_results(
                 yield row
 
     return state.write_results(rows(False), rows(True) if held_out else None, report)
-
-
-def _dropped(sources: dict[str, Any]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for counts in sources.values():
-        total.update(counts.get("dropped", {}))
-    return dict(total.most_common())
 
 
 def render_report(report: Mapping[str, Any]) -> str:

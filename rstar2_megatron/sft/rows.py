@@ -11,7 +11,7 @@ import numpy
 from tqdm import tqdm
 
 from rstar2_megatron.algorithm.batch import TrainSequence
-from rstar2_megatron.data.rows import DataError, json_line, text_line
+from rstar2_megatron.data.rows import DataError, data_input
 from rstar2_megatron.rollout.chat import TURN_START
 from rstar2_megatron.sft.format import Segments, row_segments
 
@@ -84,32 +84,20 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
 
 def _chunks(paths: Sequence[str | Path], chatml: bool) -> Iterator[list[tuple[str, Segments]]]:
     """Rows of all files as (where, segments), some at a time."""
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise DataError(f"data file {path} does not exist")
-        with (
-            path.open("rb") as file,
-            tqdm(
-                total=path.stat().st_size, desc=f"tokenise {path.name}", unit="B", unit_scale=True, leave=False, disable=None
-            ) as bar,
-        ):
-            chunk: list[tuple[str, Segments]] = []
-            for number, line in enumerate(file, 1):
-                bar.update(len(line))
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                row = json_line(text_line(line, path, number), where)
-                try:
-                    chunk.append((where, row_segments(row)))
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{where}: {error}") from None
-                if not chatml and row.get("segments") is None:
-                    raise DataError(
-                        f"{where}: messages are rendered in ChatML, and the tokenizer splits its {TURN_START}; give rows of "
-                        "segments in the turns of the tokenizer's template"
-                    )
-                if len(chunk) == _ROWS_AT_ONCE:
-                    yield chunk
-                    chunk = []
-            yield chunk
+    for source in map(data_input, paths):
+        bar = tqdm(source.rows(), f"tokenise {source.label[-40:]}", source.count(), leave=False, disable=None, unit="row")
+        chunk: list[tuple[str, Segments]] = []
+        for row in bar:
+            try:
+                chunk.append((row.where, row_segments(row.values)))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{row.where}: {error}") from None
+            if not chatml and row.values.get("segments") is None:
+                raise DataError(
+                    f"{row.where}: messages are rendered in ChatML, and the tokenizer splits its {TURN_START}; give rows of "
+                    "segments in the turns of the tokenizer's template"
+                )
+            if len(chunk) == _ROWS_AT_ONCE:
+                yield chunk
+                chunk = []
+        yield chunk
