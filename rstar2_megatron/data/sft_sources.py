@@ -50,29 +50,24 @@ def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> 
     """Raises Unusable for a conversation that breaks the format."""
     try:
         rendered_tools(read_tools(tools))
-        for message in messages:
-            read_message(message)
+        read = [read_message(message) for message in messages]
     except ValueError as error:
         raise Unusable(f"not read in training: {error}") from error
-    roles = [m["role"] for m in messages]
+    roles = [message.role for message in read]
     if "user" not in roles or roles[-1] != "assistant":
         raise Unusable("does not end with the assistant")
-    previous = ""
-    for number, message in enumerate(messages):
-        role, calls = message["role"], message.get("tool_calls", [])
-        if role == "system" and number:
+    for previous, message in zip(["", *roles], read):
+        if message.role == "system" and previous:
             raise Unusable("system message in the middle")
-        if role == "assistant":
-            if previous == "assistant":
-                raise Unusable("two assistant turns in a row")
-            if "<tool_call>" in message["content"]:
-                raise Unusable("a call in the text of an assistant turn")
-        if role == "tool" and previous not in ("assistant", "tool"):
+        if message.role == previous == "assistant":
+            raise Unusable("two assistant turns in a row")
+        if message.role == "assistant" and "<tool_call>" in message.content:
+            raise Unusable("a call in the text of an assistant turn")
+        if message.role == "tool" and previous not in ("assistant", "tool"):
             raise Unusable("tool response without a call")
-        for call in calls:
-            if fault := call_fault(call["name"], call["arguments"], tools):
+        for fault in (call_fault(call.name, call.arguments, tools) for call in message.calls):
+            if fault:
                 raise Unusable(fault)
-        previous = role
 
 
 def _message(role: str, content: Any) -> Message:

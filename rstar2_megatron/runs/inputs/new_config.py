@@ -66,11 +66,9 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
         except (ConfigError, ValueError) as error:
             refused = str(error)
         else:
-            if plan.fits:
-                return path
-            if change:
-                for key, value in change.items():
-                    put(config, key, value)
+            for key, value in change.items():
+                put(config, key, value)
+            if plan.fits or change:
                 path.write_text(_text(config, len(problems), shape))
                 return path
             refused = plan.problems[0]
