@@ -31,23 +31,21 @@ _READ_WHOLE, _PIECE, _END, _SAMPLED = 2**29, 2**19, 2**14, 64
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file; `begin` and `end` of its bytes in the file."""
+    """A tensor of a safetensors file, whose bytes begin there at `begin`."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    end: int
 
     def bits(self, *, whole: bool) -> Iterator[np.ndarray]:
         """All values a piece at a time, or those at the two ends, as integers."""
         values = np.memmap(self.file, _FLOATS[self.dtype][0], "r", self.begin, (prod(self.shape),))
-        if not whole:
-            yield from (values[:_END], values[-_END:])
-            return
-        for start in range(0, len(values), _PIECE):
-            yield values[start : start + _PIECE]
+        pieces = (
+            [slice(at, at + _PIECE) for at in range(0, len(values), _PIECE)] if whole else [slice(_END), slice(-_END, None)]
+        )
+        return (values[piece] for piece in pieces)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -108,11 +106,12 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
-            if opened.read(8) == b"version ":
+            begin = opened.read(8)
+            if begin == b"version ":
                 raise ValueError(f"{file} is a pointer of Git LFS and no weights; git lfs pull in {file.parent} fetches them")
-        with safe_open(file, framework="np"), file.open("rb") as opened:
-            start = 8 + int.from_bytes(opened.read(8), "little")
-            stored = json.loads(opened.read(start - 8))
+            with safe_open(file, framework="np"):  # raises for a header that does not fit the file
+                start = 8 + int.from_bytes(begin, "little")
+                stored = json.loads(opened.read(start - 8))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}; check that it is there and who may read it") from None
     except SafetensorError as error:
@@ -121,7 +120,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{file} is {what}; {AGAIN}") from None
     stored.pop("__metadata__", None)
     return {
-        name: StoredTensor(name, file, part["dtype"], tuple(part["shape"]), *(start + place for place in part["data_offsets"]))
+        name: StoredTensor(name, file, part["dtype"], tuple(part["shape"]), start + part["data_offsets"][0])
         for name, part in stored.items()
     }
 
@@ -206,7 +205,7 @@ def _misfit(tensor: StoredTensor, shape: tuple[int, ...] | None) -> str | None:
 
 
 def _not_finite(tensors: list[StoredTensor]) -> str | None:
-    whole = sum(tensor.end - tensor.begin for tensor in tensors) <= _READ_WHOLE
+    whole = sum(file.stat().st_size for file in {tensor.file for tensor in tensors}) <= _READ_WHOLE
     some = [*tensors[:: -(-len(tensors) // _SAMPLED)], tensors[-1]]  # embedding and head are the first and the last
     for tensor in tensors if whole else some:
         exponent = _FLOATS[tensor.dtype][1]
