@@ -23,10 +23,8 @@ Published = tuple[str, str]
 
 def _text(value: Any, column: str) -> str:
     """A text column; numbers are written out, null is empty. Raises ValueError, as do the others."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return value or ""
     if not exact_number(value):
         raise ValueError(f"column {column!r} of type {json_type(value)} is no text and no exact number")
     return str(int(value)) if value == int(value) else str(value)
@@ -43,10 +41,9 @@ def _last_user_message(value: Any, column: str) -> str:
     return content_text(content, "user") if isinstance(content, list) else _text(content, f"{column}[].content")
 
 
-def _first_present(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The first column that is there and not null; the first that is there when all are null."""
-    present = [name for name in names if name in values]
-    return next((name for name in present if values[name] is not None), present[0])
+def _given(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """The first column that is there and not null."""
+    return next((name for name in names if values.get(name) is not None), None)
 
 
 def _read_dapo(values: Mapping[str, Any]) -> Published:
@@ -74,8 +71,8 @@ _EULER_ANSWER = ("answer", "solution", "expected_answer")
 
 
 def _read_euler(values: Mapping[str, Any]) -> Published:
-    text, answer = _first_present(values, _EULER_TEXT), _first_present(values, _EULER_ANSWER)
-    return _last_user_message(values[text], text), _text(values[answer], answer)
+    text, answer = _given(values, _EULER_TEXT) or "problem", _given(values, _EULER_ANSWER) or "answer"
+    return _last_user_message(values.get(text), text), _text(values.get(answer), answer)
 
 
 def _read_own(values: Mapping[str, Any]) -> Published:
@@ -113,8 +110,7 @@ def problem_text(row: Row) -> str:
     """
     columns = ("problem", "question", "prompt", "description", "content")
     values = with_names(row.values, columns)
-    column = next((name for name in columns if values.get(name) is not None), None)
-    if column is None:
+    if (column := _given(values, columns)) is None:
         raise DataError(
             f"{row.where}: no column with a problem (problem, question, prompt); it has {', '.join(sorted(row.values))}"
         )
