@@ -42,7 +42,7 @@ _AFTER = tuple(
 _CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']Answer:[\"']", re.IGNORECASE)
 
 _WORDS = re.compile(r"[a-z0-9]+|[\u3400-\u9fff]")
-_INTEGER = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts
 # Other ways to write the same character: 1 in full width or in bold, a blank that does not break. Not so 2 in the power,
 # in a circle or in a fraction.
@@ -82,13 +82,10 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
     if re.fullmatch(r"[+-]?\d{1,3}(?:, ?\d{3})+(?:\.0*)?", text):
         text = text.replace(",", "").replace(" ", "")
     text = re.sub(r"\.0*$", "", text)
-    if not _INTEGER.fullmatch(text) or not text.isascii():
+    digits = text.lstrip("+-0") or "0"
+    if not _INTEGER.fullmatch(text) or len(digits) > max_digits:
         return None
-    sign = "-" if text.startswith("-") else ""
-    digits = text.lstrip("+-").lstrip("0") or "0"
-    if len(digits) > max_digits:
-        return None
-    return digits if digits == "0" else sign + digits
+    return f"-{digits}" if text.startswith("-") and digits != "0" else digits
 
 
 def words(text: str) -> list[str]:

@@ -19,19 +19,11 @@ Call = dict[str, Any]
 # A quote opens a string behind one of these only: an apostrophe inside a name does not.
 _MARK = re.compile(r"""(?<=[=,:(\[{])\s*(?:(?P<string>(["'])(?:\\.|(?!\2)[^\\])*\2)|(?P<open>["']))|[()\[\]{},]""", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
-_TYPES = {
-    "dict": "object",
-    "float": "number",
-    "double": "number",
-    "int": "integer",
-    "long": "integer",
-    "str": "string",
-    "char": "string",
-    "bool": "boolean",
-    "list": "array",
-    "tuple": "array",
-    "arraylist": "array",
-}
+_NAMES_OF_TYPES = {
+    "object": "dict", "number": "float double", "integer": "int long", "string": "str char", "boolean": "bool",
+    "array": "list tuple arraylist",
+}  # fmt: skip
+_TYPES = {name: kind for kind, names in _NAMES_OF_TYPES.items() for name in names.split()}
 
 
 def python_calls(text: str) -> list[Call]:
