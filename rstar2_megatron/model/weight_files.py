@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -158,16 +159,19 @@ def weight_problems(directory: Path, model: ModelConfig, *, values: bool = True)
     values: look for NaN and infinity, in all values of a small model and in some of a large one.
     """
     try:
-        tensors = stored_tensors(directory)
+        yield from islice(_problems(directory, model, values), 1)
     except ValueError as error:
         yield str(error)
-        return
+
+
+def _problems(directory: Path, model: ModelConfig, values: bool) -> Iterator[str]:
+    """A problem takes it that those before it are not there. Raises ValueError as `stored_tensors`."""
+    tensors = stored_tensors(directory)
     if model.num_layers * max(1, model.num_experts) > len(tensors):  # a mistyped number would take all memory below
         yield (
             f"{directory / 'config.json'}: num_hidden_layers={model.num_layers}, num_experts={model.num_experts}, but the "
             f"files hold {len(tensors)} tensors; {TAKE}"
         )
-        return
     wanted = model_tensors(model)
     missing = [name for name in wanted if name not in tensors and (name != "score.weight" or model.score_head)]
     if missing:
@@ -177,41 +181,34 @@ def weight_problems(directory: Path, model: ModelConfig, *, values: bool = True)
             f"{directory} has no tensor {missing[0]}{more}, which its config.json asks for; the checkpoint is of another model "
             f"or incomplete{tie}"
         )
-    elif (rows := tensors["model.embed_tokens.weight"].shape[0]) != model.vocab_size:
+    if (rows := tensors["model.embed_tokens.weight"].shape[0]) != model.vocab_size:
         yield (
             f"{directory / 'config.json'}: vocab_size={model.vocab_size}, but model.embed_tokens.weight has {rows} rows; set "
             f"vocab_size={rows} or take the config.json of this model"
         )
-    else:
-        found = [_misfit(tensor, wanted.get(name)) for name, tensor in tensors.items() if not _ignored(name, wanted)]
-        if values and not any(found):
-            found.append(_not_finite([tensors[name] for name in wanted if name in tensors]))
-        yield from list(filter(None, found))[:1]
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted.get(name) and not _ignored(name, wanted):
+            asked = list(wanted[name]) if name in wanted else "no such tensor"
+            yield (
+                f"{tensor.file}: {name} has the shape {list(tensor.shape)}, config.json asks for {asked}; weights and "
+                "config.json are of different models, take both from one"
+            )
+        if name in wanted and tensor.dtype not in _FLOATS:
+            yield (
+                f"{tensor.file}: {name} is stored as {tensor.dtype}, expected {', '.join(_FLOATS)}: quantized weights "
+                "cannot be trained; take the model in bfloat16"
+            )
+    if values:
+        yield from _not_finite([tensors[name] for name in wanted if name in tensors])
 
 
-def _misfit(tensor: StoredTensor, shape: tuple[int, ...] | None) -> str | None:
-    if tensor.shape != shape:
-        asked = list(shape) if shape else "no such tensor"
-        return (
-            f"{tensor.file}: {tensor.name} has the shape {list(tensor.shape)}, config.json asks for {asked}; weights and "
-            "config.json are of different models, take both from one"
-        )
-    if tensor.dtype not in _FLOATS:
-        return (
-            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype}, expected {', '.join(_FLOATS)}: quantized weights "
-            "cannot be trained; take the model in bfloat16"
-        )
-    return None
-
-
-def _not_finite(tensors: list[StoredTensor]) -> str | None:
+def _not_finite(tensors: list[StoredTensor]) -> Iterator[str]:
     whole = sum(file.stat().st_size for file in {tensor.file for tensor in tensors}) <= _READ_WHOLE
     some = [*tensors[:: -(-len(tensors) // _SAMPLED)], tensors[-1]]  # embedding and head are the first and the last
     for tensor in tensors if whole else some:
         exponent = _FLOATS[tensor.dtype][1]
         if any(((bits & exponent) == exponent).any() for bits in tensor.bits(whole=whole)):
-            return f"{tensor.file}: {tensor.name} holds {NOT_FINITE}"
-    return None
+            yield f"{tensor.file}: {tensor.name} holds {NOT_FINITE}"
 
 
 def _ignored(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:
