@@ -260,8 +260,8 @@ class Source:
     """One form of data set, and its reader."""
 
     name: str
-    needs: tuple[tuple[str, ...], ...]
-    """A row must have at least one column of each group."""
+    needs: tuple[str, ...]
+    """Columns that a row must have; of `solution|answer` at least one."""
     read: Callable[[Mapping[str, Any]], Any]
     """Raises ValueError with the reason for a row that cannot be used."""
     hub: HubName | None = None
@@ -272,11 +272,11 @@ class Source:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*chain(*self.needs), *self.optional)
+        return (*(name for names in self.needs for name in names.split("|")), *self.optional)
 
     def parse(self, row: Row) -> Any:
         """What `read` makes of a row. Raises Unusable, or DataError naming file, row and the columns that are missing."""
-        for group in self.needs:
+        for group in (names.split("|") for names in self.needs):
             if not any(name in row.values for name in group):
                 raise DataError(
                     f"{row.where}: a row of {self.name} needs {' or '.join(map(repr, group))}; it has "

@@ -149,9 +149,9 @@ def _split_column(name: str) -> tuple[str, str]:
     return run.removeprefix("Group: "), metric
 
 
-def read_csv(log: Log, table: Table, run: str) -> None:
+def read_csv(log: Log, path: Path, table: Table, run: str) -> None:
     """The columns of `run` in a wandb export."""
-    path, (delimiter, (names, *rows)) = log.path, table
+    delimiter, (names, *rows) = table
     steps = _step_columns(names)
     if not steps:
         log.messages.append(f"{path}: no column Step, _step or global_step; columns {names}")

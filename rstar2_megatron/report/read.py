@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ Source = tuple[Path, str, LogReader]
 MOST_RUNS = 32
 """Runs that one path may hold; a directory with more was named by mistake."""
 _VERL_NAMES = ("critic/", "timing_s/", "response_length/", "actor/", "val-core/")
+_by_name = attrgetter("name")
 
 
 def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
@@ -127,21 +129,20 @@ def _sources(path: Path) -> list[Source]:
     """The runs of a file, or of the first kind of logs that is below a directory. A directory of one run is its place."""
     if not path.is_dir():
         return _file_sources(path)
-    found: list[Source] = [
-        (place, "", partial(read_jsonl, path=place / "metrics.jsonl")) for place in _topmost(path, "metrics.jsonl")
-    ]
-    for place in () if found else _topmost(path, f"{EVENT_FILE}*"):
-        events = sorted(place.rglob(f"{EVENT_FILE}*"), key=lambda file: file.name)  # by their time
-        found.append((place, "", partial(read_tensorboard, files=events)))
-    # run-ID.wandb; a run that was resumed has a file of the same name in another directory
-    for _, same in (
-        () if found else groupby(sorted(path.rglob("*.wandb"), key=lambda file: (file.name, file)), lambda f: f.name)
-    ):
-        files = list(same)
-        found.append((files[0], "", partial(read_wandb, files=files)))
-    for file in () if found else sorted(path.rglob("*")):
-        found += _file_sources(file) if file.suffix.lower() in LOG_SUFFIXES and file.is_file() else []
+    found = next(filter(None, _runs_below(path)), [])
     return [(path if len(found) == 1 else place, run, reader) for place, run, reader in found]
+
+
+def _runs_below(path: Path) -> Iterator[list[Source]]:
+    """The runs of each kind of logs."""
+    yield [(place, "", partial(read_jsonl, path=place / "metrics.jsonl")) for place in _topmost(path, "metrics.jsonl")]
+    events = {place: sorted(place.rglob(f"{EVENT_FILE}*"), key=_by_name) for place in _topmost(path, f"{EVENT_FILE}*")}
+    yield [(place, "", partial(read_tensorboard, files=files)) for place, files in events.items()]  # by their time
+    # run-ID.wandb; a run that was resumed has a file of the same name in another directory
+    offline = [list(same) for _, same in groupby(sorted(sorted(path.rglob("*.wandb")), key=_by_name), _by_name)]
+    yield [(files[0], "", partial(read_wandb, files=files)) for files in offline]
+    logs = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in LOG_SUFFIXES and file.is_file()]
+    yield [source for file in logs for source in _file_sources(file)]
 
 
 def _topmost(path: Path, pattern: str) -> list[Path]:
@@ -157,7 +158,7 @@ def _file_sources(path: Path) -> list[Source]:
     suffix = path.suffix.lower()
     if suffix in TABLES:
         table = read_table(path)
-        return [(path, run, partial(read_csv, table=table, run=run)) for run in csv_runs(table)]
+        return [(path, run, partial(read_csv, path=path, table=table, run=run)) for run in csv_runs(table)]
     if EVENT_FILE in path.name or suffix == ".wandb":
         return [(path, "", partial(read_wandb if suffix == ".wandb" else read_tensorboard, files=[path]))]
     return [(path, "", partial(read_jsonl if suffix == ".jsonl" else read_console, path=path))]

@@ -158,7 +158,7 @@ def test_another_configuration_starts_from_the_first_row(tmp_path: Path) -> None
             raise KeyboardInterrupt
         return row.values
 
-    shapes = {"dapo": Source("dapo", (("a",),), dict)}
+    shapes = {"dapo": Source("dapo", ("a",), dict)}
     with pytest.raises(KeyboardInterrupt), ResumablePass(tmp_path, {"ngram": 8}, save_rows=1) as first:
         first.keep([Input("dapo", str(source))], shapes, None, lambda one: {}, until_the_second)
     assert list(ResumablePass(tmp_path, {"ngram": 8}).accepted()) == [{"a": 1}]
