@@ -12,20 +12,15 @@ import re
 import unicodedata
 
 # Instructions before a problem, and after it; each match is removed until none is left.
-_BEFORE = tuple(
+_WRAPPERS = tuple(
     re.compile(pattern, re.IGNORECASE | re.DOTALL)
     for pattern in (
-        r"\s*Solve the following math problem (?:step by step|efficiently and clearly)\.?\s*"
+        r"\A\s*Solve the following math problem (?:step by step|efficiently and clearly)\.?\s*"
         r"(?:The last line of your response should be of the form\s+[\"']?Answer:\s*\$?\\?\w+\$?[\"']?"
         r"\s*\(without quotes\)\s*where\s+\$?\\?\w+\$?\s+is the answer to the problem\.?)?",
-        r"\s*Please (?:solve|answer) the following (?:math )?(?:problem|question)\b[^\n]{0,120}?[:.]\s*\n+",
-        r"\s*(?:Problem|Question)\s*:\s*\n*",
-        r"\s*请?(?:一步一步|逐步)(?:地)?(?:解决|解答|推理)[^\n]{0,60}[。:\uff1a]\s*\n+",
-    )
-)
-_AFTER = tuple(
-    re.compile(pattern, re.IGNORECASE | re.DOTALL)
-    for pattern in (
+        r"\A\s*Please (?:solve|answer) the following (?:math )?(?:problem|question)\b[^\n]{0,120}?[:.]\s*\n+",
+        r"\A\s*(?:Problem|Question)\s*:\s*\n*",
+        r"\A\s*请?(?:一步一步|逐步)(?:地)?(?:解决|解答|推理)[^\n]{0,60}[。:\uff1a]\s*\n+",
         r"\s*Remember to put your answer on its own line after\s+[\"']?Answer:[\"']?"
         r"(?:,? and you do not need to use a \\+boxed command)?\.?[\"']?\s*$",
         r"\s*(?:Let'?s think|Please reason|Think|Reason) step[ -]by[ -]step[,.]?\s*(?:and)?\s*"
@@ -55,12 +50,8 @@ def strip_wrappers(text: str) -> str:
     previous = None
     while text != previous:
         previous = text
-        for pattern in _BEFORE:
-            if match := pattern.match(text):
-                text = text[match.end() :].strip()
-        for pattern in _AFTER:
-            if match := pattern.search(text):
-                text = text[: match.start()].strip()
+        for pattern in _WRAPPERS:
+            text = pattern.sub("", text, count=1).strip()
     return text
 
 

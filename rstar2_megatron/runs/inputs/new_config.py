@@ -63,7 +63,7 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
             slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
             plan = make_plan(settings, slots=slots, with_remedy=False)
             change = {} if plan.fits else what_fits(settings, slots)
-        except (ConfigError, ValueError) as error:
+        except ValueError as error:
             refused = str(error)
         else:
             for key, value in change.items():
