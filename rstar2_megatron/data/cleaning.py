@@ -12,20 +12,15 @@ import re
 import unicodedata
 
 # Instructions before a problem, and after it; each match is removed until none is left.
-_BEFORE = tuple(
+_WRAPPERS = tuple(
     re.compile(pattern, re.IGNORECASE | re.DOTALL)
     for pattern in (
-        r"\s*Solve the following math problem (?:step by step|efficiently and clearly)\.?\s*"
+        r"\A\s*Solve the following math problem (?:step by step|efficiently and clearly)\.?\s*"
         r"(?:The last line of your response should be of the form\s+[\"']?Answer:\s*\$?\\?\w+\$?[\"']?"
         r"\s*\(without quotes\)\s*where\s+\$?\\?\w+\$?\s+is the answer to the problem\.?)?",
-        r"\s*Please (?:solve|answer) the following (?:math )?(?:problem|question)\b[^\n]{0,120}?[:.]\s*\n+",
-        r"\s*(?:Problem|Question)\s*:\s*\n*",
-        r"\s*请?(?:一步一步|逐步)(?:地)?(?:解决|解答|推理)[^\n]{0,60}[。:\uff1a]\s*\n+",
-    )
-)
-_AFTER = tuple(
-    re.compile(pattern, re.IGNORECASE | re.DOTALL)
-    for pattern in (
+        r"\A\s*Please (?:solve|answer) the following (?:math )?(?:problem|question)\b[^\n]{0,120}?[:.]\s*\n+",
+        r"\A\s*(?:Problem|Question)\s*:\s*\n*",
+        r"\A\s*请?(?:一步一步|逐步)(?:地)?(?:解决|解答|推理)[^\n]{0,60}[。:\uff1a]\s*\n+",
         r"\s*Remember to put your answer on its own line after\s+[\"']?Answer:[\"']?"
         r"(?:,? and you do not need to use a \\+boxed command)?\.?[\"']?\s*$",
         r"\s*(?:Let'?s think|Please reason|Think|Reason) step[ -]by[ -]step[,.]?\s*(?:and)?\s*"
@@ -42,7 +37,7 @@ _AFTER = tuple(
 _CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']Answer:[\"']", re.IGNORECASE)
 
 _WORDS = re.compile(r"[a-z0-9]+|[\u3400-\u9fff]")
-_INTEGER = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts
 # Other ways to write the same character: 1 in full width or in bold, a blank that does not break. Not so 2 in the power,
 # in a circle or in a fraction.
@@ -55,12 +50,8 @@ def strip_wrappers(text: str) -> str:
     previous = None
     while text != previous:
         previous = text
-        for pattern in _BEFORE:
-            if match := pattern.match(text):
-                text = text[match.end() :].strip()
-        for pattern in _AFTER:
-            if match := pattern.search(text):
-                text = text[: match.start()].strip()
+        for pattern in _WRAPPERS:
+            text = pattern.sub("", text, count=1).strip()
     return text
 
 
@@ -82,13 +73,10 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
     if re.fullmatch(r"[+-]?\d{1,3}(?:, ?\d{3})+(?:\.0*)?", text):
         text = text.replace(",", "").replace(" ", "")
     text = re.sub(r"\.0*$", "", text)
-    if not _INTEGER.fullmatch(text) or not text.isascii():
+    digits = text.lstrip("+-0") or "0"
+    if not _INTEGER.fullmatch(text) or len(digits) > max_digits:
         return None
-    sign = "-" if text.startswith("-") else ""
-    digits = text.lstrip("+-").lstrip("0") or "0"
-    if len(digits) > max_digits:
-        return None
-    return digits if digits == "0" else sign + digits
+    return f"-{digits}" if text.startswith("-") and digits != "0" else digits
 
 
 def words(text: str) -> list[str]:

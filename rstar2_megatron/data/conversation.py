@@ -102,8 +102,7 @@ def _from_text(value: Any) -> Any:
 
 def read_call(raw: Any) -> Call:
     """A call as this project or OpenAI writes it. Raises ValueError, as `role_and_text`."""
-    raw = raw["function"] if isinstance(raw, dict) and isinstance(raw.get("function"), dict) else raw  # as OpenAI writes it
-    name, arguments = (raw.get("name"), _from_text(raw.get("arguments"))) if isinstance(raw, dict) else (None, None)
+    name, arguments = described(raw).get("name"), _from_text(described(raw).get("arguments"))
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(
             f"has a call of {name!r} whose arguments are of type {json_type(arguments)}, expected a name and an object, or the "
@@ -115,7 +114,7 @@ def read_call(raw: Any) -> Call:
 def read_tools(value: Any) -> list[dict[str, Any]]:
     """The schemas of a row, which may be JSON in a text. Raises ValueError."""
     tools = _from_text(value) or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "name" in _function(tool) for tool in tools):
+    if not isinstance(tools, list) or not all("name" in described(tool) for tool in tools):
         raise ValueError('has tools that are no list of {"type": "function", "function": {"name": ..., ...}}')
     return tools
 
@@ -128,14 +127,15 @@ def rendered_tools(tools: list[dict[str, Any]]) -> str:
     return text
 
 
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
-    return function if isinstance(function, Mapping) else {}
+def described(raw: Any) -> dict[str, Any]:
+    """A function or a call, alone or under "function" as OpenAI writes it; empty for what is no object."""
+    inner = raw.get("function") if isinstance(raw, dict) else None
+    return inner if isinstance(inner, dict) else raw if isinstance(raw, dict) else {}
 
 
 def call_fault(name: str, arguments: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> str:
     """Why a rollout with these tools refuses the call, or ""."""
-    function = next((function for function in map(_function, tools) if function["name"] == name), None)
+    function = next((function for function in map(described, tools) if function["name"] == name), None)
     if function is None:
         return "calls a tool that is not described"
     required = (function.get("parameters") or {}).get("required") or []

@@ -38,10 +38,7 @@ class NGramIndex:
 
         An evaluation problem of fewer than n words is matched only by the same problem.
         """
-        tokens = tuple(text_words)
-        if len(tokens) < self.n:
-            return " ".join(tokens) if tokens in self._ngrams else None
-        return next((" ".join(gram) for gram in _ngrams(tokens, self.n) if gram in self._ngrams), None)
+        return next((" ".join(gram) for gram in _ngrams(tuple(text_words), self.n) if gram in self._ngrams), None)
 
 
 def _ngrams(tokens: tuple[str, ...], n: int) -> Iterator[tuple[str, ...]]:

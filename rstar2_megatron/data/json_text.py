@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 _REMEDIES = {
@@ -56,9 +57,12 @@ def half_character(text: str) -> str:
     return ""
 
 
-def unreadable(text: str) -> str:
+def unreadable(text: str, controls: re.Pattern[str] = re.compile("\0")) -> str:
     """The character that no tokenizer takes, or no reader sees, and the remedy; "" when there is none."""
-    return "the control character U+0000, which no reader sees; remove it" if "\0" in text else half_character(text)
+    if control := controls.search(text):
+        remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f\t\r" else "remove it"
+        return f"the control character U+{ord(control[0]):04X}, which no reader sees; {remedy}"
+    return half_character(text)
 
 
 def exact_number(value: Any) -> bool:

@@ -23,10 +23,8 @@ Published = tuple[str, str]
 
 def _text(value: Any, column: str) -> str:
     """A text column; numbers are written out, null is empty. Raises ValueError, as do the others."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return value or ""
     if not exact_number(value):
         raise ValueError(f"column {column!r} of type {json_type(value)} is no text and no exact number")
     return str(int(value)) if value == int(value) else str(value)
@@ -43,10 +41,9 @@ def _last_user_message(value: Any, column: str) -> str:
     return content_text(content, "user") if isinstance(content, list) else _text(content, f"{column}[].content")
 
 
-def _first_present(values: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The first column that is there and not null; the first that is there when all are null."""
-    present = [name for name in names if name in values]
-    return next((name for name in present if values[name] is not None), present[0])
+def _given(values: Mapping[str, Any], names: str) -> str | None:
+    """The first column of `a|b|c` that is there and not null."""
+    return next((name for name in names.split("|") if values.get(name) is not None), None)
 
 
 def _read_dapo(values: Mapping[str, Any]) -> Published:
@@ -69,13 +66,13 @@ def _read_openmath(values: Mapping[str, Any]) -> Published:
     return text, answer
 
 
-_EULER_TEXT = ("problem", "question", "description", "content", "prompt")
-_EULER_ANSWER = ("answer", "solution", "expected_answer")
+_EULER_TEXT = "problem|question|description|content|prompt"
+_EULER_ANSWER = "answer|solution|expected_answer"
 
 
 def _read_euler(values: Mapping[str, Any]) -> Published:
-    text, answer = _first_present(values, _EULER_TEXT), _first_present(values, _EULER_ANSWER)
-    return _last_user_message(values[text], text), _text(values[answer], answer)
+    text, answer = _given(values, _EULER_TEXT) or "problem", _given(values, _EULER_ANSWER) or "answer"
+    return _last_user_message(values.get(text), text), _text(values.get(answer), answer)
 
 
 def _read_own(values: Mapping[str, Any]) -> Published:
@@ -87,21 +84,14 @@ def _read_own(values: Mapping[str, Any]) -> Published:
     return _last_user_message(values["prompt"], "prompt"), _text(solutions, "solutions")
 
 
+_OPENMATH = HubName("nvidia/OpenMathReasoning", "default", "cot")
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
-        Source(
-            "dapo", (("prompt",), ("solution", "reward_model")), _read_dapo, HubName("open-r1/DAPO-Math-17k-Processed", "en")
-        ),
-        Source(
-            "openmathreasoning",
-            (("problem",), ("expected_answer",)),
-            _read_openmath,
-            HubName("nvidia/OpenMathReasoning", "default", "cot"),
-            ("problem_type",),
-        ),
+        Source("dapo", ("prompt", "solution|reward_model"), _read_dapo, HubName("open-r1/DAPO-Math-17k-Processed", "en")),
+        Source("openmathreasoning", ("problem", "expected_answer"), _read_openmath, _OPENMATH, ("problem_type",)),
         Source("project-euler", (_EULER_TEXT, _EULER_ANSWER), _read_euler),
-        Source("problems", (("prompt",), ("solutions",)), _read_own),
+        Source("problems", ("prompt", "solutions"), _read_own),
     )
 }
 
@@ -111,10 +101,9 @@ def problem_text(row: Row) -> str:
 
     Raises DataError naming file and row when no column holds one.
     """
-    columns = ("problem", "question", "prompt", "description", "content")
-    values = with_names(row.values, columns)
-    column = next((name for name in columns if values.get(name) is not None), None)
-    if column is None:
+    columns = "problem|question|prompt|description|content"
+    values = with_names(row.values, columns.split("|"))
+    if (column := _given(values, columns)) is None:
         raise DataError(
             f"{row.where}: no column with a problem (problem, question, prompt); it has {', '.join(sorted(row.values))}"
         )

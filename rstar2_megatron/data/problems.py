@@ -194,11 +194,7 @@ def _text(value: Any, where: str, key: str, expected: str = "") -> str:
 
 
 def _readable(text: str, where: str, key: str, controls: re.Pattern[str] = _CONTROL) -> str:
-    fault = unreadable(text)
-    if not fault and (control := controls.search(text.rstrip(" \t\r\n"))):
-        remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f\t\r" else "remove it"
-        fault = f"the control character U+{ord(control[0]):04X}, which no reader sees; {remedy}"
-    if fault:
+    if fault := unreadable(text.rstrip(" \t\r\n"), controls):
         raise DataError(f"{where}: {key!r} has {fault}")
     return text
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,13 +20,6 @@ from rstar2_megatron.data.rows import DataError, Input, Row, Source, Unusable
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 SAVE_ROWS = 5000
-
-
-def count_dropped(counts: dict[str, Any], why: str, where: str) -> None:
-    """Count a dropped row of a source, and keep the place of the first one that was dropped for this reason."""
-    dropped = counts.setdefault("dropped", {})
-    dropped[why] = dropped.get(why, 0) + 1
-    counts.setdefault("first_dropped", {}).setdefault(why, where)
 
 
 class ResumablePass:
@@ -38,55 +32,23 @@ class ResumablePass:
         self._state_path = out / ".progress.json"
         self._configuration = json.loads(json.dumps(configuration))
         self._save_rows = save_rows
-        self.source = 0
-        """Index of the current source."""
-        self.row = 0
-        """Rows of the current source that are done."""
-        self.counters: dict[str, Any] = {}
-        self.resumed = False
         out.mkdir(parents=True, exist_ok=True)
         state = self._load()
-        if state is not None:
-            self.source, self.row, self.counters = state["source"], state["row"], state["counters"]
-            self.resumed = True
-        length = state["bytes"] if state else 0
-        with self.partial.open("ab") as file:
-            file.truncate(length)
+        self.resumed = bool(state)
+        self.source: int = state.get("source", 0)
+        """Index of the current source."""
+        self.row: int = state.get("row", 0)
+        """Rows of the current source that are done."""
+        self.counters: dict[str, Any] = state.get("counters", {})
         self._file = self.partial.open("a", encoding="utf-8")
+        self._file.truncate(state.get("bytes", 0))
 
-    def _load(self) -> dict[str, Any] | None:
+    def _load(self) -> dict[str, Any]:
         if not self._state_path.is_file() or not self.partial.is_file():
-            return None
+            return {}
         state = json.loads(self._state_path.read_text())
         fits = state["configuration"] == self._configuration and self.partial.stat().st_size >= state["bytes"]
-        return state if fits else None
-
-    def accept(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    def rows(
-        self, inputs: Sequence[Input], columns: Mapping[str, Sequence[str]], limit: int | None
-    ) -> Iterator[tuple[Input, Row]]:
-        """The remaining rows, at most `limit` of each input, with a progress bar. A row is done when the next is taken.
-
-        columns: the columns to read of each source. Raises DataError.
-        """
-        while self.source < len(inputs):
-            source = inputs[self.source]
-            total = source.count()
-            if limit is not None:
-                total = limit if total is None else min(total, limit)
-            with tqdm(total=total, initial=self.row, desc=source.label[-40:], unit="row", disable=None) as bar:
-                for row in source.rows(columns[source.name], self.row):
-                    if limit is not None and self.row >= limit:
-                        break
-                    yield source, row
-                    self.row += 1
-                    if self.row % self._save_rows == 0:
-                        self.save()
-                    bar.update()
-            self.source, self.row = self.source + 1, 0
-            self.save()
+        return state if fits else {}
 
     def keep(
         self,
@@ -98,23 +60,37 @@ class ResumablePass:
     ) -> None:
         """Accept what make(name of the source, row) returns for each remaining row, at most `limit` of each input.
 
-        A row for which it raises Unusable is dropped and counted. Raises DataError when the first row is of another shape.
+        A row for which it raises Unusable is dropped and counted, with the place of the first one that is dropped for its
+        reason. Raises DataError when the first row is of another shape.
         """
-        columns = {name: source.columns for name, source in sources.items()}
-        for source, row in self.rows(inputs, columns, limit):
-            counts = counts_of(source)
-            counts["in"] = counts.get("in", 0) + 1
-            try:
-                kept = make(source.name, row)
-            except DataError:
-                if not self.row:
-                    raise
-                count_dropped(counts, "without a column that the first row has", row.where)
-            except Unusable as why:
-                count_dropped(counts, str(why), row.where)
-            else:
-                if kept is not None:
-                    self.accept(kept)
+        for source in inputs[self.source :]:
+            counts, total = counts_of(source), source.count()
+            if limit is not None:
+                total = limit if total is None else min(total, limit)
+            rows = source.rows(sources[source.name].columns, self.row)
+            rest = islice(rows, None if limit is None else max(0, limit - self.row))
+            for row in tqdm(rest, source.label[-40:], total, initial=self.row, unit="row", disable=None):
+                counts["in"] = counts.get("in", 0) + 1
+                why = ""
+                try:
+                    kept = make(source.name, row)
+                except DataError:
+                    if not self.row:
+                        raise
+                    why = "without a column that the first row has"
+                except Unusable as error:
+                    why = str(error)
+                if why:
+                    dropped = counts.setdefault("dropped", {})
+                    dropped[why] = dropped.get(why, 0) + 1
+                    counts.setdefault("first_dropped", {}).setdefault(why, row.where)
+                elif kept is not None:
+                    self._file.write(json.dumps(kept, ensure_ascii=False) + "\n")
+                self.row += 1
+                if self.row % self._save_rows == 0:
+                    self.save()
+            self.source, self.row = self.source + 1, 0
+            self.save()
 
     def save(self) -> None:
         """Put everything so far on the disk."""

@@ -65,31 +65,17 @@ class HubName:
         return ":".join(parts) + (f"@{self.revision}" if self.revision else "")
 
 
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line) of a file in UTF-8. Raises DataError with file and line for bytes that are not UTF-8."""
+def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line) of a file in UTF-8, with or without a byte order mark. Raises DataError with file and line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            yield number, text_line(line, path, number)
-
-
-def text_line(line: bytes, path: Path, number: int) -> str:
-    """A line of a file in UTF-8; a byte order mark before the first one is left out. Raises DataError."""
-    try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}:{number}: byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; convert the "
-            f"file: iconv -f LATIN1 -t UTF-8 {path.name} (or from its own encoding)"
-        ) from None
-
-
-def json_line(line: str, where: str) -> Any:
-    """The value of one line. Raises DataError that begins with `where`."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        what, remedy = json_fault(error, unit="column")
-        raise DataError(f"{where}: not JSON ({what}); {remedy}") from None
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}:{number}: byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; convert the "
+                    f"file: iconv -f LATIN1 -t UTF-8 {path.name} (or from its own encoding)"
+                ) from None
 
 
 def with_names(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -127,8 +113,8 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
     columns: of a parquet file, the columns to read if it has them, so that long solutions of a reasoning set are not loaded.
     """
     if path.suffix == ".parquet":
-        return _parquet_rows(path, columns, skip)
-    if path.suffix == ".csv":
+        rows = _parquet_rows(path, columns)
+    elif path.suffix == ".csv":
         rows = _csv_rows(path)
     else:
         rows = _json_rows(path) if path.suffix == ".json" and _is_array(path) else _jsonl_rows(path)
@@ -137,11 +123,11 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
 
 def _is_array(path: Path) -> bool:
     """Sets are published as .json in both forms: an array, and an object a line."""
-    return next((line.lstrip() for _, line in text_lines(path) if line.strip()), "").startswith("[")
+    return next((line.lstrip() for _, line in _text_lines(path) if line.strip()), "").startswith("[")
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    lines = csv.DictReader((line for _, line in text_lines(path)), strict=True)
+    lines = csv.DictReader((line for _, line in _text_lines(path)), strict=True)
     try:
         for number, values in enumerate(lines, 1):
             if None in values or None in values.values():
@@ -152,25 +138,27 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    for number, line in text_lines(path):
+    for number, line in _text_lines(path):
         if line.strip():
-            where = f"{path}:{number}"
-            yield _row(where, json_line(line, where))
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                what, remedy = json_fault(error, unit="column")
+                raise DataError(f"{path}:{number}: not JSON ({what}); {remedy}") from None
+            yield _row(f"{path}:{number}", value)
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
     """A JSON array of objects, as some data sets are published."""
     try:
-        values = json.loads("".join(line for _, line in text_lines(path)))
+        values = json.loads("".join(line for _, line in _text_lines(path)))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
-    if not isinstance(values, list):
-        raise DataError(f"{path}: expected a JSON array of rows, got {type(values).__name__}")
     for number, value in enumerate(values, 1):
         yield _row(f"{path} row {number}", value)
 
 
-def _parquet_rows(path: Path, columns: Sequence[str] | None, skip: int) -> Iterator[Row]:
+def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     # Here: pyarrow and datasets take seconds, which jsonl files do not need.
     import pyarrow
     import pyarrow.parquet as parquet
@@ -178,15 +166,9 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, skip: int) -> Itera
     try:
         file = parquet.ParquetFile(path)
         wanted = None if columns is None else _named(file.schema_arrow.names, columns)
-        number = 0
-        for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
-            if number + batch.num_rows <= skip:
-                number += batch.num_rows
-                continue
-            for values in batch.to_pylist():
-                number += 1
-                if number > skip:
-                    yield Row(f"{path} row {number}", values)
+        batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
+        for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+            yield Row(f"{path} row {number}", values)
     except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error})") from None
 
@@ -206,32 +188,23 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
 
     try:
         if any((Path(name.repo) / file).is_file() for file in ("state.json", "dataset_dict.json")):  # of save_to_disk
-            saved = datasets.load_from_disk(name.repo)
-            saved = saved[name.split] if isinstance(saved, datasets.DatasetDict) else saved
-            for number, values in enumerate(saved.skip(skip), skip + 1):
-                yield Row(f"{name} row {number}", values)
-            return
-        builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)
-        published = builder.info.features
-        if columns is not None and published is not None and hasattr(builder.config, "columns"):
-            # parquet: the other columns are not even downloaded
-            builder.config.columns = _named(list(published), columns)
-        stream = builder.as_streaming_dataset(split=name.split)
-        if columns is not None and stream.column_names:
-            stream = stream.select_columns(_named(stream.column_names, columns))
-        number = skip
-        for values in stream.skip(skip) if skip else stream:
-            number += 1
+            rows = datasets.load_from_disk(name.repo)
+            rows = rows[name.split] if isinstance(rows, datasets.DatasetDict) else rows
+        else:
+            builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)
+            published = builder.info.features
+            if columns is not None and published is not None and hasattr(builder.config, "columns"):
+                # parquet: the other columns are not even downloaded
+                builder.config.columns = _named(list(published), columns)
+            rows = builder.as_streaming_dataset(split=name.split)
+        if columns is not None and rows.column_names:
+            rows = rows.select_columns(_named(rows.column_names, columns))
+        for number, values in enumerate(rows.skip(skip) if skip else rows, skip + 1):
             yield Row(f"{name} row {number}", values)
-    except DataError:
-        raise
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
-        if Path(name.repo).is_dir():
-            raise DataError(f"{name}: cannot be read by datasets ({type(error).__name__}: {str(error)[:300]})") from error
-        raise DataError(
-            f"{name}: cannot be read from the hub ({type(error).__name__}: {str(error)[:300]}); download it and give "
-            "its files instead"
-        ) from error
+        here = Path(name.repo).is_dir()
+        source, remedy = ("by datasets", "") if here else ("from the hub", "; download it and give its files instead")
+        raise DataError(f"{name}: cannot be read {source} ({type(error).__name__}: {str(error)[:300]}){remedy}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +260,8 @@ class Source:
     """One form of data set, and its reader."""
 
     name: str
-    needs: tuple[tuple[str, ...], ...]
-    """A row must have at least one column of each group."""
+    needs: tuple[str, ...]
+    """Columns that a row must have; of `solution|answer` at least one."""
     read: Callable[[Mapping[str, Any]], Any]
     """Raises ValueError with the reason for a row that cannot be used."""
     hub: HubName | None = None
@@ -299,11 +272,11 @@ class Source:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*chain(*self.needs), *self.optional)
+        return (*(name for names in self.needs for name in names.split("|")), *self.optional)
 
     def parse(self, row: Row) -> Any:
         """What `read` makes of a row. Raises Unusable, or DataError naming file, row and the columns that are missing."""
-        for group in self.needs:
+        for group in (names.split("|") for names in self.needs):
             if not any(name in row.values for name in group):
                 raise DataError(
                     f"{row.where}: a row of {self.name} needs {' or '.join(map(repr, group))}; it has "

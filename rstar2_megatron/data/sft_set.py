@@ -25,6 +25,8 @@ from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, Input, Row, Unusable, inputs_of
 from rstar2_megatron.data.sft_sources import SFT_SOURCES
 
+_KEY_BYTES = 12
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -41,7 +43,7 @@ class Options:
 def sampling_key(conversation: Mapping[str, Any], seed: int) -> str:
     """Sort key of a conversation in the sampling order: a hash of the user messages."""
     said = [m["content"] for m in conversation["messages"] if m["role"] == "user"]
-    return hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=12).hexdigest()
+    return hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=_KEY_BYTES).hexdigest()
 
 
 @dataclass(slots=True)
@@ -49,24 +51,21 @@ class Selection:
     """The conversations of each source with the smallest sampling keys: a uniform sample of fixed size in one pass."""
 
     counts: Mapping[str, int]
-    _heaps: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    _heaps: dict[str, list[int]] = field(default_factory=dict)
+    """The keys as negative numbers: the largest key is the first."""
     seen: set[str] = field(default_factory=set)
     """Sampling keys of all conversations of any source that `offer` has accepted."""
 
     def offer(self, source: str, where: str) -> bool:
         """True when the conversation is among the smallest so far."""
-        heap = self._heaps.setdefault(source, [])
-        entry = (-int(where, 16), where)
+        heap, key = self._heaps.setdefault(source, []), -int(where, 16)
         if len(heap) < self.counts[source]:
-            heapq.heappush(heap, entry)
+            heapq.heappush(heap, key)
             return True
-        if not heap or entry < heap[0]:
-            return False
-        heapq.heapreplace(heap, entry)
-        return True
+        return bool(heap) and heapq.heappushpop(heap, key) != key
 
     def chosen(self) -> set[tuple[str, str]]:
-        return {(source, where) for source, heap in self._heaps.items() for _, where in heap}
+        return {(source, f"{-key:0{2 * _KEY_BYTES}x}") for source, heap in self._heaps.items() for key in heap}
 
 
 def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: int = 5000) -> dict[str, Any]:
@@ -78,28 +77,24 @@ def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: 
             where = sampling_key(row, options.seed)
             selection.offer(row["source"], where)
             selection.seen.add(where)
-        _select(inputs, state, selection, options)
+        for source in inputs:
+            state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
+
+        def make(name: str, row: Row) -> dict[str, Any] | None:
+            conversation = SFT_SOURCES[name].parse(row)
+            if sum(map(len, _texts(conversation))) > options.max_chars:
+                raise Unusable("too long")
+            where = sampling_key(conversation, options.seed)
+            if where in selection.seen:
+                raise Unusable("duplicate")
+            state.counters[name]["usable"] += 1
+            if not selection.offer(name, where):
+                return None
+            selection.seen.add(where)
+            return conversation
+
+        state.keep(inputs, SFT_SOURCES, options.limit, lambda source: state.counters[source.name], make)
         return _write_results(state, selection, options)
-
-
-def _select(inputs: Sequence[Input], state: ResumablePass, selection: Selection, options: Options) -> None:
-    for source in inputs:
-        state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
-
-    def make(name: str, row: Row) -> dict[str, Any] | None:
-        conversation = SFT_SOURCES[name].parse(row)
-        if sum(map(len, _texts(conversation))) > options.max_chars:
-            raise Unusable("too long")
-        where = sampling_key(conversation, options.seed)
-        if where in selection.seen:
-            raise Unusable("duplicate")
-        state.counters[name]["usable"] += 1
-        if not selection.offer(name, where):
-            return None
-        selection.seen.add(where)
-        return conversation
-
-    state.keep(inputs, SFT_SOURCES, options.limit, lambda source: state.counters[source.name], make)
 
 
 def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:
@@ -169,13 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(arguments: argparse.Namespace) -> dict[str, Any]:
     inputs = [i for word in arguments.source or list(SFT_SOURCES) for i in inputs_of(word, SFT_SOURCES)]
-    options = Options(
-        counts=_parse_counts(arguments.count, arguments.scale),
-        validation=arguments.validation,
-        max_chars=arguments.max_chars,
-        seed=arguments.seed,
-        limit=arguments.limit,
-    )
+    counts = _parse_counts(arguments.count, arguments.scale)
+    options = Options(counts, arguments.validation, arguments.max_chars, arguments.seed, arguments.limit)
     return process(inputs, arguments.out, options)
 
 

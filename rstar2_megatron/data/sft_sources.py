@@ -50,29 +50,24 @@ def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> 
     """Raises Unusable for a conversation that breaks the format."""
     try:
         rendered_tools(read_tools(tools))
-        for message in messages:
-            read_message(message)
+        read = [read_message(message) for message in messages]
     except ValueError as error:
         raise Unusable(f"not read in training: {error}") from error
-    roles = [m["role"] for m in messages]
+    roles = [message.role for message in read]
     if "user" not in roles or roles[-1] != "assistant":
         raise Unusable("does not end with the assistant")
-    previous = ""
-    for number, message in enumerate(messages):
-        role, calls = message["role"], message.get("tool_calls", [])
-        if role == "system" and number:
+    for previous, message in zip(["", *roles], read):
+        if message.role == "system" and previous:
             raise Unusable("system message in the middle")
-        if role == "assistant":
-            if previous == "assistant":
-                raise Unusable("two assistant turns in a row")
-            if "<tool_call>" in message["content"]:
-                raise Unusable("a call in the text of an assistant turn")
-        if role == "tool" and previous not in ("assistant", "tool"):
+        if message.role == previous == "assistant":
+            raise Unusable("two assistant turns in a row")
+        if message.role == "assistant" and "<tool_call>" in message.content:
+            raise Unusable("a call in the text of an assistant turn")
+        if message.role == "tool" and previous not in ("assistant", "tool"):
             raise Unusable("tool response without a call")
-        for call in calls:
-            if fault := call_fault(call["name"], call["arguments"], tools):
+        for fault in (call_fault(call.name, call.arguments, tools) for call in message.calls):
+            if fault:
                 raise Unusable(fault)
-        previous = role
 
 
 def _message(role: str, content: Any) -> Message:
@@ -174,26 +169,18 @@ def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
     return [*messages, _message("assistant", output)], []
 
 
-def _source(name: str, needs: str, optional: str, read: Any, hub: HubName, count: int) -> SFTSource:
-    return SFTSource(name, tuple((column,) for column in needs.split()), read, hub, tuple(optional.split()), count=count)
-
-
+_APIGEN = HubName("Salesforce/APIGen-MT-5k")
+_MAGICODER = HubName("ise-uiuc/Magicoder-OSS-Instruct-75K")
+_MAGICODER_COLUMNS = ("lang", "problem", "solution", "instruction", "response")
 _NEMOTRON = HubName("nvidia/Llama-Nemotron-Post-Training-Dataset", "SFT", "chat")
 SFT_SOURCES: dict[str, SFTSource] = {
     source.name: source
     for source in (
-        _source("toolace", "system conversations", "", _read_toolace, HubName("Team-ACE/ToolACE"), 11_000),
-        _source("apigen-mt", "conversations tools", "system", _read_apigen, HubName("Salesforce/APIGen-MT-5k"), 5_000),
-        _source("glaive", "system chat", "", _read_glaive, HubName("glaiveai/glaive-function-calling-v2"), 101_000),
-        _source(
-            "magicoder",
-            "",
-            "lang problem solution instruction response",
-            _read_magicoder,
-            HubName("ise-uiuc/Magicoder-OSS-Instruct-75K"),
-            48_000,
-        ),
-        _source("tulu3", "messages", "", _read_messages, HubName("allenai/tulu-3-sft-mixture"), 30_000),
-        _source("nemotron", "input output", "reasoning system_prompt", _read_nemotron, _NEMOTRON, 27_000),
+        SFTSource("toolace", ("system", "conversations"), _read_toolace, HubName("Team-ACE/ToolACE"), count=11_000),
+        SFTSource("apigen-mt", ("conversations", "tools"), _read_apigen, _APIGEN, ("system",), count=5_000),
+        SFTSource("glaive", ("system", "chat"), _read_glaive, HubName("glaiveai/glaive-function-calling-v2"), count=101_000),
+        SFTSource("magicoder", (), _read_magicoder, _MAGICODER, _MAGICODER_COLUMNS, count=48_000),
+        SFTSource("tulu3", ("messages",), _read_messages, HubName("allenai/tulu-3-sft-mixture"), count=30_000),
+        SFTSource("nemotron", ("input", "output"), _read_nemotron, _NEMOTRON, ("reasoning", "system_prompt"), count=27_000),
     )
 }

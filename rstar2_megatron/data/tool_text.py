@@ -13,24 +13,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rstar2_megatron.data.conversation import read_call
+from rstar2_megatron.data.conversation import described, read_call
 
 Call = dict[str, Any]
-_OPENING, _CLOSING = "([{", ")]}"
+# A quote opens a string behind one of these only: an apostrophe inside a name does not.
+_MARK = re.compile(r"""(?<=[=,:(\[{])\s*(?:(?P<string>(["'])(?:\\.|(?!\2)[^\\])*\2)|(?P<open>["']))|[()\[\]{},]""", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
-_TYPES = {
-    "dict": "object",
-    "float": "number",
-    "double": "number",
-    "int": "integer",
-    "long": "integer",
-    "str": "string",
-    "char": "string",
-    "bool": "boolean",
-    "list": "array",
-    "tuple": "array",
-    "arraylist": "array",
-}
+_NAMES_OF_TYPES = {
+    "object": "dict", "number": "float double", "integer": "int long", "string": "str char", "boolean": "bool",
+    "array": "list tuple arraylist",
+}  # fmt: skip
+_TYPES = {name: kind for kind, names in _NAMES_OF_TYPES.items() for name in names.split()}
 
 
 def python_calls(text: str) -> list[Call]:
@@ -38,7 +31,7 @@ def python_calls(text: str) -> list[Call]:
     text = text.strip()
     if not (text.startswith("[") and text.endswith("]")):
         raise ValueError("not a list of calls")
-    calls = [_python_call(part) for part in _split(text[1:-1], ",")]
+    calls = [_python_call(part) for part in _split(text[1:-1])]
     if not calls:
         raise ValueError("an empty list of calls")
     return calls
@@ -49,7 +42,7 @@ def _python_call(text: str) -> Call:
     if not parenthesis or not rest.endswith(")") or not name.strip():
         raise ValueError(f"not a call: {text[:60]!r}")
     arguments: dict[str, Any] = {}
-    for part in _split(rest[:-1], ","):
+    for part in _split(rest[:-1]):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"not key=value: {part[:60]!r}")
@@ -72,33 +65,21 @@ def _value(text: str) -> Any:
     return value
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Parts between separators outside brackets and quotes. Raises ValueError when these are unbalanced."""
+def _split(text: str) -> list[str]:
+    """Parts between commas outside brackets and strings. Raises ValueError when these are unbalanced."""
     parts: list[str] = []
     start = depth = 0
-    quote = ""
-    position = 0
-    while position < len(text):
-        char = text[position]
-        if quote:
-            if char == "\\":
-                position += 1
-            elif char == quote:
-                quote = ""
-        elif char in "\"'" and text[:position].rstrip()[-1:] in ("=", ",", ":", *_OPENING):
-            quote = char  # an apostrophe inside a name opens no string
-        elif char in _OPENING:
-            depth += 1
-        elif char in _CLOSING:
-            depth -= 1
-            if depth < 0:
-                raise ValueError("brackets do not match")
-        elif char == separator and depth == 0:
-            parts.append(text[start:position])
-            start = position + 1
-        position += 1
-    if quote or depth:
-        raise ValueError("a quote or bracket is not closed")
+    for mark in _MARK.finditer(text):
+        if mark["string"]:
+            continue
+        depth += (mark[0] in "([{") - (mark[0] in ")]}")
+        if depth < 0 or mark["open"]:
+            raise ValueError("a quote or bracket is not closed, or closes nothing")
+        if mark[0] == "," and depth == 0:
+            parts.append(text[start : mark.start()])
+            start = mark.end()
+    if depth:
+        raise ValueError("a bracket is not closed")
     if text[start:].strip() or parts:
         parts.append(text[start:])
     return [part.strip() for part in parts]
@@ -133,9 +114,8 @@ def json_values(text: str) -> Iterator[Any]:
 
 def tool_schema(function: Any) -> dict[str, Any]:
     """An OpenAI-style schema of a function description, with JSON Schema's names of types. Raises ValueError."""
-    if isinstance(function, dict) and isinstance(function.get("function"), dict):
-        function = function["function"]
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = described(function)
+    if not isinstance(function.get("name"), str):
         raise ValueError(f"not a function description: {str(function)[:60]!r}")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +57,17 @@ def parse_source(word: str, config: str | None = None, split: str | None = None)
     return inputs
 
 
-@dataclass(slots=True)
 class Cleaner:
     """Accepts or drops problems one by one; remembers accepted problems to find duplicates."""
 
-    options: Options
-    contamination: NGramIndex
-    ngrams: dict[str, int]
-    """How many problems each n-gram of an evaluation problem dropped."""
-    conflicting: dict[str, None]
-    """Fingerprints of problems that were published with different answers."""
-    answers: dict[str, str] = field(default_factory=dict)
-    """Answer of every accepted problem, by fingerprint."""
+    def __init__(self, options: Options, contamination: NGramIndex, state: ResumablePass) -> None:
+        self.options, self.contamination = options, contamination
+        self.ngrams: dict[str, int] = state.counters.setdefault("ngrams", {})
+        """How many problems each n-gram of an evaluation problem dropped."""
+        self.conflicting = state.counters["conflicting"] = dict.fromkeys(state.counters.get("conflicting", ()))
+        """Fingerprints of problems that were published with different answers."""
+        self.answers = {fingerprint_of(row): row["solutions"][0] for row in state.accepted()}
+        """Answer of every accepted problem, by fingerprint."""
 
     def check(self, name: str, row: Row) -> dict[str, Any]:
         """The row to keep. Raises Unusable with the reason to drop it, DataError for a row of another shape."""
@@ -136,12 +135,8 @@ def process(
     with ResumablePass(out, configuration, save_rows) as state:
         if state.resumed and state.source < len(inputs):
             say(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
-        counters = state.counters
-        conflicting = counters["conflicting"] = dict.fromkeys(counters.get("conflicting", ()))
-        cleaner = Cleaner(options, index, counters.setdefault("ngrams", {}), conflicting)
-        for row in state.accepted():
-            cleaner.answers[fingerprint_of(row)] = row["solutions"][0]
-        sources = counters.setdefault("sources", {})
+        cleaner = Cleaner(options, index, state)
+        sources = state.counters.setdefault("sources", {})
         for source in inputs:
             sources.setdefault(source.label, {})
         state.keep(inputs, SOURCES, options.limit, lambda source: sources[source.label], cleaner.check)
@@ -167,10 +162,11 @@ def _write_results(
     held_out = set(ordered[: options.validation])
     if len(held_out) >= len(keys):
         raise DataError(f"--validation {options.validation} takes all of the {len(keys)} problems; lower it")
+    dropped = sum((Counter(counts.get("dropped", {})) for counts in sources.values()), Counter[str]())
     conflicts = sum(fingerprint_of(row) in cleaner.conflicting for row in state.accepted())
     report = {
         "rows_in": sum(counts.get("in", 0) for counts in sources.values()),
-        "dropped": _dropped(sources) | {"published with different answers": conflicts},
+        "dropped": dict(dropped.most_common()) | {"published with different answers": conflicts},
         "sources": {
             label: {**counts, "shape": next(s.name for s in inputs if s.label == label)} for label, counts in sources.items()
         },
@@ -186,13 +182,6 @@ def _write_results(
                 yield row
 
     return state.write_results(rows(False), rows(True) if held_out else None, report)
-
-
-def _dropped(sources: dict[str, Any]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for counts in sources.values():
-        total.update(counts.get("dropped", {}))
-    return dict(total.most_common())
 
 
 def render_report(report: Mapping[str, Any]) -> str:

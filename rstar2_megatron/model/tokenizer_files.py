@@ -71,16 +71,16 @@ def tokenizer_problems(
         yield str(error)
         return
     try:
-        words = raw if path.name == "vocab.json" else (raw.get("model") or {}).get("vocab") or {}
-        names = list(words) if isinstance(words, dict) else [word[0] for word in words]
-        ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
-        added |= {token["content"]: token["id"] for token in (raw.get("added_tokens") or []) if raw is not words}
+        raw = {"model": {"vocab": raw}} if path.name == "vocab.json" else raw
+        words = (raw.get("model") or {}).get("vocab") or {}
+        words = words if isinstance(words, dict) else {word[0]: i for i, word in enumerate(words)}
+        added |= {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
         added |= {entry["content"]: int(i) for i, entry in (config.get("added_tokens_decoder") or {}).items()}
-        size = max([*ids, *added.values()], default=-1) + 1
+        size = max([*words.values(), *added.values()], default=-1) + 1
     except (AttributeError, KeyError, TypeError, ValueError):
         yield f"{path} is no tokenizer of transformers: expected tokens and their numbers; {AGAIN}"
         return
-    if not ids:
+    if not words:
         yield f"{path} has no vocabulary; {AGAIN}"
         return
     if size > model.vocab_size:
@@ -98,11 +98,9 @@ def tokenizer_problems(
     eos = config.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     of_model = model_config.get("eos_token_id")
-    known = set(added.values())
     for file, ends in (("config.json", of_model), ("generation_config.json", generation.get("eos_token_id"))):
-        wrong = [
-            i for i in (ends if isinstance(ends, list) else [ends]) if i is not None and not (type(i) is int and i in known)
-        ]
+        given = [i for i in (ends if isinstance(ends, list) else [ends]) if i is not None]
+        wrong = [i for i in given if type(i) is not int or i not in added.values()]
         if wrong and added:
             yield (
                 f"{directory / file}: eos_token_id={wrong[0]!r} is no special token of {path.name}: model and tokenizer are of "
@@ -110,7 +108,7 @@ def tokenizer_problems(
             )
     if eos is None and of_model is None:
         yield (f"{directory} names no end-of-text token: set eos_token in tokenizer_config.json or eos_token_id in config.json")
-    elif eos is not None and not (isinstance(eos, str) and (eos in added or eos in names)):
+    elif eos is not None and not (isinstance(eos, str) and (eos in added or eos in words)):
         yield f"{directory / 'tokenizer_config.json'}: eos_token {eos!r} is not in tokenizer.json; {AGAIN}"
     yield from _template_problems(directory, config, chat_template, tool_call_format, chatml=added.keys() >= _TURN_TOKENS)
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -31,23 +32,21 @@ _READ_WHOLE, _PIECE, _END, _SAMPLED = 2**29, 2**19, 2**14, 64
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file; `begin` and `end` of its bytes in the file."""
+    """A tensor of a safetensors file, whose bytes begin there at `begin`."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    end: int
 
     def bits(self, *, whole: bool) -> Iterator[np.ndarray]:
         """All values a piece at a time, or those at the two ends, as integers."""
         values = np.memmap(self.file, _FLOATS[self.dtype][0], "r", self.begin, (prod(self.shape),))
-        if not whole:
-            yield from (values[:_END], values[-_END:])
-            return
-        for start in range(0, len(values), _PIECE):
-            yield values[start : start + _PIECE]
+        pieces = (
+            [slice(at, at + _PIECE) for at in range(0, len(values), _PIECE)] if whole else [slice(_END), slice(-_END, None)]
+        )
+        return (values[piece] for piece in pieces)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -108,11 +107,12 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
-            if opened.read(8) == b"version ":
+            begin = opened.read(8)
+            if begin == b"version ":
                 raise ValueError(f"{file} is a pointer of Git LFS and no weights; git lfs pull in {file.parent} fetches them")
-        with safe_open(file, framework="np"), file.open("rb") as opened:
-            start = 8 + int.from_bytes(opened.read(8), "little")
-            stored = json.loads(opened.read(start - 8))
+            with safe_open(file, framework="np"):  # raises for a header that does not fit the file
+                start = 8 + int.from_bytes(begin, "little")
+                stored = json.loads(opened.read(start - 8))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}; check that it is there and who may read it") from None
     except SafetensorError as error:
@@ -121,7 +121,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{file} is {what}; {AGAIN}") from None
     stored.pop("__metadata__", None)
     return {
-        name: StoredTensor(name, file, part["dtype"], tuple(part["shape"]), *(start + place for place in part["data_offsets"]))
+        name: StoredTensor(name, file, part["dtype"], tuple(part["shape"]), start + part["data_offsets"][0])
         for name, part in stored.items()
     }
 
@@ -159,16 +159,19 @@ def weight_problems(directory: Path, model: ModelConfig, *, values: bool = True)
     values: look for NaN and infinity, in all values of a small model and in some of a large one.
     """
     try:
-        tensors = stored_tensors(directory)
+        yield from islice(_problems(directory, model, values), 1)
     except ValueError as error:
         yield str(error)
-        return
+
+
+def _problems(directory: Path, model: ModelConfig, values: bool) -> Iterator[str]:
+    """A problem takes it that those before it are not there. Raises ValueError as `stored_tensors`."""
+    tensors = stored_tensors(directory)
     if model.num_layers * max(1, model.num_experts) > len(tensors):  # a mistyped number would take all memory below
         yield (
             f"{directory / 'config.json'}: num_hidden_layers={model.num_layers}, num_experts={model.num_experts}, but the "
             f"files hold {len(tensors)} tensors; {TAKE}"
         )
-        return
     wanted = model_tensors(model)
     missing = [name for name in wanted if name not in tensors and (name != "score.weight" or model.score_head)]
     if missing:
@@ -178,41 +181,34 @@ def weight_problems(directory: Path, model: ModelConfig, *, values: bool = True)
             f"{directory} has no tensor {missing[0]}{more}, which its config.json asks for; the checkpoint is of another model "
             f"or incomplete{tie}"
         )
-    elif (rows := tensors["model.embed_tokens.weight"].shape[0]) != model.vocab_size:
+    if (rows := tensors["model.embed_tokens.weight"].shape[0]) != model.vocab_size:
         yield (
             f"{directory / 'config.json'}: vocab_size={model.vocab_size}, but model.embed_tokens.weight has {rows} rows; set "
             f"vocab_size={rows} or take the config.json of this model"
         )
-    else:
-        found = [_misfit(tensor, wanted.get(name)) for name, tensor in tensors.items() if not _ignored(name, wanted)]
-        if values and not any(found):
-            found.append(_not_finite([tensors[name] for name in wanted if name in tensors]))
-        yield from list(filter(None, found))[:1]
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted.get(name) and not _ignored(name, wanted):
+            asked = list(wanted[name]) if name in wanted else "no such tensor"
+            yield (
+                f"{tensor.file}: {name} has the shape {list(tensor.shape)}, config.json asks for {asked}; weights and "
+                "config.json are of different models, take both from one"
+            )
+        if name in wanted and tensor.dtype not in _FLOATS:
+            yield (
+                f"{tensor.file}: {name} is stored as {tensor.dtype}, expected {', '.join(_FLOATS)}: quantized weights "
+                "cannot be trained; take the model in bfloat16"
+            )
+    if values:
+        yield from _not_finite([tensors[name] for name in wanted if name in tensors])
 
 
-def _misfit(tensor: StoredTensor, shape: tuple[int, ...] | None) -> str | None:
-    if tensor.shape != shape:
-        asked = list(shape) if shape else "no such tensor"
-        return (
-            f"{tensor.file}: {tensor.name} has the shape {list(tensor.shape)}, config.json asks for {asked}; weights and "
-            "config.json are of different models, take both from one"
-        )
-    if tensor.dtype not in _FLOATS:
-        return (
-            f"{tensor.file}: {tensor.name} is stored as {tensor.dtype}, expected {', '.join(_FLOATS)}: quantized weights "
-            "cannot be trained; take the model in bfloat16"
-        )
-    return None
-
-
-def _not_finite(tensors: list[StoredTensor]) -> str | None:
-    whole = sum(tensor.end - tensor.begin for tensor in tensors) <= _READ_WHOLE
+def _not_finite(tensors: list[StoredTensor]) -> Iterator[str]:
+    whole = sum(file.stat().st_size for file in {tensor.file for tensor in tensors}) <= _READ_WHOLE
     some = [*tensors[:: -(-len(tensors) // _SAMPLED)], tensors[-1]]  # embedding and head are the first and the last
     for tensor in tensors if whole else some:
         exponent = _FLOATS[tensor.dtype][1]
         if any(((bits & exponent) == exponent).any() for bits in tensor.bits(whole=whole)):
-            return f"{tensor.file}: {tensor.name} holds {NOT_FINITE}"
-    return None
+            yield f"{tensor.file}: {tensor.name} holds {NOT_FINITE}"
 
 
 def _ignored(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:

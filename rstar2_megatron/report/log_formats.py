@@ -10,7 +10,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +19,7 @@ from rstar2_megatron.report.number_text import cell_number, decimal_mark, is_lik
 from rstar2_megatron.report.wandb_file import BrokenFile, read_history
 
 Series = dict[int, float]  # step -> value
+Table = tuple[str, list[list[str]]]
 
 EVENT_FILE = "events.out.tfevents"
 TABLES = (".csv", ".tsv")
@@ -82,16 +83,6 @@ class Log:
 def read_jsonl(log: Log, path: Path) -> None:
     """Ours `{"step": n, name: value}`, verl's `{"step": n, "data": {...}}`, wandb's `{"_step": n, ...}`."""
     bad: list[int] = []
-    for place, row in _json_rows(path):
-        step = None if row is None else row.get("step", row.get("_step"))
-        if row is None or not isinstance(step, int | float) or not float(step).is_integer():
-            bad.append(place)
-            continue
-        _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
-    _report_bad(log, path, bad, "lines")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     with _opened(path) as file:
         for place, line in enumerate(file, 1):
             if not line.strip():
@@ -100,7 +91,12 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
                 row = json.loads(line)
             except (json.JSONDecodeError, RecursionError):
                 row = None
-            yield place, row if isinstance(row, dict) else None
+            step = row.get("step", row.get("_step")) if isinstance(row, dict) else None
+            if isinstance(step, int | float) and float(step).is_integer():
+                _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
+            else:
+                bad.append(place)
+    _report_bad(log, path, bad, "lines")
 
 
 def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
@@ -122,7 +118,7 @@ def _opened(path: Path, newline: str | None = None) -> IO[str]:
     return path.open(encoding="utf-16" if wide else "utf-8-sig", errors="replace", newline=newline)
 
 
-def _table(path: Path) -> tuple[str, list[list[str]]]:
+def read_table(path: Path) -> Table:
     """(delimiter, rows): the delimiter that `sep=` before the names says, else one by which they have a column of steps."""
     with _opened(path, newline="") as file:
         said, rest = re.match(r"(?:sep=(.)\r?\n)?(.*)", file.read(), re.DOTALL).groups()  # type: ignore[union-attr]
@@ -136,9 +132,9 @@ def _table(path: Path) -> tuple[str, list[list[str]]]:
     return delimiter, rows or [[]]
 
 
-def csv_runs(path: Path) -> list[str]:
+def csv_runs(table: Table) -> list[str]:
     """The runs of a wandb export, whose columns are named `RUN - metric`; "" where they are not."""
-    names = _table(path)[1][0]
+    names = table[1][0]
     steps = _step_columns(names)
     runs = {_split_column(name)[0] for name in names if steps and name not in steps}
     return sorted(runs) or [""]
@@ -153,9 +149,9 @@ def _split_column(name: str) -> tuple[str, str]:
     return run.removeprefix("Group: "), metric
 
 
-def read_csv(log: Log, path: Path, run: str = "") -> None:
+def read_csv(log: Log, path: Path, table: Table, run: str) -> None:
     """The columns of `run` in a wandb export."""
-    delimiter, (names, *rows) = _table(path)
+    delimiter, (names, *rows) = table
     steps = _step_columns(names)
     if not steps:
         log.messages.append(f"{path}: no column Step, _step or global_step; columns {names}")
@@ -179,15 +175,16 @@ def read_csv(log: Log, path: Path, run: str = "") -> None:
     _report_bad(log, path, bad, "rows")
 
 
-def read_wandb(log: Log, path: Path) -> None:
-    """An offline run's history."""
-    rows = 0
-    try:
-        for step, values in read_history(path):
-            rows += 1
-            _add_all(log, step, values)
-    except BrokenFile as error:
-        log.messages.append(f"{path}: read up to a break, {rows} rows ({error})")
+def read_wandb(log: Log, files: Sequence[Path]) -> None:
+    """The history of an offline run, which has several files when it was resumed."""
+    for path in files:
+        rows = 0
+        try:
+            for step, values in read_history(path):
+                rows += 1
+                _add_all(log, step, values)
+        except BrokenFile as error:
+            log.messages.append(f"{path}: read up to a break, {rows} rows ({error})")
 
 
 def read_console(log: Log, path: Path) -> None:
@@ -214,16 +211,20 @@ def read_console(log: Log, path: Path) -> None:
 def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
     """Scalars of event files, oldest file first, so that a resumed run's steps replace the lost ones."""
     # Here: tensorboard takes a second, which other formats do not need.
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.errors import OutOfRangeError
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
     from tensorboard.util.tensor_util import make_ndarray
 
     for path in files:
         if not path.stat().st_size:
             log.messages.append(f"{path}: empty")
             continue
-        events = 0
+        events, reader = 0, PyRecordReader_New(str(path))
         try:
-            for event in LegacyEventFileLoader(str(path)).Load():
+            while True:
+                reader.GetNext()
+                event = Event.FromString(reader.record())
                 events += 1
                 for value in event.summary.value:
                     if value.HasField("simple_value"):
@@ -232,24 +233,17 @@ def read_tensorboard(log: Log, files: Sequence[Path]) -> None:
                         array = make_ndarray(value.tensor)
                         if array.size == 1:
                             log.add(value.tag, event.step, float(array.reshape(-1)[0]))
+        except OutOfRangeError:  # the end of the file
+            pass
         except Exception as error:  # a broken record can raise any error; the records before it are valid
-            log.messages.append(f"{path}: {type(error).__name__} after {events} records")
-            continue
-        if not _holds_records(path, events):  # the loader ends silently at a bad checksum
-            log.messages.append(f"{path}: read up to a broken record, {events} records")
-
-
-def _holds_records(path: Path, count: int) -> bool:
-    """True when the file is exactly `count` records: length u64, checksum, data, checksum, each."""
-    size, offset = path.stat().st_size, 0
-    with path.open("rb") as file:
-        for _ in range(count):
-            file.seek(offset)
-            offset += int.from_bytes(file.read(8), "little") + 16
-    return offset == size
+            log.messages.append(f"{path}: read up to a broken record, {events} records ({type(error).__name__})")
 
 
 def _report_bad(log: Log, path: Path, bad: list[int], what: str) -> None:
     if bad:
-        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        log.messages.append(f"{path}: {len(bad)} {what} could not be read ({shown})")
+        log.messages.append(f"{path}: {len(bad)} {what} could not be read ({some(bad)})")
+
+
+def some(items: Sequence[object]) -> str:
+    """The first five, for a message."""
+    return ", ".join(map(str, items[:5])) + (", ..." if len(items) > 5 else "")

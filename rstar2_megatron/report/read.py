@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,20 @@ from rstar2_megatron.report.log_formats import (
     read_console,
     read_csv,
     read_jsonl,
+    read_table,
     read_tensorboard,
     read_wandb,
+    some,
 )
 from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, RESAMPLED, REWARD, SECONDS, TO_VERL, ours_from_verl
 
 LogReader = Callable[[Log], None]
+Source = tuple[Path, str, LogReader]
+"""Place of a run, its name inside that place, its reader."""
 MOST_RUNS = 32
 """Runs that one path may hold; a directory with more was named by mistake."""
 _VERL_NAMES = ("critic/", "timing_s/", "response_length/", "actor/", "val-core/")
+_by_name = attrgetter("name")
 
 
 def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
@@ -47,7 +54,7 @@ def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     try:
-        sources = list(_sources(path))
+        sources = _sources(path)
     except (OSError, ValueError) as error:
         return [Log(path, "verl" if verl else "ours", messages=[f"{path}: {error}"])]
     if len(sources) > MOST_RUNS:
@@ -59,7 +66,7 @@ def read_logs(path: str | Path, *, verl: bool = False) -> list[Log]:
         for place, run, reader in sources or [(path, "", lambda log: None)]
     ]
     if len(logs) > 1:
-        names = _some([log.label for log in logs])
+        names = some([log.label for log in logs])
         logs[0].messages.append(f"{path}: holds {len(logs)} runs, each read by itself ({names})")
     return logs
 
@@ -79,19 +86,15 @@ def _finish(log: Log, reader: LogReader, verl: bool) -> Log:
     else:
         log.messages.append(f"{log.path}: no training curves found")
     if log.repeated:
-        steps = _some(sorted(log.repeated))
+        steps = some(sorted(log.repeated))
         log.messages.append(f"{log.path}: {len(log.repeated)} steps are logged more than once ({steps}); the last counts")
     if log.unread:
         log.messages.append(
-            f"{log.path}: {len(log.unread)} values look like numbers and cannot be read ({_some(log.unread)}); write a point "
+            f"{log.path}: {len(log.unread)} values look like numbers and cannot be read ({some(log.unread)}); write a point "
             "before decimals and nothing between thousands"
         )
     log.settings = _saved_settings(log)
     return log
-
-
-def _some(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:5])) + (", ..." if len(items) > 5 else "")
 
 
 def _name_rewards_of_all(log: Log) -> None:
@@ -122,58 +125,43 @@ def _saved_settings(log: Log) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------- runs of a path
 
 
-def _sources(path: Path) -> Iterator[tuple[Path, str, LogReader]]:
-    """(place, name inside it, reader) of each run. A directory of one run is that run's place."""
+def _sources(path: Path) -> list[Source]:
+    """The runs of a file, or of the first kind of logs that is below a directory. A directory of one run is its place."""
     if not path.is_dir():
-        yield from _file_sources(path)
-        return
-    if (path / "metrics.jsonl").is_file():
-        yield path, "", partial(read_jsonl, path=path / "metrics.jsonl")
-        return
-    found: list[tuple[Path, str, LogReader]] = [
-        (place, "", partial(read_jsonl, path=place / "metrics.jsonl")) for place in _topmost(path.rglob("metrics.jsonl"))
-    ]
-    if not found:
-        for place in _topmost(path.rglob(f"{EVENT_FILE}*")):
-            events = sorted(place.rglob(f"{EVENT_FILE}*"), key=lambda file: file.name)  # by their time
-            found.append((place, "", partial(read_tensorboard, files=events)))
-    if not found:
-        # run-ID.wandb; a run that was resumed has a file of the same name in another directory
-        offline: dict[str, list[Path]] = {}
-        for file in sorted(path.rglob("*.wandb")):
-            offline.setdefault(file.name, []).append(file)
-        found = [(files[0], "", partial(_all_wandb, files=files)) for files in offline.values()]
-    if not found:
-        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in LOG_SUFFIXES and file.is_file()]
-        found = [source for file in files for source in _file_sources(file)]
-    for place, run, reader in found:
-        yield (path if len(found) == 1 else place), run, reader
+        return _file_sources(path)
+    found = next(filter(None, _runs_below(path)), [])
+    return [(path if len(found) == 1 else place, run, reader) for place, run, reader in found]
 
 
-def _topmost(files: Iterator[Path]) -> list[Path]:
-    """Directories of the files, without those inside another one: some writers make directories for sub-curves.
+def _runs_below(path: Path) -> Iterator[list[Source]]:
+    """The runs of each kind of logs."""
+    yield [(place, "", partial(read_jsonl, path=place / "metrics.jsonl")) for place in _topmost(path, "metrics.jsonl")]
+    events = {place: sorted(place.rglob(f"{EVENT_FILE}*"), key=_by_name) for place in _topmost(path, f"{EVENT_FILE}*")}
+    yield [(place, "", partial(read_tensorboard, files=files)) for place, files in events.items()]  # by their time
+    # run-ID.wandb; a run that was resumed has a file of the same name in another directory
+    offline = [list(same) for _, same in groupby(sorted(sorted(path.rglob("*.wandb")), key=_by_name), _by_name)]
+    yield [(files[0], "", partial(read_wandb, files=files)) for files in offline]
+    logs = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in LOG_SUFFIXES and file.is_file()]
+    yield [source for file in logs for source in _file_sources(file)]
+
+
+def _topmost(path: Path, pattern: str) -> list[Path]:
+    """Directories of such files, without those inside another one: some writers make directories for sub-curves.
 
     RLinf's logs of single workers are left out.
     """
-    places = sorted({file.parent for file in files if "worker_logs" not in file.parts})
+    places = sorted({file.parent for file in path.rglob(pattern) if "worker_logs" not in file.relative_to(path).parts})
     return [place for place in places if not any(other in place.parents for other in places)]
 
 
-def _all_wandb(log: Log, files: Sequence[Path]) -> None:
-    for file in files:
-        read_wandb(log, file)
-
-
-def _file_sources(path: Path) -> Iterator[tuple[Path, str, LogReader]]:
-    if EVENT_FILE in path.name:
-        yield path, "", partial(read_tensorboard, files=[path])
-    elif path.suffix.lower() in TABLES:
-        runs = csv_runs(path)
-        for run in runs:
-            yield path, run, partial(read_csv, path=path, run=run)
-    else:
-        readers = {".jsonl": read_jsonl, ".wandb": read_wandb}
-        yield path, "", partial(readers.get(path.suffix.lower(), read_console), path=path)
+def _file_sources(path: Path) -> list[Source]:
+    suffix = path.suffix.lower()
+    if suffix in TABLES:
+        table = read_table(path)
+        return [(path, run, partial(read_csv, path=path, table=table, run=run)) for run in csv_runs(table)]
+    if EVENT_FILE in path.name or suffix == ".wandb":
+        return [(path, "", partial(read_wandb if suffix == ".wandb" else read_tensorboard, files=[path]))]
+    return [(path, "", partial(read_jsonl if suffix == ".jsonl" else read_console, path=path))]
 
 
 # ------------------------------------------------------------------------------------------ names and steps

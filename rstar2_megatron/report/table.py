@@ -28,9 +28,6 @@ ROWS: tuple[tuple[str, str, int], ...] = (
 # keys of held_out.json; that of a recipe also has `after_stage`, a score by stage
 HELD_OUT = (("before_sft", "before SFT"), ("after_sft", "after SFT"), ("before_rl", "before RL"), ("after_rl", "after RL"))
 
-Table = list[tuple[str, str, str, str]]
-
-
 # Ratios whose mean over steps is weighted by the number of calls, so that a step without calls has no weight.
 WEIGHTS = {
     "rollout/tool_error_ratio": "rollout/tool_calls",
@@ -47,52 +44,40 @@ def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
     return sum(value * w for value, w in pairs) / total if total else None
 
 
-def summary(directory: str | Path) -> Table:
-    """(quantity, first steps, last steps, change) of a run. Raises ValueError when it has no metrics."""
+def render_table(directory: str | Path) -> str:
+    """The table of a run as aligned text. Raises ValueError when it has no metrics."""
     directory = Path(directory)
     rows = JsonlFile(directory / "metrics.jsonl").rows()
     if not rows:
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps")
     span = min(SPAN, len(rows))
-    table: Table = []
+    unit = "step" if span == 1 else f"{span} steps"
+    table = [(f"{directory.name}, {len(rows)} steps", f"first {unit}", f"last {unit}", "change")]
     for name, label, digits in ROWS:
         first, last = mean_of(rows[:span], name), mean_of(rows[-span:], name)
         if first is None and last is None:
             continue
         change = "" if first is None or last is None else f"{last - first:+.{digits}f}"
         table.append((label, _form(first, digits), _form(last, digits), change))
-    return table
+    lines = [aligned(table)]
+    if stages := held_out(directory):
+        lines.append("held-out pass@1: " + ", ".join(f"{label} {value:.3f}" for label, value in stages))
+    if seconds := _measured(directory).get("seconds"):
+        lines.append(f"wall time: {seconds / 60:.1f} min")
+    return "\n".join(lines)
 
 
 def held_out(directory: str | Path) -> list[tuple[str, float]]:
     """(when, pass@1 on held-out problems) of each measurement."""
-    path = Path(directory) / "held_out.json"
-    if not path.is_file():
-        return []
-    measured = json.loads(path.read_text())
+    measured = _measured(directory)
     scores = [(label, measured.get(key)) for key, label in HELD_OUT]
     scores += [(f"after {stage}", score) for stage, score in measured.get("after_stage", {}).items()]
     return [(label, score) for label, score in scores if score is not None]
 
 
-def render_table(directory: str | Path) -> str:
-    """The table as aligned text."""
-    table, steps = summary(directory), len(JsonlFile(Path(directory) / "metrics.jsonl").rows())
-    unit = "step" if min(SPAN, steps) == 1 else f"{min(SPAN, steps)} steps"
-    heads = (f"{Path(directory).name}, {steps} steps", f"first {unit}", f"last {unit}", "change")
-    return "\n".join([aligned([heads, *table]), *_footer(directory)])
-
-
-def _footer(directory: str | Path) -> list[str]:
-    lines = []
-    stages = held_out(directory)
-    if stages:
-        lines.append("held-out pass@1: " + ", ".join(f"{label} {value:.3f}" for label, value in stages))
+def _measured(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "held_out.json"
-    seconds = json.loads(path.read_text()).get("seconds") if path.is_file() else None
-    if seconds:
-        lines.append(f"wall time: {seconds / 60:.1f} min")
-    return lines
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _form(value: float | None, digits: int) -> str:

@@ -33,14 +33,10 @@ def quick_grade(answer: str, solutions: list[str]) -> str | None:
 def _grade(answer: str, solutions: list[str], algebra: Algebra) -> str | None:
     if len(answer) > MAX_ANSWER_CHARS or not is_balanced(answer):
         return UNGRADABLE
-    ours, unread = spell(answer), False
-    for solution in solutions:
-        for theirs in _forms(spell(solution), ours):
-            comparison = Comparison(algebra)
-            if comparison.same(ours, theirs):
-                return CORRECT
-            unread = unread or comparison.unread
-    return None if unread else WRONG
+    ours, comparison = spell(answer), Comparison(algebra)
+    if any(comparison.same(ours, theirs) for solution in solutions for theirs in _forms(spell(solution), ours)):
+        return CORRECT
+    return None if comparison.unread else WRONG
 
 
 def _forms(solution: str, answer: str) -> list[str]:

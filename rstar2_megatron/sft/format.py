@@ -7,7 +7,7 @@ block would teach the model to skip reasoning. Only the assistant's turns are tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rstar2_megatron.data.conversation import Message, call_fault, read_message, read_tools, rendered_tools
@@ -70,13 +70,11 @@ def _assistant_text(message: Message) -> str:
     return "\n".join([*parts, *(f"{OPEN}\n{call.body}\n{CLOSE}" for call in message.calls)])
 
 
-def row_segments(row: Any) -> Segments:
+def row_segments(row: Mapping[str, Any]) -> Segments:
     """Segments of a data row, {"segments": [[text, trained], ...]} or {"messages": [...], "tools": [...]}.
 
     Raises ValueError for a row of another shape.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object, got {json_type(row)}")
     given = [key for key in ("segments", "messages", "system", "functions") if row.get(key) is not None]
     if given not in (["segments"], ["messages"]) or not isinstance(row[given[0]], list):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Tokenised rows of supervised fine-tuning, kept in flat arrays: 222 K conversations take under a gigabyte."""
+"""Tokenised rows of supervised fine-tuning: 5 bytes a token, so that 222 K conversations take about a gigabyte."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy
 from tqdm import tqdm
 
 from rstar2_megatron.algorithm.batch import TrainSequence
-from rstar2_megatron.data.rows import DataError, json_line, text_line
+from rstar2_megatron.data.rows import DataError, data_input
 from rstar2_megatron.rollout.chat import TURN_START
 from rstar2_megatron.sft.format import Segments, row_segments
 
@@ -21,39 +21,40 @@ _ROWS_AT_ONCE = 256
 class SFTRows:
     """Token ids and masks of all rows, in file order."""
 
-    def __init__(self, ids: numpy.ndarray, mask: numpy.ndarray, ends: numpy.ndarray, skipped: int = 0) -> None:
-        """ids, mask: [tokens of all rows]; ends: [rows], where each row ends; skipped: rows left out."""
-        self._ids, self._mask, self._ends = ids, mask, ends
-        self.skipped = skipped
-        """Rows whose trained tokens are all beyond `max_length`."""
+    def __init__(self) -> None:
+        self._rows: list[tuple[numpy.ndarray, numpy.ndarray]] = []
+        self.skipped = 0
+        """Rows left out because their trained tokens are all beyond `max_length`."""
+
+    def add(self, ids: list[int], mask: list[int]) -> None:
+        self._rows.append((numpy.array(ids, numpy.int32), numpy.array(mask, numpy.uint8)))
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._rows)
 
     def __getitem__(self, row: int) -> TrainSequence:
-        tokens = slice(int(self._ends[row - 1]) if row else 0, int(self._ends[row]))
-        ids = self._ids[tokens]
-        return TrainSequence(ids, self._mask[tokens], numpy.zeros(len(ids), numpy.float32), advantage=0.0)
+        ids, mask = self._rows[row]
+        return TrainSequence(ids, mask, numpy.zeros(len(ids), numpy.float32), advantage=0.0)
 
     @property
     def num_tokens(self) -> int:
-        return len(self._ids)
+        return sum(len(ids) for ids, _ in self._rows)
 
     @property
     def num_trained_tokens(self) -> int:
-        return int(self._mask.sum())
+        return sum(int(mask.sum()) for _, mask in self._rows)
 
 
 def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) -> SFTRows:
-    """Tokenise the jsonl rows of `paths` and cut each to `max_length` tokens.
+    """Tokenise the rows of `paths` and cut each to `max_length` tokens.
 
     Segments are tokenised one by one, as a rollout's prompt and tool responses are. Raises DataError with file and
     line for a row that cannot be used.
     """
-    ids, mask, ends = array("i"), array("B"), array("q")
-    skipped = 0
+    rows = SFTRows()
     chatml = len(tokenizer([TURN_START], add_special_tokens=False)["input_ids"][0]) == 1
-    for chunk in _chunks(paths, chatml):
+    segmented = _segmented(paths, chatml)
+    while chunk := list(islice(segmented, _ROWS_AT_ONCE)):
         texts = [text for _, segments in chunk for text, _ in segments]
         pieces = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         for where, segments in chunk:
@@ -62,54 +63,31 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
             for _, trained in segments:
                 piece = next(pieces)
                 row_ids += piece
-                row_mask += [int(bool(trained))] * len(piece)
+                row_mask += [trained] * len(piece)
             if not any(row_mask) or len(row_ids) < 2:
                 raise DataError(f"{where}: no token of this row is trained")
             row_mask[0] = 0  # nothing predicts the first token
-            if not any(row_mask[:max_length]):
-                skipped += 1
-                continue
-            ids.extend(row_ids[:max_length])
-            mask.extend(row_mask[:max_length])
-            ends.append(len(ids))
-    if not ends:
-        raise DataError(f"{', '.join(map(str, paths)) or '(no files)'}: no rows to train on ({skipped} too long)")
-    return SFTRows(
-        numpy.frombuffer(ids, dtype=numpy.int32),
-        numpy.frombuffer(mask, dtype=numpy.uint8),
-        numpy.frombuffer(ends, dtype=numpy.int64),
-        skipped,
-    )
+            if any(row_mask[:max_length]):
+                rows.add(row_ids[:max_length], row_mask[:max_length])
+            else:
+                rows.skipped += 1
+    if not rows:
+        raise DataError(f"{', '.join(map(str, paths)) or '(no files)'}: no rows to train on ({rows.skipped} too long)")
+    return rows
 
 
-def _chunks(paths: Sequence[str | Path], chatml: bool) -> Iterator[list[tuple[str, Segments]]]:
-    """Rows of all files as (where, segments), some at a time."""
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise DataError(f"data file {path} does not exist")
-        with (
-            path.open("rb") as file,
-            tqdm(
-                total=path.stat().st_size, desc=f"tokenise {path.name}", unit="B", unit_scale=True, leave=False, disable=None
-            ) as bar,
-        ):
-            chunk: list[tuple[str, Segments]] = []
-            for number, line in enumerate(file, 1):
-                bar.update(len(line))
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                row = json_line(text_line(line, path, number), where)
-                try:
-                    chunk.append((where, row_segments(row)))
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{where}: {error}") from None
-                if not chatml and row.get("segments") is None:
-                    raise DataError(
-                        f"{where}: messages are rendered in ChatML, and the tokenizer splits its {TURN_START}; give rows of "
-                        "segments in the turns of the tokenizer's template"
-                    )
-                if len(chunk) == _ROWS_AT_ONCE:
-                    yield chunk
-                    chunk = []
-            yield chunk
+def _segmented(paths: Sequence[str | Path], chatml: bool) -> Iterator[tuple[str, Segments]]:
+    """(where, segments) of the rows of all files."""
+    for source in map(data_input, paths):
+        bar = tqdm(source.rows(), f"tokenise {source.label[-40:]}", source.count(), leave=False, disable=None, unit="row")
+        for row in bar:
+            try:
+                segments = row_segments(row.values)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{row.where}: {error}") from None
+            if not chatml and row.values.get("segments") is None:
+                raise DataError(
+                    f"{row.where}: messages are rendered in ChatML, and the tokenizer splits its {TURN_START}; give rows of "
+                    "segments in the turns of the tokenizer's template"
+                )
+            yield row.where, segments

@@ -30,20 +30,9 @@ def sft_phase_of(sft: SFTSettings | PreferenceSettings, num_rows: int) -> SFTPha
     steps = math.ceil(sft.epochs * num_rows / sft.batch_size)
     if sft.max_steps is not None:
         steps = min(steps, sft.max_steps)
-    return SFTPhaseSettings(
-        name="sft",
-        data_path="",
-        steps=steps,
-        batch_size=sft.batch_size,
-        lr=sft.lr,
-        min_lr_ratio=sft.min_lr_ratio,
-        warmup_steps=math.ceil(sft.warmup_ratio * steps),
-        decay=sft.lr_decay_style,
-        shuffle=sft.shuffle,
-        adam_beta1=sft.adam_beta1,
-        adam_beta2=sft.adam_beta2,
-        weight_decay=sft.weight_decay,
-    )
+    warmup = math.ceil(sft.warmup_ratio * steps)
+    same = sft.model_dump(include=set(SFTPhaseSettings.model_fields))  # batch size, learning rate and optimizer
+    return SFTPhaseSettings(name="sft", data_path="", steps=steps, warmup_steps=warmup, decay=sft.lr_decay_style, **same)
 
 
 def learning_rate(phase: SFTPhaseSettings, step: int) -> float:

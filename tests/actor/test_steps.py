@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -205,9 +204,9 @@ def test_supervised_steps_then_reinforcement(pool: RankPool, models: dict[str, P
 def test_fine_tuning_resumes_exactly(pool: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     """The same batches, rates and losses after a checkpoint as without an interruption."""
     batch = sequences(9, seed=21)
-    ids = numpy.concatenate([numpy.array(s.input_ids, numpy.int32) for s in batch])
-    mask = numpy.concatenate([numpy.array(s.loss_mask, numpy.int8) for s in batch])
-    rows = SFTRows(ids, mask, numpy.cumsum([s.length for s in batch]))
+    rows = SFTRows()
+    for sequence in batch:
+        rows.add(list(sequence.input_ids), list(sequence.loss_mask))
     phase = sft_phase_of(SFTSettings(batch_size=4, epochs=2, lr=2e-3, warmup_ratio=0.2), len(rows))
     arguments = (settings(), models["qwen2"], rows, phase, tmp_path / "checkpoint")
     ((whole, end),) = pool.run(training.fine_tune, 1, *arguments, 0)

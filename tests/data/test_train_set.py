@@ -14,7 +14,7 @@ import pytest
 from rstar2_megatron.data.math_sources import SOURCES
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.resumable import ResumablePass
-from rstar2_megatron.data.rows import DataError, HubName, Input
+from rstar2_megatron.data.rows import DataError, HubName, Input, Row, Source
 from rstar2_megatron.data.train_set import Options, main, parse_source, process
 from rstar2_megatron.records.whole_file import write_jsonl
 from tests.data.test_cleaning import DAPO
@@ -152,11 +152,15 @@ def test_a_killed_pass_continues_to_the_same_result(files: dict[str, Path], tmp_
 def test_another_configuration_starts_from_the_first_row(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text('{"a": 1}\n{"a": 2}\n')
+
+    def until_the_second(name: str, row: Row) -> dict[str, Any]:
+        if row.values["a"] == 2:
+            raise KeyboardInterrupt
+        return row.values
+
+    shapes = {"dapo": Source("dapo", ("a",), dict)}
     with pytest.raises(KeyboardInterrupt), ResumablePass(tmp_path, {"ngram": 8}, save_rows=1) as first:
-        for _, row in first.rows([Input("dapo", str(source))], {"dapo": ()}, None):
-            if first.row == 1:
-                raise KeyboardInterrupt
-            first.accept(row.values)
+        first.keep([Input("dapo", str(source))], shapes, None, lambda one: {}, until_the_second)
     assert list(ResumablePass(tmp_path, {"ngram": 8}).accepted()) == [{"a": 1}]
     other = ResumablePass(tmp_path, {"ngram": 9})
     assert not other.resumed and list(other.accepted()) == [] and other.row == 0

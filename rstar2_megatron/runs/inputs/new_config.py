@@ -63,14 +63,12 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
             slots = slots_of(settings.cluster, visible_gpus(), visible_host_gb())
             plan = make_plan(settings, slots=slots, with_remedy=False)
             change = {} if plan.fits else what_fits(settings, slots)
-        except (ConfigError, ValueError) as error:
+        except ValueError as error:
             refused = str(error)
         else:
-            if plan.fits:
-                return path
-            if change:
-                for key, value in change.items():
-                    put(config, key, value)
+            for key, value in change.items():
+                put(config, key, value)
+            if plan.fits or change:
                 path.write_text(_text(config, len(problems), shape))
                 return path
             refused = plan.problems[0]

@@ -19,11 +19,10 @@ def run_directory(settings: Settings) -> Path:
 
 def output_problems(settings: Settings) -> Iterator[str]:
     """A path that is or lies below a file. Nothing is made."""
-    for path in (directory := run_directory(settings).absolute(), *directory.parents):
-        if path.exists():
-            if not path.is_dir():
-                yield f"{path} is a file, and the run would write into {directory}; set runner.output_dir to a directory"
-            return
+    directory = run_directory(settings).absolute()
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    if not nearest.is_dir():
+        yield f"{nearest} is a file, and the run would write into {directory}; set runner.output_dir to a directory"
 
 
 @contextlib.contextmanager
