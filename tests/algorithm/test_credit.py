@@ -122,7 +122,7 @@ def test_selection_sees_the_graded_reward(reject: bool) -> None:
     problem = Problem("q", [], ["1"])
     groups = [Group(problem, mixed), Group(problem, right)]
     first, second = Selection(settings).resample(groups, ["a", "b"])
-    assert (first.num_positive, first.num_negative) == (1, 3) and long in first.kept
+    assert long in first.kept
     off = Selection(settings.model_copy(update={"overlong": algorithm().overlong})).resample(groups, ["a", "b"])
     assert [one.indices for one in off] == [first.indices, second.indices]
     if reject:
