@@ -36,15 +36,6 @@ class Point:
 
     mean: float
     deviation: float
-    seeds: int
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.deviation
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.deviation
 
 
 @dataclass
@@ -83,7 +74,7 @@ def mean_curve(runs: Sequence[Series]) -> dict[int, Point]:
     """Mean and deviation at the steps that all runs have: a run that ended early would bend the mean where it ends."""
     common = set(runs[0]).intersection(*runs[1:]) if runs else set()
     columns = {step: [run[step] for run in runs] for step in sorted(common)}
-    return {step: Point(statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0, len(v)) for step, v in columns.items()}
+    return {step: Point(statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for step, v in columns.items()}
 
 
 def smoothed(series: Series, span: int) -> Series:

@@ -139,11 +139,9 @@ def _draw(
     target = Path(out) if out is not None else directory / "curves.png"
 
     # Here: matplotlib takes a second, which tables do not need.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.5 * shape[0]), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (title, unit, limits, lines) in zip(figure.subplots(*shape).flat, panels):
         for name, label in lines:
             steps, values = points(rows, name)
