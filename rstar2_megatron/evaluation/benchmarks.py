@@ -26,8 +26,8 @@ class BenchmarkError(ValueError):
 class Benchmark:
     """Where a benchmark is on the Hugging Face hub, and how its rows are converted.
 
-    `convert(row, seed)` gives the project's row without query_id. `key_column` names the problem in its query_id; None
-    numbers the rows.
+    `convert(row, seed)` gives the project's row without query_id. `key_column` names the problem in its query_id; a row
+    without it has its number there.
     """
 
     path: str
@@ -35,8 +35,8 @@ class Benchmark:
     num_problems: int
     columns: tuple[str, ...]
     convert: Callable[[Mapping[str, Any], int], Row]
+    key_column: str
     config: str | None = None
-    key_column: str | None = None
 
 
 def _math(row: Mapping[str, Any], seed: int) -> Row:
@@ -61,18 +61,12 @@ def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
 
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math, key_column="id"),
-    "aime25": Benchmark("MathArena/aime_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"),
-    "hmmt25": Benchmark("MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"),
-    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math, key_column="unique_id"),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math, "id"),
+    "aime25": Benchmark("MathArena/aime_2025", "train", 30, ("problem", "answer"), _math, "problem_idx"),
+    "hmmt25": Benchmark("MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math, "problem_idx"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math, "unique_id"),
     "gpqa-diamond": Benchmark(
-        "Idavidrein/gpqa",
-        "train",
-        198,
-        ("Question", *_CHOICES),
-        _multiple_choice,
-        config="gpqa_diamond",
-        key_column="Record ID",
+        "Idavidrein/gpqa", "train", 198, ("Question", *_CHOICES), _multiple_choice, "Record ID", config="gpqa_diamond"
     ),
 }
 
@@ -87,11 +81,11 @@ def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0, source:
     seen: set[str] = set()
     for number, given in enumerate(rows, 1):
         where = f"{name}: row {number} of {source or benchmark.path}"
-        row = with_names(dict(given), (*benchmark.columns, *filter(None, [benchmark.key_column])))
+        row = with_names(dict(given), (*benchmark.columns, benchmark.key_column))
         missing = [column for column in benchmark.columns if not _says_something(row.get(column))]
         if missing:
             raise BenchmarkError(f"{where} lacks {missing}; its columns are {sorted(given)}")
-        key = row.get(benchmark.key_column) if benchmark.key_column else None
+        key = row.get(benchmark.key_column)
         query_id = f"{name}-{number - 1 if key is None else key}"
         if query_id in seen:
             raise BenchmarkError(f"{where} repeats {query_id}")
