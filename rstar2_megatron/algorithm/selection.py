@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from rstar2_megatron.algorithm import filters
+from rstar2_megatron.algorithm.filters import FILTERS
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
 from rstar2_megatron.algorithm.selection_rules import RULES
 from rstar2_megatron.extension.choice import own_function, resolve
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.settings.schema import AlgorithmSettings
-from rstar2_megatron.trajectory import Group, Problem, Trajectory
-
-Filter = Callable[[Problem, Trajectory], bool]
-"""Whether a graded trajectory stays. Filters come before resampling and before groups of equal reward are rejected."""
-
-FILTERS: dict[str, Filter] = {
-    "void_turns": filters.void_turns,
-    "failed_calls": filters.failed_calls,
-    "malformed_ending": filters.malformed_ending,
-    "repeated_calls": filters.repeated_calls,
-    "truncated": filters.truncated,
-}
-"""By their names in `algorithm.trajectory_filters`."""
+from rstar2_megatron.trajectory import Group
 
 _MODE = "algorithm.down_sampling.down_sampling_config.mode"
 _FILTERS = "algorithm.trajectory_filters"
