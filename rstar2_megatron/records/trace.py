@@ -171,18 +171,8 @@ class Recorder:
 
     def _complete(self, row: TraceRow, lane: int, name: str, start: float, end: float, args: Args) -> None:
         self._lane_name(row, lane)
-        begun = self._at(start)
-        self._add(
-            {
-                "name": name,
-                "ph": "X",
-                "ts": begun,
-                "dur": self._at(end) - begun,
-                "pid": row.pid,
-                "tid": self._tid(row, lane),
-                "args": args,
-            }
-        )
+        begun, where = self._at(start), {"pid": row.pid, "tid": self._tid(row, lane)}
+        self._add({"name": name, "ph": "X", "ts": begun, "dur": self._at(end) - begun, **where, "args": args})
 
     def _now(self) -> int:
         return self._at(time.monotonic())

@@ -21,7 +21,6 @@ _LEGEND_COLUMNS = 3
 def draw_comparison(comparison: RunComparison) -> Any:
     """A matplotlib figure: a panel a metric, raw and smoothed means, bands over seeds; conclusions and notes below."""
     # Here: matplotlib takes a second, which tables do not need.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     arms, panels = comparison.arms, comparison.panels
@@ -35,7 +34,6 @@ def draw_comparison(comparison: RunComparison) -> Any:
     legend_height = 0.2 + 0.25 * -(-len(arms) // _LEGEND_COLUMNS)
     height = 4.2 * rows + notes_height + legend_height
     figure = Figure(figsize=(12, height))
-    FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
