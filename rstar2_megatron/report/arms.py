@@ -26,10 +26,6 @@ _SEED_IN_PATH = re.compile(r"seed[-_.=]?\d+(?:-[0-9a-f]{10}\b)?", re.IGNORECASE)
 _NOT_THE_WORK = ("runner.experiment_name", "runner.output_dir", "runner.resume_dir", "runner.logger.")
 
 
-class ArmError(ValueError):
-    """Runs that cannot be arms as they were named."""
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """Mean over an arm's runs and their standard deviation (0 for one run)."""
@@ -186,13 +182,13 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
-    """Raises ArmError when one run is named twice, as two places or as a copy, or when an arm mixes codes."""
+    """Raises ValueError when one run is named twice, as two places or as a copy, or when an arm mixes codes."""
     for one, two in combinations([log for arm in arms for log in arm.logs], 2):
         same_place = (one.path.resolve(), one.run) == (two.path.resolve(), two.run)
         if same_place or (one.series and one.series == two.series):
             how = "is named twice" if same_place else f"and {two.path} hold the same values at every step"
-            raise ArmError(f"{one.path} {how}: one run would count as two seeds; name it once")
+            raise ValueError(f"{one.path} {how}: one run would count as two seeds; name it once")
     for arm in arms:
         kinds = {log.kind for log in arm.logs}
         if len(kinds) > 1:
-            raise ArmError(f"arm {arm.label} mixes runs of {' and '.join(sorted(kinds))}; give each its own --arm")
+            raise ValueError(f"arm {arm.label} mixes runs of {' and '.join(sorted(kinds))}; give each its own --arm")
